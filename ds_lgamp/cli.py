@@ -1,0 +1,113 @@
+"""The command line: ``ds_lgamp schedule`` and ``ds_lgamp run``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.orders import SCHEDULES
+from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
+from ds_lgamp.schedule.program import Program, ProgramSpec, build_program
+from ds_lgamp.schedule.render import text_gantt
+from ds_lgamp.schedule.simulate import Durations, Timeline, peak_live_activations, simulate
+from ds_lgamp.schedule.validate import validate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    return options.run(parser, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_lgamp", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_schedule_command(commands)
+    return parser
+
+
+def _add_schedule_command(commands) -> None:
+    command = commands.add_parser("schedule", help="build, check, simulate and draw a training step's program")
+    command.add_argument("--schedule", choices=SCHEDULES, default="layered")
+    command.add_argument("--pipeline-ranks", type=int, default=4, metavar="P")
+    command.add_argument("--chunks-per-rank", type=int, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
+    command.add_argument("--micro-batches", type=int, default=8, metavar="M")
+    command.add_argument(
+        "--micro-batch-group", default="all", metavar="G", help="micro-batches that move together, or all"
+    )
+    command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
+    command.add_argument("--resident-chunks", type=int, default=2, metavar="B")
+    command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
+    command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
+    command.add_argument("--backward", type=float, default=2.0, help="the same for its backward")
+    command.add_argument("--hop", type=float, default=0.0, help="time of a tensor's way to the next rank")
+    command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
+    command.set_defaults(run=_schedule)
+
+
+def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        spec = _spec(options)
+        durations = _durations(options)
+    except ValueError as error:
+        parser.error(str(error))
+    program = build_program(spec)
+    validate(spec, program)
+    timeline = simulate(spec, program, durations)
+    report = _report(program, timeline)
+    if options.json:
+        json.dump(report, sys.stdout)
+        print()
+        return 0
+    print(text_gantt(spec, timeline))
+    print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
+    for key in ("gathers", "reduces", "peak_live_activations"):
+        print(f"{key.replace('_', ' ')} by rank: {report[key]}")
+    return 0
+
+
+def _spec(options: argparse.Namespace) -> ProgramSpec:
+    single_chunk = options.schedule in ("1f1b", "gpipe")
+    chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
+    placement = options.placement or ("contiguous" if single_chunk else "modular")
+    micro_batches = options.micro_batches
+    group = micro_batches if options.micro_batch_group == "all" else _positive(options.micro_batch_group)
+    return ProgramSpec(
+        placement=place_chunks(placement, options.pipeline_ranks * chunks_per_rank, options.pipeline_ranks),
+        schedule=options.schedule,
+        micro_batches=micro_batches,
+        micro_batch_group=min(group, micro_batches),
+        zero_stage=options.zero_stage,
+        resident_chunks=options.resident_chunks,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--micro-batch-group is '{text}'; use a number of micro-batches from 1, or all")
+    return int(text)
+
+
+def _durations(options: argparse.Namespace) -> Durations:
+    durations = Durations(options.forward, options.backward, options.hop)
+    for name, duration in durations._asdict().items():
+        if not 0 <= duration < float("inf"):
+            raise ValueError(f"--{name} is {duration:g}; a duration is finite and not negative")
+    return durations
+
+
+def _report(program: Program, timeline: Timeline) -> dict:
+    def count(kind: Kind) -> list[int]:
+        return [sum(action.kind is kind for action in actions) for actions in program]
+
+    return {
+        "valid": True,
+        "step_time": timeline.step_time,
+        "bubble": timeline.bubble,
+        "gathers": count(Kind.GATHER),
+        "reduces": count(Kind.REDUCE),
+        "peak_live_activations": [peak_live_activations(actions) for actions in program],
+        "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
+    }

@@ -1,0 +1,183 @@
+"""Proves a program sound before it runs: complete, ordered, matched, free of deadlock, within its resident chunks."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from ds_lgamp.schedule.program import Program, ProgramSpec, receive_of, send_of
+from ds_lgamp.schedule.residency import chunk_visits, resident_windows
+from ds_lgamp.schedule.simulate import DeadlockError, simulate
+
+_ROWS_SHOWN = 4
+_BEFORE_COMPUTE = {Kind.RELEASE: 0, Kind.GATHER: 1, Kind.RECV_FORWARD: 2, Kind.RECV_BACKWARD: 3}
+
+
+class ProgramError(ValueError):
+    """A faulty program. The message names the rank, the row and the fault, and shows the rows around it."""
+
+    def __init__(self, fault: str, rank: int, row: int, actions: Sequence[Action]) -> None:
+        self.rank, self.row = rank, row
+        super().__init__(f"pipeline rank {rank}, row {row}: {fault}\n{_rows_around(row, actions)}")
+
+
+def validate(spec: ProgramSpec, program: Program) -> None:
+    """Raises ProgramError unless every rank's program is sound by itself and all of them together run to the end, even if
+    every SEND blocked until its RECV is posted."""
+    if len(program) != spec.pipeline_ranks:
+        raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
+    for rank, actions in enumerate(program):
+        _RankCheck(spec, rank, actions).run()
+    _check_channels(spec, program)
+    try:
+        simulate(spec, program, blocking_sends=True)
+    except DeadlockError as deadlock:
+        rank = next(rank for rank, row in enumerate(deadlock.positions) if row < len(program[rank]))
+        row = deadlock.positions[rank]
+        raise ProgramError(f"deadlock: {program[rank][row]} waits forever", rank, row, program[rank]) from None
+
+
+class _RankCheck:
+    """Walks one rank's actions beside the compute order its schedule prescribes.
+
+    Between two computes stand, in this order: the SEND and the REDUCE of the first, then RELEASE, GATHER, RECV of
+    activations and RECV of gradients ahead of the second.
+    """
+
+    def __init__(self, spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> None:
+        self.spec, self.rank, self.actions = spec, rank, actions
+        self.row = 0
+        self.resident: list[int] = []
+        self.posted = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
+        self.consumed = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
+
+    def run(self) -> None:
+        spec = self.spec
+        computes = list(spec.computes(self.rank))
+        self.receives = {
+            kind: [receive_of(action) for action in computes if action.kind is kind and spec.receives_input(action)]
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        }
+        self.window = {kind: spec.receive_window(self.rank, kind) for kind in self.receives}
+        windows = iter(resident_windows(chunk_visits(computes), spec.zero_stage, spec.resident_chunks))
+        visited = None
+        for compute in computes:
+            preparation = self.preparation_rows()
+            if compute.chunk != visited:
+                visited = compute.chunk
+                self.check_partition(preparation, next(windows))
+            else:
+                self.check_partition(preparation, self.resident)
+            self.check_receives(preparation)
+            self.expect(compute, "the schedule's next compute is")
+            if spec.receives_input(compute):
+                self.consumed[compute.kind] += 1
+            if spec.sends_output(compute):
+                self.expect(send_of(compute), "the result must be sent at once by")
+            if spec.is_final_backward(compute):
+                self.expect(Action(Kind.REDUCE, compute.chunk), "the chunk's gradient is final; next must be")
+        self.check_end()
+
+    def preparation_rows(self) -> list[Action]:
+        """The actions up to the next compute; refuses what has no place there."""
+        start = self.row
+        place = 0
+        while self.row < len(self.actions) and self.actions[self.row].kind not in COMPUTE:
+            action = self.actions[self.row]
+            if action.kind not in _BEFORE_COMPUTE:
+                raise self.fault(f"{action} does not belong here")
+            if _BEFORE_COMPUTE[action.kind] < place:
+                raise self.fault(f"{action} is out of order: RELEASE, GATHER, RECV_F, RECV_B stand in this order")
+            place = _BEFORE_COMPUTE[action.kind]
+            self.row += 1
+        return list(self.actions[start : self.row])
+
+    def check_partition(self, preparation: list[Action], window: list[int]) -> None:
+        releases = [action.chunk for action in preparation if action.kind is Kind.RELEASE]
+        gathers = [action.chunk for action in preparation if action.kind is Kind.GATHER]
+        if releases != sorted(set(self.resident) - set(window)):
+            raise self.fault(
+                f"releases {releases}; with {sorted(self.resident)} resident, {sorted(window)} must remain"
+            )
+        if gathers != [chunk for chunk in window if chunk not in self.resident]:
+            raise self.fault(f"gathers {gathers}; with {sorted(self.resident)} resident, {window} must be")
+        self.resident = [chunk for chunk in self.resident if chunk not in releases] + gathers
+        if self.spec.zero_stage == 3 and len(self.resident) > self.spec.resident_chunks:
+            raise self.fault(f"{len(self.resident)} chunks are resident; at most {self.spec.resident_chunks} may be")
+
+    def check_receives(self, preparation: list[Action]) -> None:
+        for kind, posts in self.receives.items():
+            full = min(len(posts), self.consumed[kind] + self.window[kind])
+            expected = posts[self.posted[kind] : full]
+            receive_kind = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD
+            found = [action for action in preparation if action.kind is receive_kind]
+            if found != expected:
+                raise self.fault(f"posts {_texts(found)}; the receives to post here are {_texts(expected)}")
+            self.posted[kind] = full
+
+    def check_end(self) -> None:
+        if self.spec.zero_stage == 3:
+            for chunk in sorted(self.resident):
+                self.expect(Action(Kind.RELEASE, chunk), "after the last compute follows")
+        if not self.spec.forward_only:
+            self.expect(Action(Kind.STEP), "the program ends with")
+        if self.row < len(self.actions):
+            raise self.fault(f"{self.actions[self.row]} follows the end of the program")
+
+    def expect(self, action: Action, reason: str) -> None:
+        if self.row >= len(self.actions) or self.actions[self.row] != action:
+            found = self.actions[self.row] if self.row < len(self.actions) else "the end"
+            raise self.fault(f"{reason} {action}, found {found}")
+        self.row += 1
+
+    def fault(self, text: str) -> ProgramError:
+        return ProgramError(text, self.rank, min(self.row, len(self.actions) - 1), self.actions)
+
+
+def _check_channels(spec: ProgramSpec, program: Program) -> None:
+    """Per channel (source, destination, kind) sends and posts must come in the same order, because a channel delivers in
+    order."""
+    sends: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
+    posts: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, actions in enumerate(program):
+        for row, action in enumerate(actions):
+            kind = action.kind
+            if kind in SENDS:
+                forward = kind is Kind.SEND_FORWARD
+                target = action.chunk + 1 if forward else action.chunk - 1
+                sends[rank, spec.placement[target], forward].append((target, action.micro_batch, row))
+            elif kind in RECEIVES:
+                forward = kind is Kind.RECV_FORWARD
+                source = action.chunk - 1 if forward else action.chunk + 1
+                posts[spec.placement[source], rank, forward].append((action.chunk, action.micro_batch, row))
+    for channel in sends.keys() | posts.keys():
+        _check_channel(channel, sends[channel], posts[channel], program)
+
+
+def _check_channel(
+    channel: tuple[int, int, bool],
+    sent: list[tuple[int, int, int]],
+    posted: list[tuple[int, int, int]],
+    program: Program,
+) -> None:
+    source, destination, _ = channel
+    for send, post in zip(sent, posted):
+        if send[:2] != post[:2]:
+            action = program[destination][post[2]]
+            fault = f"{action} is posted where rank {source} sends {program[source][send[2]]}"
+            raise ProgramError(fault, destination, post[2], program[destination])
+    if len(sent) != len(posted):
+        rank, rows = (source, sent) if len(sent) > len(posted) else (destination, posted)
+        row = rows[min(len(sent), len(posted))][2]
+        raise ProgramError(f"{program[rank][row]} has no counterpart on the other rank", rank, row, program[rank])
+
+
+def _texts(actions: Sequence[Action]) -> str:
+    return " ".join(map(str, actions)) or "none"
+
+
+def _rows_around(row: int, actions: Sequence[Action]) -> str:
+    first = max(0, row - _ROWS_SHOWN)
+    return "\n".join(
+        f"{'>' if index == row else ' '} {index:6d} {actions[index]}"
+        for index in range(first, min(len(actions), row + _ROWS_SHOWN + 1))
+    )

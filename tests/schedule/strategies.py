@@ -1,0 +1,32 @@
+"""Hypothesis strategies over everything a program can be derived from."""
+
+from hypothesis import strategies as st
+
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec
+
+
+@st.composite
+def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_micro_batches: int = 9) -> ProgramSpec:
+    """A spec of any schedule; chunks need not be a multiple of ranks, micro-batches may be fewer than ranks."""
+    ranks = draw(st.integers(1, max_ranks))
+    schedule = draw(st.sampled_from(["layered", "interleaved_1f1b", "1f1b", "gpipe"]))
+    micro_batches = draw(st.integers(1, max_micro_batches))
+    group, placement = micro_batches, "modular"
+    chunks = ranks
+    if schedule == "layered":
+        placement = draw(st.sampled_from(["modular", "contiguous"]))
+        chunks = draw(st.integers(ranks, ranks * max_chunks_per_rank))
+        group = draw(st.integers(1, micro_batches))
+    elif schedule == "interleaved_1f1b":
+        chunks = ranks * draw(st.integers(1, max_chunks_per_rank))
+        micro_batches = group = ranks * draw(st.integers(1, 3))
+    return ProgramSpec(
+        placement=place_chunks(placement, chunks, ranks),
+        schedule=schedule,
+        micro_batches=micro_batches,
+        micro_batch_group=group,
+        zero_stage=draw(st.integers(0, 3)),
+        resident_chunks=draw(st.integers(1, max_chunks_per_rank + 1)),
+        forward_only=draw(st.booleans()),
+    )

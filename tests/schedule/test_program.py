@@ -1,0 +1,138 @@
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given
+
+from ds_lgamp.schedule.actions import COMPUTE, Kind
+from ds_lgamp.schedule.orders import micro_batch_groups
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
+from ds_lgamp.schedule.simulate import peak_live_activations
+from ds_lgamp.schedule.validate import validate
+from tests.schedule.strategies import program_specs
+
+
+def layered(ranks=1, chunks=4, micro_batches=4, group=None, stage=3, resident=2, **rest):
+    placement = place_chunks("modular", chunks, ranks)
+    return ProgramSpec(placement, "layered", micro_batches, group or micro_batches, stage, resident, **rest)
+
+
+def count(actions, kind):
+    return sum(action.kind is kind for action in actions)
+
+
+def test_layered_program_reads_as_the_method_says():
+    program = build_program(layered(chunks=3, micro_batches=2))
+    assert " ".join(map(str, program[0])) == (
+        "GATHER0 GATHER1 F0.0 F0.1 RELEASE0 GATHER2 F1.0 F1.1 F2.0 F2.1 "
+        "B2.0 B2.1 REDUCE2 RELEASE2 GATHER0 B1.0 B1.1 REDUCE1 RELEASE1 B0.0 B0.1 REDUCE0 RELEASE0 STEP"
+    )
+
+
+def test_1f1b_program_alternates():
+    spec = ProgramSpec((0, 1), "1f1b", 3, 3, 0)
+    computes = [str(action) for action in build_rank_program(spec, 0) if action.kind in COMPUTE]
+    assert computes == ["F0.0", "F0.1", "B0.0", "F0.2", "B0.1", "B0.2"]
+
+
+def test_interleaved_program_takes_p_micro_batches_at_a_time():
+    spec = ProgramSpec((0, 1, 0, 1), "interleaved_1f1b", 4, 4, 0)
+    computes = [str(action) for action in build_rank_program(spec, 1) if action.kind in COMPUTE]
+    assert computes[:6] == ["F1.0", "F1.1", "F3.0", "B3.0", "F3.1", "B3.1"]
+
+
+@given(program_specs())
+def test_every_program_is_valid(spec):
+    validate(spec, build_program(spec))
+
+
+@given(program_specs())
+def test_every_chunk_and_micro_batch_computes_once(spec):
+    computed = Counter(action for actions in build_program(spec) for action in actions if action.kind in COMPUTE)
+    kinds = [Kind.FORWARD] if spec.forward_only else [Kind.FORWARD, Kind.BACKWARD]
+    expected = {
+        (kind, chunk, micro_batch)
+        for kind in kinds
+        for chunk in range(spec.chunks)
+        for micro_batch in range(spec.micro_batches)
+    }
+    assert set(computed) == expected and set(computed.values()) == {1}
+
+
+@given(program_specs())
+def test_gather_and_reduce_counts(spec):
+    """The formulas of the method, per rank: N chunks, B resident, K groups."""
+    groups = len(micro_batch_groups(spec.micro_batches, spec.micro_batch_group))
+    for rank, actions in enumerate(build_program(spec)):
+        chunks, resident = spec.placement.count(rank), spec.resident_chunks
+        if spec.zero_stage == 0:
+            gathers = 0
+        elif spec.zero_stage < 3 or spec.forward_only or resident >= chunks:
+            gathers = chunks
+        else:
+            gathers = groups * (2 * chunks - 2 * resident) + resident
+        if spec.schedule != "interleaved_1f1b" or spec.zero_stage < 3 or spec.forward_only:
+            assert count(actions, Kind.GATHER) == gathers
+        per_group = spec.schedule == "layered" and spec.zero_stage >= 2
+        reduces = 0 if spec.forward_only else chunks * (groups if per_group else 1)
+        assert count(actions, Kind.REDUCE) == reduces
+        assert count(actions, Kind.STEP) == (not spec.forward_only)
+
+
+@given(program_specs())
+def test_prefetch_precedes_the_compute_it_hides_behind(spec):
+    """With two resident chunks or more, the gather of the next chunk starts before the first forward of the current."""
+    if spec.zero_stage == 0 or (spec.zero_stage == 3 and spec.resident_chunks == 1) or spec.schedule != "layered":
+        return
+    for rank, actions in enumerate(build_program(spec)):
+        chunks = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        texts = [str(action) for action in actions]
+        for chunk, following in zip(chunks, chunks[1:]):
+            assert texts.index(f"GATHER{following}") < texts.index(f"F{chunk}.0")
+
+
+@given(program_specs())
+def test_live_activations_of_the_layered_order_are_a_group_per_chunk(spec):
+    if spec.schedule != "layered" or spec.forward_only:
+        return
+    for rank, actions in enumerate(build_program(spec)):
+        assert peak_live_activations(actions) == spec.placement.count(rank) * spec.micro_batch_group
+
+
+def test_live_activations_of_1f1b_are_the_ranks_that_follow():
+    spec = ProgramSpec((0, 1, 2, 3), "1f1b", 8, 8, 0)
+    assert [peak_live_activations(actions) for actions in build_program(spec)] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "layerd"}, "use one of layered"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batch_group": 0}, "micro_batch_group is 0"),
+        ({"zero_stage": 4}, "zero_stage is 4"),
+        ({"resident_chunks": 0}, "resident_chunks is 0"),
+        ({"schedule": "1f1b"}, "takes one chunk per rank"),
+        ({"schedule": "interleaved_1f1b", "micro_batches": 3}, "multiple of 2 pipeline ranks"),
+        ({"schedule": "interleaved_1f1b", "placement": (0, 1, 0)}, "multiple of 2 ranks"),
+        ({"schedule": "interleaved_1f1b", "placement": (0, 0, 1, 1)}, "needs modular placement"),
+        ({"schedule": "interleaved_1f1b", "micro_batch_group": 2}, "groups belong to the layered schedule"),
+    ],
+)
+def test_impossible_combinations_are_refused(changes, message):
+    sound = dict(placement=(0, 1, 0, 1), schedule="layered", micro_batches=4, micro_batch_group=4, zero_stage=3)
+    with pytest.raises(ValueError, match=message):
+        ProgramSpec(**(sound | changes))
+
+
+def test_a_thousand_gpu_program_is_built_and_validated_in_time():
+    """The limits a launch can live with: one rank's program in 1 s, all 64 proven in 60 s."""
+    spec = layered(ranks=64, chunks=64 * 16, micro_batches=512)
+    start = time.perf_counter()
+    build_rank_program(spec, 0)
+    assert time.perf_counter() - start < 1
+    program = build_program(spec)
+    start = time.perf_counter()
+    validate(spec, program)
+    assert time.perf_counter() - start < 60

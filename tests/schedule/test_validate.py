@@ -1,0 +1,100 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.validate import ProgramError, validate
+from tests.schedule.strategies import program_specs
+
+
+def mutations(actions):
+    """Every program that differs by one dropped, duplicated or swapped action."""
+    for row in range(len(actions)):
+        yield "drop", row, actions[:row] + actions[row + 1 :]
+        yield "duplicate", row, actions[: row + 1] + actions[row:]
+        if row + 1 < len(actions):
+            swapped = [*actions[:row], actions[row + 1], actions[row], *actions[row + 2 :]]
+            yield "swap", row, swapped
+
+
+@settings(deadline=None, max_examples=40)
+@given(program_specs(max_ranks=3, max_chunks_per_rank=3, max_micro_batches=5), st.integers(0, 2))
+def test_every_single_mutation_is_refused(spec, pick):
+    """The rules leave one place for every action, so all mutations are refused, not only 99 % of them."""
+    program = build_program(spec)
+    rank = pick % spec.pipeline_ranks
+    for kind, row, mutated in mutations(program[rank]):
+        faulty = [*program]
+        faulty[rank] = mutated
+        with pytest.raises(ProgramError):
+            validate(spec, faulty)
+            pytest.fail(f"{kind} of row {row} went unnoticed: {program[rank][row]}")
+
+
+def test_distant_swaps_are_refused():
+    spec = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, 3)
+    program = build_program(spec)
+    generator = random.Random(0)
+    for _ in range(300):
+        rank = generator.randrange(2)
+        first, second = sorted(generator.sample(range(len(program[rank])), 2))
+        faulty = [list(actions) for actions in program]
+        faulty[rank][first], faulty[rank][second] = faulty[rank][second], faulty[rank][first]
+        with pytest.raises(ProgramError):
+            validate(spec, faulty)
+
+
+def test_a_fault_names_rank_and_row_and_shows_the_rows_around_it():
+    spec = ProgramSpec((0, 1), "layered", 2, 2, 0)
+    program = build_program(spec)
+    row = program[1].index(Action(Kind.SEND_BACKWARD, 1, 0))
+    del program[1][row]
+    with pytest.raises(ProgramError) as refused:
+        validate(spec, program)
+    message = str(refused.value)
+    assert f"pipeline rank 1, row {row}: the result must be sent at once by SEND_B1.0" in message
+    assert f"> {row:6d} {program[1][row]}" in message and message.count("\n") >= 5
+
+
+def test_more_resident_chunks_than_allowed_are_refused():
+    generous = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, 3, resident_chunks=3)
+    strict = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, 3, resident_chunks=2)
+    with pytest.raises(ProgramError, match="gathers"):
+        validate(strict, build_program(generous))
+
+
+def test_a_deadlock_is_found_without_running():
+    """Two ranks that each wait for the other's activation before they send their own."""
+    from ds_lgamp.schedule.simulate import DeadlockError
+
+    spec = ProgramSpec((0, 1, 0, 1), "layered", 1, 1, 0)
+    program = [
+        [Action.parse(text) for text in ["RECV_F2.0", "F2.0", "F0.0", "SEND_F0.0"]],
+        [Action.parse(text) for text in ["RECV_F1.0", "F1.0", "SEND_F1.0"]],
+    ]
+    with pytest.raises(DeadlockError) as stuck:
+        simulate(spec, program)
+    assert stuck.value.positions == [1, 1]
+
+
+def test_a_send_blocks_until_its_receive_is_posted():
+    """The validator's pessimism: the same program runs if sends do not block."""
+    from ds_lgamp.schedule.simulate import DeadlockError
+
+    spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, 0)
+    late = [list(actions) for actions in build_program(spec)]
+    late[0] = [action for action in late[0] if action.kind is not Kind.RECV_FORWARD]
+    first_use = late[0].index(Action(Kind.FORWARD, 2, 0))
+    late[0][first_use:first_use] = [Action(Kind.RECV_FORWARD, 2, 0), Action(Kind.RECV_FORWARD, 2, 1)]
+    for actions in late[1:]:
+        posts = [action for action in actions if action.kind is Kind.RECV_FORWARD]
+        actions[:] = [action for action in actions if action.kind is not Kind.RECV_FORWARD]
+        for post in posts:
+            actions.insert(actions.index(Action(Kind.FORWARD, post.chunk, post.micro_batch)), post)
+    simulate(spec, late)
+    with pytest.raises(DeadlockError):
+        simulate(spec, late, blocking_sends=True)

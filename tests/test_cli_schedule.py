@@ -1,0 +1,71 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ds_lgamp.cli import main
+from ds_lgamp.schedule.actions import Action
+
+EXAMPLE = (
+    "schedule --schedule layered --pipeline-ranks 4 --chunks-per-rank 4 --micro-batches 8 --zero-stage 3 "
+    "--resident-chunks 2"
+).split()
+
+
+def report(capsys, *arguments):
+    assert main(["schedule", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_report(capsys):
+    assert main([*EXAMPLE, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["valid"] is True
+    assert result["step_time"] == 105 and result["bubble"] == pytest.approx(3 / 32)
+    assert result["gathers"] == [6] * 4 and result["reduces"] == [4] * 4
+    assert result["peak_live_activations"] == [32] * 4
+    assert sorted(result["program"]) == ["0", "1", "2", "3"]
+    for actions in result["program"].values():
+        assert [str(Action.parse(text)) for text in actions] == actions and actions[-1] == "STEP"
+
+
+def test_gantt_is_the_default(capsys):
+    assert main(EXAMPLE) == 0
+    output = capsys.readouterr().out
+    assert [line[:6] for line in output.splitlines()[:4]] == [f"rank {rank}" for rank in range(4)]
+    assert "bubble 0.0938" in output
+
+
+def test_durations_and_groups_change_the_result(capsys):
+    plain = report(capsys)
+    assert report(capsys, "--hop", "1")["step_time"] > plain["step_time"]
+    assert report(capsys, "--backward", "1")["step_time"] < plain["step_time"]
+    grouped = report(capsys, "--micro-batch-group", "4")
+    assert grouped["gathers"] == [2 * (2 * 4 - 4) + 2] * 4 and grouped["peak_live_activations"] == [16] * 4
+
+
+def test_1f1b_takes_one_contiguous_chunk_per_rank(capsys):
+    assert report(capsys, "--schedule", "1f1b")["bubble"] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "1f1b", "--chunks-per-rank", "2"], "takes one chunk per rank"),
+        (["--schedule", "interleaved_1f1b", "--micro-batches", "6"], "multiple of 4 pipeline ranks"),
+        (["--micro-batch-group", "some"], "--micro-batch-group is 'some'"),
+        (["--pipeline-ranks", "0"], "pipeline_ranks is 0"),
+        (["--hop", "-1"], "--hop is -1"),
+        (["--resident-chunks", "0"], "resident_chunks is 0"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(capsys, arguments, message):
+    with pytest.raises(SystemExit) as status:
+        main(["schedule", *arguments])
+    assert status.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_torch():
+    code = "import sys, ds_lgamp.cli; ds_lgamp.cli.main(['schedule', '--json']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
