@@ -46,7 +46,7 @@ def one_forward_one_backward(placement: Placement, rank: int, micro_batches: int
 
 
 def interleaved(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2) with modular placement, P micro-batches at a time."""
+    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2): modular placement, P micro-batches at a time."""
     pipeline_ranks = max(placement) + 1
     chunks = chunks_of(placement, rank)
     per_round = pipeline_ranks * len(chunks)

@@ -14,8 +14,8 @@ PLACEMENTS = ("modular", "contiguous")
 def place_chunks(kind: str, chunks: int, pipeline_ranks: int) -> Placement:
     """Places ``chunks`` on ``pipeline_ranks``.
 
-    modular: chunk c on rank c mod P (Lamy-Poirier, arXiv 2106.02679). contiguous: equal runs of neighbouring chunks; the
-    first ranks take one more where C mod P is not 0.
+    modular: chunk c on rank c mod P (Lamy-Poirier, arXiv 2106.02679). contiguous: equal runs of neighbouring chunks;
+    the first ranks take one more where C mod P is not 0.
     """
     if pipeline_ranks < 1:
         raise ValueError(f"pipeline_ranks is {pipeline_ranks}; it must be at least 1")

@@ -106,8 +106,8 @@ class ProgramSpec:
         return source if 0 <= source < len(self.placement) else None
 
     def receive_window(self, rank: int, kind: Kind) -> int:
-        """How many receives of one kind ``rank`` holds posted: the one that computes next, one in flight, and what piles
-        up while a group larger than the ring passes on its wrap-around link."""
+        """How many receives of one kind ``rank`` holds posted: the one that computes next, one in flight, and what
+        piles up on its wrap-around link while a group larger than the ring passes."""
         forward = kind is Kind.FORWARD
         group = min(self.micro_batch_group, self.micro_batches)
         for chunk, owner in enumerate(self.placement):

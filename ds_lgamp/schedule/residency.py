@@ -20,10 +20,10 @@ def chunk_visits(computes: Iterable[Action]) -> list[int]:
 def resident_windows(visits: Sequence[int], zero_stage: int, resident_chunks: int) -> list[list[int]]:
     """The chunks whose gather must have started when each visit begins, in order of need.
 
-    Stage 3 holds the next ``resident_chunks`` distinct chunks: with two or more, a gather runs behind the compute of the
-    chunk before it, and at the turn-around nothing still needed is dropped. That gives K(2N - 2B) + B gathers for the
-    layered order with K groups, N chunks on the rank and B < N resident ones, else N. Stages 1 and 2 gather every chunk
-    once, one visit ahead. Stage 0 gathers nothing.
+    Stage 3 holds the next ``resident_chunks`` distinct chunks: with two or more, a gather runs behind the compute of
+    the chunk before it, and at the turn-around nothing still needed is dropped. That gives K(2N - 2B) + B gathers for
+    the layered order with K groups, N chunks on the rank and B < N resident ones, else N. Stages 1 and 2 gather every
+    chunk once, one visit ahead. Stage 0 gathers nothing.
     """
     if zero_stage == 0:
         return [[] for _ in visits]

@@ -21,8 +21,8 @@ class ProgramError(ValueError):
 
 
 def validate(spec: ProgramSpec, program: Program) -> None:
-    """Raises ProgramError unless every rank's program is sound by itself and all of them together run to the end, even if
-    every SEND blocked until its RECV is posted."""
+    """Raises ProgramError unless every rank's program is sound by itself and all of them together run to the end, even
+    if every SEND blocked until its RECV is posted."""
     if len(program) != spec.pipeline_ranks:
         raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
     for rank, actions in enumerate(program):
@@ -134,8 +134,7 @@ class _RankCheck:
 
 
 def _check_channels(spec: ProgramSpec, program: Program) -> None:
-    """Per channel (source, destination, kind) sends and posts must come in the same order, because a channel delivers in
-    order."""
+    """Per channel (source, destination, kind) sends and posts must come in the same order: a channel delivers so."""
     sends: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     posts: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for rank, actions in enumerate(program):

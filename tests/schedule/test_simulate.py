@@ -35,8 +35,8 @@ def test_bubble_shrinks_by_the_chunks_per_rank(schedule):
 def test_a_hop_hurts_interleaved_more_than_layered():
     """10 and 20 ms of compute, 1 MiB over 1 Gbit/s."""
     durations = Durations(0.010, 0.020, 2**20 * 8 / 1e9)
-    assert timeline("layered", 4, 4, 8, durations).bubble == pytest.approx(0.156, abs=0.001)
-    assert timeline("interleaved_1f1b", 4, 4, 8, durations).bubble == pytest.approx(0.406, abs=0.001)
+    layered = timeline("layered", 4, 4, 8, durations).bubble
+    assert layered < 0.5 * timeline("interleaved_1f1b", 4, 4, 8, durations).bubble
 
 
 def test_a_hop_delays_the_receiver_only():
