@@ -1,0 +1,60 @@
+"""The data-parallel collectives of a flat unit, asynchronous, with the true volume on every backend."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed these two; earlier releases know the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Finish = Callable[[], torch.Tensor]
+"""Waits for a collective and returns its result."""
+
+
+def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Fills ``full`` [W * n] with the ``shard`` [n] of every rank; ``shard`` may be this rank's part of ``full``."""
+    return _all_gather(full, shard, group=group, async_op=True)
+
+
+def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
+    """Sums ``full`` over the group in place."""
+    work = dist.all_reduce(full, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return full
+
+    return finish
+
+
+def start_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
+    """Sums ``full`` [W * n] over the group; the result is this rank's part [n].
+
+    gloo's reduce-scatter is an all-reduce inside, twice the bytes. There, an all-to-all and a local sum in rank order
+    move the true volume.
+    """
+    ranks = group.size()
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, group=group, async_op=True)
+    else:
+        received = full.new_empty(full.numel() // ranks)
+        work = _reduce_scatter(received, full, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return received if received.numel() < full.numel() else received.view(ranks, -1).sum(0)
+
+    return finish
+
+
+def sum_in_rank_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sums ``tensor`` over the group in place, in rank order, so that every rank gets the same bits."""
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    start_all_gather(gathered, tensor, group).wait()
+    parts = gathered.view(group.size(), -1)
+    tensor.copy_(parts[0])
+    for part in parts[1:]:
+        tensor.add_(part)

@@ -1,0 +1,239 @@
+"""A flat unit: the parameters of one chunk, or of one tied module, in one storage."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from ds_lgamp.partition.collectives import (
+    Finish,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_in_rank_order,
+)
+
+
+class UnitParameter(NamedTuple):
+    """A parameter of a unit."""
+
+    name: str
+    """Its global name, the same in every layout."""
+    parameter: Parameter
+    group: int | None
+    """The optimizer's parameter group; None if the optimizer does not own it."""
+
+
+class Segment(NamedTuple):
+    """The part of a rank's shard that one optimizer group owns."""
+
+    group: int
+    shard: Parameter
+    """A view of the unit's shard, what the optimizer updates."""
+    start: int
+    end: int
+
+
+class Unit:
+    """Parameters that are gathered, released and reduced together.
+
+    The flat storage has W equal parts, the last one padded. Stage 0 (or W = 1) updates all of it on every rank; stages
+    1 and 2 update this rank's part in place and gather the others'; stage 3 keeps this rank's part in a storage of its
+    own and frees the flat one between uses. It is freed by resizing and refilled in place, so views that autograd saved
+    stay exact. A released parameter has no elements.
+
+    Args:
+        name: what errors and traces call it.
+        parameters: at least one; all of one dtype and on one device. Sorted by optimizer group here, so that each
+            group owns one range.
+        data_group: the data-parallel ranks that share the unit.
+        zero_stage: 0 to 3.
+        tied: whether the unit is a tied module, which does not count as a chunk.
+        tie_group: the pipeline ranks that hold a copy of a tied unit, None if there is no other.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[UnitParameter],
+        data_group: dist.ProcessGroup,
+        zero_stage: int,
+        tied: bool = False,
+        tie_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        dtypes = {str(entry.parameter.dtype) for entry in parameters}
+        if len(dtypes) != 1:
+            raise ValueError(f"{name} has parameters of {' and '.join(sorted(dtypes))}; a unit holds one dtype")
+        self.name = name
+        self.data_group = data_group
+        self.zero_stage = zero_stage
+        self.tied = tied
+        self.tie_group = tie_group
+        self.counts_in_norm = tie_group is None or tie_group.rank() == 0
+        self.holders: set[int] = set()
+        """Chunks that need the full parameters now."""
+        self.users = 0
+        """Chunks of this rank that use the unit."""
+        self._users_done = 0
+        unowned = max((entry.group for entry in parameters if entry.group is not None), default=-1) + 1
+        self.parameters = sorted(parameters, key=lambda entry: unowned if entry.group is None else entry.group)
+        self._build_storage()
+        self.segments = self._build_segments()
+        self.shard_gradient: torch.Tensor | None = None
+        self.accumulating = False
+        self.stale = False
+        """Stages 1 and 2: other ranks have updated their parts, this rank has not gathered them."""
+        self.gathering: dist.Work | None = None
+        self._gradient: torch.Tensor | None = None
+        self._reducing: Finish | None = None
+
+    def _build_storage(self) -> None:
+        ranks, rank = self.data_group.size(), self.data_group.rank()
+        self.partitioned = self.zero_stage > 0 and ranks > 1
+        self.numel = sum(entry.parameter.numel() for entry in self.parameters)
+        first = self.parameters[0].parameter
+        part = -(-self.numel // ranks) if self.partitioned else self.numel
+        self.flat = first.new_zeros(part * ranks if self.partitioned else part, requires_grad=False)
+        self._bytes = self.flat.untyped_storage().nbytes()
+        self._released = first.new_empty(0, requires_grad=False)
+        self._views = []
+        offset = 0
+        for entry in self.parameters:
+            view = self.flat[offset : offset + entry.parameter.numel()].view(entry.parameter.shape)
+            view.copy_(entry.parameter.detach())
+            entry.parameter.data = view
+            self._views.append(view)
+            offset += entry.parameter.numel()
+        self.shard_start = rank * part if self.partitioned else 0
+        self.shard = self.flat[self.shard_start : self.shard_start + part]
+        if self.frees_weights:
+            self.shard = self.shard.clone()
+
+    def _build_segments(self) -> list[Segment]:
+        bounds: dict[int, list[int]] = {}
+        offset = 0
+        for entry in self.parameters:
+            end = offset + entry.parameter.numel()
+            if entry.group is not None:
+                bounds.setdefault(entry.group, [offset, end])[1] = end
+            offset = end
+        segments = []
+        for group, (start, end) in bounds.items():
+            start = max(start - self.shard_start, 0)
+            end = min(end - self.shard_start, self.shard.numel())
+            if start < end:
+                segments.append(Segment(group, Parameter(self.shard[start:end]), start, end))
+        return segments
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether the full parameters exist only between gather and release."""
+        return self.partitioned and self.zero_stage == 3
+
+    @property
+    def resident(self) -> bool:
+        return self.flat.untyped_storage().nbytes() > 0
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether a full gradient is accumulating or on its way through the reduction."""
+        return self.accumulating or self._reducing is not None
+
+    def start_gather(self) -> None:
+        """Launches the gather of the full parameters, if this rank lacks any."""
+        if self.gathering is not None or not self.partitioned:
+            return
+        if self.frees_weights:
+            if self.resident:
+                return
+            self.flat.untyped_storage().resize_(self._bytes)
+        elif not self.stale:
+            return
+        self.gathering = start_all_gather(self.flat, self.shard, self.data_group)
+
+    def finish_gather(self) -> None:
+        """Waits until the full parameters are there."""
+        if self.gathering is None:
+            return
+        self.gathering.wait()
+        self.gathering = None
+        self.stale = False
+        if self.frees_weights:
+            for entry, view in zip(self.parameters, self._views):
+                entry.parameter.data = view
+
+    def release(self) -> None:
+        """Frees the full parameters where another gather can bring them back."""
+        if not self.frees_weights or not self.resident:
+            return
+        self.finish_gather()
+        for entry in self.parameters:
+            entry.parameter.data = self._released
+        self.flat.untyped_storage().resize_(0)
+
+    def begin_accumulation(self) -> None:
+        """Gives every parameter a zeroed view of the flat gradient, into which autograd accumulates in place."""
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self.flat)
+        elif self.shard_gradient is None:
+            self._gradient.zero_()
+        offset = 0
+        for entry in self.parameters:
+            if entry.parameter.requires_grad:
+                end = offset + entry.parameter.numel()
+                entry.parameter.grad = self._gradient[offset:end].view(entry.parameter.shape)
+            offset += entry.parameter.numel()
+        self.accumulating = True
+
+    def user_done(self) -> bool:
+        """Counts a chunk whose backward passes are over; true when it was the last that uses the unit."""
+        self._users_done += 1
+        if self._users_done < self.users:
+            return False
+        self._users_done = 0
+        return True
+
+    def start_reduce(self) -> None:
+        """Launches the sum of the gradient over the data-parallel ranks."""
+        for entry in self.parameters:
+            entry.parameter.grad = None
+        self.accumulating = False
+        gradient = self._gradient
+        assert gradient is not None, "a unit is reduced after its gradient accumulated"
+        if self.partitioned:
+            self._reducing = start_reduce_scatter(gradient, self.data_group)
+        elif self.data_group.size() > 1:
+            self._reducing = start_all_reduce(gradient, self.data_group)
+        else:
+            self._reducing = lambda: gradient
+
+    def finish_reduce(self) -> None:
+        """Waits for the sum and adds it to this rank's shard of the gradient."""
+        assert self._reducing is not None, "a reduction is awaited once"
+        reduced = self._reducing()
+        self._reducing = None
+        if self.shard_gradient is None:
+            self.shard_gradient = reduced
+        elif self.partitioned:
+            self.shard_gradient.add_(reduced)
+        if self.partitioned:
+            self._gradient = None
+
+    def finish_gradient(self) -> None:
+        """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and hands every
+        segment its part."""
+        gradient = self.shard_gradient
+        assert gradient is not None, "every unit is reduced before the step"
+        if self.data_group.size() > 1:
+            gradient.div_(self.data_group.size())
+        if self.tie_group is not None:
+            sum_in_rank_order(gradient, self.tie_group)
+        for segment in self.segments:
+            segment.shard.grad = gradient[segment.start : segment.end]
+
+    def drop_gradient(self) -> None:
+        for segment in self.segments:
+            segment.shard.grad = None
+        self.shard_gradient = None

@@ -1,0 +1,246 @@
+"""Point-to-point links between pipeline ranks: receives are posted early, sends never wait for the receiver.
+
+Both ends of a link know the shapes in advance: gradients look like the activations this rank produced, and the first
+activation that crosses a chunk boundary is preceded by a header, once.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
+
+SENDS_IN_FLIGHT = 2
+"""Sends of a link that may be under way, their tensors kept alive, before the oldest is awaited. The receiver holds at
+least two receives posted, so that wait is short."""
+
+_HEADER_ELEMENTS = 128
+_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+
+
+class MessageSpec(NamedTuple):
+    """What crosses a chunk boundary for one micro-batch."""
+
+    is_tuple: bool
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, value: Tensors) -> "MessageSpec":
+        return cls(isinstance(value, tuple), tuple((tensor.shape, tensor.dtype) for tensor in as_tuple(value)))
+
+    def to_header(self, device: torch.device) -> torch.Tensor:
+        """[is_tuple, count, then dtype, dimensions and sizes of each tensor], padded with zeros; int64."""
+        numbers = [int(self.is_tuple), len(self.tensors)]
+        for shape, dtype in self.tensors:
+            numbers += [_DTYPES.index(dtype), len(shape), *shape]
+        if len(numbers) > _HEADER_ELEMENTS:
+            raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")
+        numbers += [0] * (_HEADER_ELEMENTS - len(numbers))
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    @classmethod
+    def from_header(cls, header: torch.Tensor) -> "MessageSpec":
+        numbers = iter(header.tolist())
+        is_tuple, count = bool(next(numbers)), next(numbers)
+        tensors = []
+        for _ in range(count):
+            dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
+            tensors.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
+        return cls(is_tuple, tuple(tensors))
+
+
+class Endpoint(NamedTuple):
+    """How the tensors of one link and kind travel: to or from ``peer`` (a global rank), in ``group``, under ``tag``."""
+
+    peer: int
+    group: dist.ProcessGroup | None
+    tag: int
+
+
+class Outgoing:
+    """The sending end of a link for one kind."""
+
+    def __init__(self, endpoint: Endpoint, device: torch.device) -> None:
+        self.endpoint, self.device = endpoint, device
+        self._announced: dict[int, MessageSpec] = {}
+        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._peer_posts = False
+        """Whether the peer posts receives ahead: in the first step it waits for headers instead."""
+
+    def announce(self, chunk: int, value: Tensors) -> None:
+        """Tells the peer what ``chunk`` returns, ahead of the first message; afterwards checks that it stays so."""
+        spec = MessageSpec.of(value)
+        known = self._announced.get(chunk)
+        if known is None:
+            self._announced[chunk] = spec
+            self._start(spec.to_header(self.device))
+        elif known != spec:
+            raise ValueError(f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; shapes must not change")
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._start(tensor.detach().contiguous())
+        if self._peer_posts:
+            while len(self._in_flight) > SENDS_IN_FLIGHT * len(tensors):
+                self._finish_oldest()
+
+    def drain(self) -> None:
+        """Waits for every send under way."""
+        while self._in_flight:
+            self._finish_oldest()
+        self._peer_posts = True
+
+    def _start(self, tensor: torch.Tensor) -> None:
+        peer, group, tag = self.endpoint
+        self._in_flight.append((_started(dist.isend(tensor, peer, group=group, tag=tag)), tensor))
+
+    def _finish_oldest(self) -> None:
+        work, _ = self._in_flight.popleft()
+        work.wait()
+
+
+class Incoming:
+    """The receiving end of a link for one kind. Messages are posted and taken in the same order; what cannot be posted
+    yet, because its shapes are unknown, waits in line and holds back what follows."""
+
+    def __init__(self, endpoint: Endpoint, device: torch.device, has_headers: bool) -> None:
+        self.endpoint, self.device, self.has_headers = endpoint, device, has_headers
+        self.specs: dict[int, MessageSpec] = {}
+        self._line: deque[tuple[int, int]] = deque()
+        self._posted: dict[tuple[int, int], list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._header: tuple[dist.Work, torch.Tensor] | None = None
+
+    def post(self, chunk: int, micro_batch: int) -> None:
+        self._line.append((chunk, micro_batch))
+        self.advance()
+
+    def take(self, chunk: int, micro_batch: int) -> list[torch.Tensor]:
+        """Waits for a posted message and returns its tensors."""
+        while (chunk, micro_batch) not in self._posted:
+            self._read_header()
+            self.advance()
+        tensors = []
+        for work, tensor in self._posted.pop((chunk, micro_batch)):
+            work.wait()
+            tensors.append(tensor)
+        return tensors
+
+    def advance(self) -> None:
+        """Posts what stands in line as far as shapes are known."""
+        while self._line:
+            spec = self.specs.get(self._line[0][0])
+            if spec is None:
+                if self.has_headers and self._header is None:
+                    self._header = self._receive(torch.Size([_HEADER_ELEMENTS]), torch.int64)
+                return
+            self._posted[self._line.popleft()] = [self._receive(shape, dtype) for shape, dtype in spec.tensors]
+
+    def _read_header(self) -> None:
+        assert self._header is not None and self._line, "only a missing header holds back a message that is due"
+        work, header = self._header
+        work.wait()
+        self._header = None
+        self.specs[self._line[0][0]] = MessageSpec.from_header(header)
+
+    def _receive(self, shape: torch.Size, dtype: torch.dtype) -> tuple[dist.Work, torch.Tensor]:
+        peer, group, tag = self.endpoint
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        return _started(dist.irecv(tensor, peer, group=group, tag=tag)), tensor
+
+
+class Links:
+    """All links of a pipeline rank: activations from the previous rank of the ring and to the next, gradients the other
+    way. A ring of one rank uses none."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        activations_in: Endpoint,
+        activations_out: Endpoint,
+        gradients_in: Endpoint,
+        gradients_out: Endpoint,
+    ) -> None:
+        self._activations_in = Incoming(activations_in, device, has_headers=True)
+        self._activations_out = Outgoing(activations_out, device)
+        self._gradients_in = Incoming(gradients_in, device, has_headers=False)
+        self._gradients_out = Outgoing(gradients_out, device)
+
+    def post_activations(self, chunk: int, micro_batch: int) -> None:
+        self._activations_in.post(chunk, micro_batch)
+
+    def take_activations(self, chunk: int, micro_batch: int) -> Tensors:
+        """The input of ``chunk`` for ``micro_batch``, as the previous chunk returned it."""
+        tensors = tuple(self._activations_in.take(chunk, micro_batch))
+        return tensors if self._activations_in.specs[chunk].is_tuple else tensors[0]
+
+    def send_activations(self, chunk: int, value: Tensors) -> None:
+        self._activations_out.announce(chunk, value)
+        self._activations_out.send(as_tuple(value))
+        if chunk not in self._gradients_in.specs:
+            self._gradients_in.specs[chunk] = MessageSpec.of(tuple(differentiable(value)))
+            self._gradients_in.advance()
+
+    def post_gradients(self, chunk: int, micro_batch: int) -> None:
+        self._gradients_in.post(chunk, micro_batch)
+
+    def take_gradients(self, chunk: int, micro_batch: int) -> list[torch.Tensor]:
+        """The gradients of what ``chunk`` returned, one for every floating-point tensor."""
+        return self._gradients_in.take(chunk, micro_batch)
+
+    def send_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._gradients_out.send(gradients)
+
+    def drain(self) -> None:
+        """Waits for every send under way."""
+        self._activations_out.drain()
+        self._gradients_out.drain()
+
+
+def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Links:
+    """The links of this rank in its pipeline. Collective over all ranks.
+
+    Args:
+        pipelines: the global ranks of every pipeline, in pipeline order.
+
+    NCCL orders everything inside a communicator, so that two links or kinds in one can deadlock: there, every directed
+    link and kind gets a group of its own. gloo tells them apart by tag.
+    """
+    own = dist.get_rank()
+    separate = len(pipelines[0]) > 1 and dist.get_backend() != "gloo"
+    ends: dict[str, Endpoint] = {}
+    for pipeline in pipelines:
+        for position, source in enumerate(pipeline):
+            following = pipeline[(position + 1) % len(pipeline)]
+            for tag, kind, sender, receiver in (
+                (0, "activations", source, following),
+                (1, "gradients", following, source),
+            ):
+                group = dist.new_group([sender, receiver]) if separate else None
+                if own == sender:
+                    ends[f"{kind}_out"] = Endpoint(receiver, group, tag)
+                if own == receiver:
+                    ends[f"{kind}_in"] = Endpoint(sender, group, tag)
+    return Links(device, **ends)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "both ends of a link are members of its group"
+    return work
+
+
+def _shapes(spec: MessageSpec) -> str:
+    return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in spec.tensors)

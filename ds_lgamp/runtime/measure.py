@@ -1,0 +1,116 @@
+"""Exact counters for tests, benchmarks and ``ds_lgamp run --measure``: collectives and live memory, at dispatch."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+    "barrier": "barrier",
+}
+_SENDS_ALL_BUT_ITS_OWN = {"reduce_scatter", "all_to_all"}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts what this rank's collectives and point-to-point messages are and how much they send.
+
+    Everything passes the dispatcher, also what runs inside backward; wrappers around ``torch.distributed`` would miss
+    calls whose names change between releases. Bytes are those a rank sends in the usual algorithms, with W ranks:
+    all-gather (W-1) shards, reduce-scatter and all-to-all (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast (W-1)/W
+    on average, send all of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes_sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        namespace, name = function._schema.name.split("::")
+        if namespace == "c10d":
+            kind = _KINDS.get(name, name)
+            self.calls[kind] += 1
+            self.bytes_sent[kind] += _bytes_sent(kind, args)
+        return function(*args, **(kwargs or {}))
+
+    def collectives(self) -> int:
+        """Everything but point-to-point messages."""
+        return sum(count for kind, count in self.calls.items() if kind not in ("send", "receive"))
+
+
+def _bytes_sent(kind: str, args: tuple) -> int:
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    if kind in ("receive", "barrier") or not tensors:
+        return 0
+    ranks = _group_size(args)
+    if kind == "send":
+        return sum(map(_nbytes, tensors))
+    if kind == "all_gather":
+        return min(map(_nbytes, tensors)) * (ranks - 1)
+    size = max(map(_nbytes, tensors)) if kind in _SENDS_ALL_BUT_ITS_OWN else sum(map(_nbytes, tensors))
+    return (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+
+
+def _group_size(args: tuple) -> int:
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument).size()
+    return 1
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes of tensor storages alive after any operation. Storages that exist before must be named.
+
+    Args:
+        existing: tensors alive already, such as parameters and optimizer state.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref] = {}
+        self._see(list(existing))
+        self.peak = self.live()
+
+    def live(self) -> int:
+        """Bytes alive now."""
+        total = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._see(args)
+        result = function(*args, **(kwargs or {}))
+        self._see(result)
+        self.peak = max(self.peak, self.live())
+        return result
+
+    def _see(self, values: Any) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+                storage = leaf.untyped_storage()
+                self._storages.setdefault(storage._cdata, weakref.ref(storage))

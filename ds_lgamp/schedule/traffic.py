@@ -1,0 +1,58 @@
+"""What a rank's program moves in one step, predicted by reading it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ds_lgamp.schedule.actions import RECEIVES, SENDS, Action, Kind
+
+
+@dataclass
+class Traffic:
+    """Counts of one step on one rank with two data-parallel ranks or more; with one, only messages remain."""
+
+    gathers: int = 0
+    """Of chunks."""
+    reduces: int = 0
+    """Of chunks."""
+    sends: int = 0
+    """Micro-batches sent, activations and gradients."""
+    receives: int = 0
+    tied_gathers: int = 0
+    tied_reduces: int = 0
+
+
+def predict_traffic(
+    actions: Sequence[Action], zero_stage: int, chunks: Collection[int], tied_users: Sequence[Collection[int]]
+) -> Traffic:
+    """Reads the traffic off a rank's program.
+
+    Args:
+        chunks: the chunks of the rank that have parameters of their own.
+        tied_users: for every tied module on the rank, the chunks of the rank that use it. It is gathered with the first
+            user that needs it and reduced after the last.
+    """
+    traffic = Traffic()
+    holders: list[set[int]] = [set() for _ in tied_users]
+    reduced: list[set[int]] = [set() for _ in tied_users]
+    gathered_once: set[int] = set()
+    for action in actions:
+        using = [index for index, users in enumerate(tied_users) if action.chunk in users]
+        if action.kind is Kind.GATHER:
+            traffic.gathers += action.chunk in chunks
+            for index in using:
+                traffic.tied_gathers += not holders[index] and (zero_stage == 3 or index not in gathered_once)
+                gathered_once.add(index)
+                holders[index].add(action.chunk)
+        elif action.kind is Kind.RELEASE:
+            for index in using:
+                holders[index].discard(action.chunk)
+        elif action.kind is Kind.REDUCE:
+            traffic.reduces += action.chunk in chunks
+            for index in using:
+                reduced[index].add(action.chunk)
+                if reduced[index] == set(tied_users[index]):
+                    traffic.tied_reduces += 1
+                    reduced[index].clear()
+        traffic.sends += action.kind in SENDS
+        traffic.receives += action.kind in RECEIVES
+    return traffic

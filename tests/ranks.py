@@ -1,0 +1,71 @@
+"""The one way tests start ranks: real processes, real gloo, on this machine."""
+
+import multiprocessing
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> list[Any]:
+    """Calls ``function(*arguments)`` on ``world_size`` ranks inside one process group; returns the results by rank.
+
+    Raises AssertionError with the rank's traceback as soon as one fails, or when ``seconds`` are over.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results: Any = _context.Queue()
+        ranks = [
+            _context.Process(target=_rank_main, args=(rank, world_size, folder, results, function, arguments))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(ranks, results, time.monotonic() + seconds)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list, results: Any, deadline: float) -> list[Any]:
+    collected: dict[int, Any] = {}
+    while len(collected) < len(ranks):
+        try:
+            rank, succeeded, result = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [rank for rank, process in enumerate(ranks) if rank not in collected and process.exitcode]
+            assert not dead, f"ranks {dead} died without a word"
+            assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(ranks))) - set(collected))} hang"
+            continue
+        assert succeeded, f"rank {rank} failed:\n{result}"
+        collected[rank] = result
+    return [collected[rank] for rank in range(len(ranks))]
+
+
+def _rank_main(rank: int, world_size: int, folder: str, results: Any, function: Callable, arguments: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(folder) / 'rendezvous'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        result = function(*arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        results.put((rank, True, result))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))

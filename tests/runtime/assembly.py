@@ -1,0 +1,118 @@
+"""Puts a test model on the ranks of a process group: data-parallel rank fastest, as DeepSpeed's grid numbers them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.links import Links, ring_links
+from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.schedule.program import ProgramSpec
+from tests.runtime.models import Model, loss_function
+
+DEVICE = torch.device("cpu")
+
+
+class Grid(NamedTuple):
+    """The groups of one (P, W), made once and shared by all configurations that run on it."""
+
+    pipeline_ranks: int
+    data_ranks: int
+    data_group: dist.ProcessGroup
+    tie_groups: dict[tuple[int, int], dist.ProcessGroup]
+    links: Callable[[], Links]
+
+    @property
+    def pipeline_rank(self) -> int:
+        return dist.get_rank() // self.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return dist.get_rank() % self.data_ranks
+
+
+def build_grid(pipeline_ranks: int, data_ranks: int) -> Grid:
+    pipelines = [[pipe * data_ranks + data for pipe in range(pipeline_ranks)] for data in range(data_ranks)]
+    own = divmod(dist.get_rank(), data_ranks)
+    for pipe in range(pipeline_ranks):
+        group = dist.new_group([pipe * data_ranks + data for data in range(data_ranks)])
+        if pipe == own[0]:
+            data_group = group
+    tie_groups = {}
+    for first in range(pipeline_ranks):
+        for second in range(first + 1, pipeline_ranks):
+            for pipeline in pipelines:
+                group = dist.new_group([pipeline[first], pipeline[second]])
+                if dist.get_rank() in (pipeline[first], pipeline[second]):
+                    tie_groups[first, second] = group
+    return Grid(pipeline_ranks, data_ranks, data_group, tie_groups, lambda: ring_links(pipelines, DEVICE))
+
+
+class Assembled(NamedTuple):
+    executor: Executor
+    partition: ZeroPartition
+    tied_users: list[list[int]]
+    """The chunks of this rank that use the tied embedding; empty if the model is not tied or none does."""
+    own_chunks: list[int]
+
+
+def assemble(
+    grid: Grid,
+    spec: ProgramSpec,
+    model: Model,
+    bounds: list[int],
+    apply_step: Callable[[], None],
+    trace: list[str] | None = None,
+) -> Assembled:
+    """``bounds`` are the chunk bounds over the model's layers."""
+    rank = grid.pipeline_rank
+    own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+    chunks = {chunk: Chunk(model.layers[bounds[chunk] : bounds[chunk + 1]], bounds[chunk]) for chunk in own}
+    tied_name = "0.weight" if model.tied else None
+    parameters: dict[int, list[UnitParameter]] = {chunk: [] for chunk in own}
+    for name, parameter in model.parameters().items():
+        layer = int(name.split(".")[0])
+        for chunk in own:
+            if bounds[chunk] <= layer < bounds[chunk + 1] and name != tied_name:
+                parameters[chunk].append(UnitParameter(name, parameter, 0))
+    users = [chunk for chunk in own if chunk in (0, spec.chunks - 1)] if model.tied else []
+    tied = []
+    if users:
+        ends = (spec.placement[0], spec.placement[-1])
+        group = None if ends[0] == ends[1] else grid.tie_groups[min(ends), max(ends)]
+        embedding = [UnitParameter("0.weight", model.parameters()["0.weight"], 0)]
+        tied.append(TiedParameters("embedding", embedding, users, group))
+    partition = build_partition(parameters, tied, grid.data_group, spec.zero_stage, spec.resident_chunks, DEVICE, trace)
+    executor = Executor(
+        spec.placement,
+        rank,
+        chunks,
+        partition,
+        grid.links(),
+        loss_function,
+        apply_step,
+        default_sources(DEVICE),
+        trace,
+    )
+    return Assembled(executor, partition, [users] if users else [], own)
+
+
+def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:
+    """Full tensors by parameter name from a shard of every unit."""
+    tensors = {}
+    for unit in partition.units:
+        full = shards(unit)
+        if unit.partitioned:
+            parts = [torch.empty_like(full) for _ in range(unit.data_group.size())]
+            dist.all_gather(parts, full.contiguous(), group=unit.data_group)
+            full = torch.cat(parts)
+        offset = 0
+        for entry, view in zip(unit.parameters, unit._views):
+            tensors[entry.name] = full[offset : offset + view.numel()].view(view.shape).clone()
+            offset += view.numel()
+    return tensors
