@@ -16,8 +16,14 @@ from ds_lgamp.schedule.validate import validate
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # The deepspeed launcher puts --local_rank=k right behind the module's name; it belongs to the script.
+    launcher_words = []
+    while words and words[0].startswith("--local_rank"):
+        launcher_words.append(words.pop(0))
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
+    options.launcher_words = launcher_words
     return options.run(parser, options)
 
 
@@ -25,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_lgamp", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule_command(commands)
+    _add_run_command(commands)
     return parser
 
 
@@ -45,6 +52,20 @@ def _add_schedule_command(commands) -> None:
     command.add_argument("--hop", type=float, default=0.0, help="time of a tensor's way to the next rank")
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
     command.set_defaults(run=_schedule)
+
+
+def _add_run_command(commands) -> None:
+    command = commands.add_parser("run", help="run a DeepSpeed script, unedited, with the ds_lgamp block heeded")
+    command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
+    command.add_argument("script", help="path of the script")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    command.set_defaults(run=_run)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from ds_lgamp.integrations.deepspeed.run_script import run_script
+
+    return run_script(options.script, [*options.launcher_words, *options.arguments], options.measure)
 
 
 def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -1,0 +1,134 @@
+"""The ``ds_lgamp`` block of ds_config.json."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+
+from ds_lgamp.schedule.placement import Placement, place_chunks, split_automatic, split_balanced, split_by_count
+from ds_lgamp.schedule.program import ProgramSpec
+
+BLOCK = "ds_lgamp"
+SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names key, value and fix."""
+
+
+class LgampConfig(BaseModel):
+    """The block. ``{}`` means: layered, modular, automatic chunks, all micro-batches, 2 resident chunks, full
+    recomputation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = True
+    """false leaves stock DeepSpeed untouched, as if there were no block."""
+    schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe"] = "layered"
+    """Order of compute."""
+    placement: Literal["modular", "contiguous"] | None = None
+    """Chunk to pipeline rank; modular unless the schedule takes one chunk per rank."""
+    chunks_per_rank: PositiveInt | None = None
+    """Cuts the layers into this many chunks per pipeline rank by the module's ``partition_method``."""
+    layers_per_chunk: PositiveInt | None = None
+    """Cuts the layer list every so many entries. With neither this nor chunks_per_rank, every layer of the most
+    frequent class starts a chunk."""
+    micro_batch_group: PositiveInt | Literal["all"] = "all"
+    """Micro-batches that go through the chunks together (layered): fewer need less memory for activations and more
+    communication."""
+    resident_chunks: PositiveInt = 2
+    """Chunks whose full weights a rank may hold at once under ZeRO stage 3. 1 cannot hide gathers behind compute."""
+    recompute: Literal["full"] = "full"
+    """Chunks are recomputed in the backward pass from their stored input."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "LgampConfig":
+        if self.chunks_per_rank is not None and self.layers_per_chunk is not None:
+            raise ValueError("chunks_per_rank and layers_per_chunk both cut the layers; keep one of them")
+        if self.schedule in SINGLE_CHUNK_SCHEDULES:
+            if self.layers_per_chunk is not None or self.chunks_per_rank not in (None, 1):
+                key = "chunks_per_rank" if self.layers_per_chunk is None else "layers_per_chunk"
+                raise ValueError(
+                    f"{key} is {getattr(self, key)}, but schedule '{self.schedule}' has one chunk per pipeline rank; "
+                    f"remove {key} or use schedule 'layered'"
+                )
+        if self.schedule != "layered" and self.micro_batch_group != "all":
+            raise ValueError(
+                f"micro_batch_group is {self.micro_batch_group}, but groups belong to schedule 'layered'; "
+                f"remove it or replace schedule '{self.schedule}'"
+            )
+        if self.schedule == "interleaved_1f1b" and self.placement == "contiguous":
+            raise ValueError("placement is 'contiguous', but schedule 'interleaved_1f1b' needs 'modular'; remove it")
+        return self
+
+
+def read_block(config: dict[str, Any]) -> LgampConfig | None:
+    """The block of a DeepSpeed configuration; None if there is none or it is not enabled.
+
+    Raises ConfigError for unknown keys, wrong types and impossible combinations.
+    """
+    block = config.get(BLOCK)
+    if block is None:
+        return None
+    if not isinstance(block, dict):
+        raise ConfigError(f"{BLOCK} is {block!r}; it must be an object such as {{}}")
+    try:
+        settings = LgampConfig(**block)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+    return settings if settings.enabled else None
+
+
+def chunk_bounds(
+    settings: LgampConfig, pipeline_ranks: int, layer_types: Sequence[str], layer_weights: Sequence[float]
+) -> list[int]:
+    """Bounds of the chunks in the layer list (C + 1 numbers).
+
+    Args:
+        layer_types: class names, for automatic chunks.
+        layer_weights: what ``chunks_per_rank`` balances.
+    """
+    if settings.layers_per_chunk is not None:
+        return split_by_count(len(layer_types), settings.layers_per_chunk)
+    chunks_per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else settings.chunks_per_rank
+    if chunks_per_rank is None:
+        return split_automatic(layer_types)
+    chunks = pipeline_ranks * chunks_per_rank
+    if chunks > len(layer_types):
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {chunks_per_rank}: {pipeline_ranks} pipeline ranks would need {chunks} "
+            f"layers, the model has {len(layer_types)}; use at most {len(layer_types) // pipeline_ranks}"
+        )
+    return split_balanced(layer_weights, chunks)
+
+
+def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
+    """The pipeline rank of every chunk. Raises ConfigError if a rank would go without."""
+    default = "contiguous" if settings.schedule in SINGLE_CHUNK_SCHEDULES else "modular"
+    try:
+        return place_chunks(settings.placement or default, chunks, pipeline_ranks)
+    except ValueError as error:
+        raise ConfigError(f"{BLOCK}: {error}") from None
+
+
+def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:
+    """What the programs of a training step are derived from. Raises ConfigError if the batch does not fit the
+    schedule."""
+    group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
+    try:
+        return ProgramSpec(placement, settings.schedule, micro_batches, group, zero_stage, settings.resident_chunks)
+    except ValueError as error:
+        raise ConfigError(f"{BLOCK}: {error}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    if not first["loc"]:
+        return f"{BLOCK}: {first['msg'].removeprefix('Value error, ')}"
+    key = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        nearest = get_close_matches(key, LgampConfig.model_fields, n=1, cutoff=0)[0]
+        return f"{BLOCK}.{key} is no known key; did you mean {nearest}?"
+    causes = {cause["msg"][0].lower() + cause["msg"][1:] for cause in error.errors() if cause["loc"][0] == key}
+    return f"{BLOCK}.{key} is {first['input']!r}: {' or '.join(sorted(causes))}"

@@ -1,0 +1,1 @@
+"""The DeepSpeed integration: instructions, module, engine and optimizer behind unchanged ``deepspeed.initialize``."""

@@ -1,0 +1,83 @@
+"""A program as DeepSpeed pipeline instructions."""
+
+from collections.abc import Iterator
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule
+
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.validate import validate
+
+
+class ForwardChunk(PipeInstruction):
+    """Computes a chunk's output for one micro-batch."""
+
+
+class BackwardChunk(PipeInstruction):
+    """Computes a chunk's gradients for one micro-batch."""
+
+
+class SendChunkActivation(PipeInstruction):
+    """Sends a chunk's output to the rank of the next chunk."""
+
+
+class PostChunkActivation(PipeInstruction):
+    """Posts the receive of a chunk's input; the forward that consumes it waits."""
+
+
+class SendChunkGradient(PipeInstruction):
+    """Sends the gradient of a chunk's input to the rank of the previous chunk."""
+
+
+class PostChunkGradient(PipeInstruction):
+    """Posts the receive of the gradient of a chunk's output; the backward that consumes it waits."""
+
+
+class GatherChunk(PipeInstruction):
+    """Launches the gather of a chunk's parameters."""
+
+
+class ReleaseChunk(PipeInstruction):
+    """Frees a chunk's gathered parameters."""
+
+
+class ReduceChunk(PipeInstruction):
+    """Launches the reduction of a chunk's gradients."""
+
+
+class LayeredOptimizerStep(PipeInstruction):
+    """Awaits the reductions and steps the optimizer."""
+
+
+INSTRUCTIONS: dict[Kind, type[PipeInstruction]] = {
+    Kind.FORWARD: ForwardChunk,
+    Kind.BACKWARD: BackwardChunk,
+    Kind.SEND_FORWARD: SendChunkActivation,
+    Kind.RECV_FORWARD: PostChunkActivation,
+    Kind.SEND_BACKWARD: SendChunkGradient,
+    Kind.RECV_BACKWARD: PostChunkGradient,
+    Kind.GATHER: GatherChunk,
+    Kind.RELEASE: ReleaseChunk,
+    Kind.REDUCE: ReduceChunk,
+    Kind.STEP: LayeredOptimizerStep,
+}
+
+
+class ProgramSchedule(PipeSchedule):
+    """One pipeline rank's program. Building it validates the programs of all ranks; it can be run again and again."""
+
+    def __init__(self, spec: ProgramSpec, stage_id: int) -> None:
+        super().__init__(spec.micro_batches, spec.pipeline_ranks, stage_id)
+        program = build_program(spec)
+        validate(spec, program)
+        self.spec = spec
+        self.actions: list[Action] = program[stage_id]
+        self._instructions = [INSTRUCTIONS[action.kind](action=action) for action in self.actions]
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """All instructions as one step: no barrier stands between them."""
+        yield self._instructions
+
+    def num_pipe_buffers(self) -> int:
+        """None: the executor keeps its own."""
+        return 0

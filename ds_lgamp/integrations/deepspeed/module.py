@@ -1,0 +1,226 @@
+"""Re-places the built layers of a PipelineModule: chunks instead of stages, each on its pipeline rank.
+
+Layers are moved with their values, never initialised anew: users load weights before ``deepspeed.initialize``.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.random_sources import builder_sources
+from ds_lgamp.runtime.random_state import read_states, replayed
+from ds_lgamp.schedule.placement import Placement
+
+
+class Layout(NamedTuple):
+    """Which layers form a chunk and where chunks live."""
+
+    bounds: list[int]
+    placement: Placement
+
+    def owner(self, layer: int) -> int:
+        """The pipeline rank of ``layer``."""
+        return self.placement[bisect_right(self.bounds, layer) - 1]
+
+    def layers(self, chunk: int) -> range:
+        return range(self.bounds[chunk], self.bounds[chunk + 1])
+
+    def chunks_of(self, rank: int) -> list[int]:
+        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
+
+
+class TensorInfo(NamedTuple):
+    """A parameter or buffer of a built layer, as its pipeline rank announces it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class PlacedModule(PipelineModule):
+    """Mixed into the class of a re-placed module: what DeepSpeed asks of a stage is answered per chunk."""
+
+    layout: Layout
+    chunk_functions: dict[int, list[Callable]]
+    """The layers of every chunk of this rank, as functions."""
+
+    def stage_owner(self, layer_idx: int) -> int:
+        return self.layout.owner(layer_idx)
+
+
+def layer_types(module: PipelineModule) -> list[str]:
+    """Class or function names of the layers, for automatic chunks."""
+    return [_type_name(layer) for layer in module._layer_specs]
+
+
+def layer_weights(module: PipelineModule, method: str) -> list[float]:
+    """What DeepSpeed's ``partition_method`` balances, per layer. Consumes no random numbers."""
+    method = method.lower()
+    if method == "parameters":
+        device = torch.device(get_accelerator().current_device_name())
+        sources = builder_sources(device)
+        with replayed(sources, read_states(sources)):
+            return [float(count) for count in module._count_layer_params()]
+    if method.startswith("type:"):
+        chosen = set(module._find_layer_type(method.split(":", 1)[1]))
+        return [float(layer in chosen) for layer in range(module._num_layers)]
+    return [1.0] * module._num_layers
+
+
+def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of the built layers under names that are the same in every layout: layer index or tied
+    key, and name inside the layer."""
+    for prefix, layer in _built_layers(module).items():
+        for name, tensor in _tensors_of(layer):
+            yield f"{prefix}.{name}", tensor
+
+
+def place_layers(module: PipelineModule, layout: Layout) -> None:
+    """Moves every built layer to the pipeline rank of its chunk and makes ``module`` a :class:`PlacedModule`.
+
+    Collective over all ranks. ``module`` stays the same object; no random numbers are consumed.
+    """
+    previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
+    infos = _announce(module)
+    device = torch.device(get_accelerator().device_name(module.local_rank))
+    sources = builder_sources(device)
+    with replayed(sources, read_states(sources)):
+        built = {
+            layer: _obtain(module, layer, previous_owner[layer], layout.owner(layer), infos, device)
+            for layer in range(module._num_layers)
+        }
+    module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
+    module.layout = layout
+    _register(module, built)
+    module.tied_comms = module._index_tied_modules()
+    for tied in module.tied_comms.values():
+        for _, tensor in _tensors_of(tied["module"]):
+            dist.broadcast(tensor.data, src=min(tied["ranks"]), group=tied["group"])
+
+
+def _obtain(
+    module: PipelineModule,
+    layer: int,
+    source: int,
+    target: int,
+    infos: dict[str, TensorInfo],
+    device: torch.device,
+) -> Any:
+    """The layer's function on pipeline rank ``target``, None elsewhere; its tensors travel from ``source``."""
+    spec = module._layer_specs[layer]
+    rank = module.stage_id
+    prefix = _prefix(layer, spec)
+    built = _built_layers(module).get(prefix)
+    if rank == source and rank != target and built is not None:
+        for _, tensor in _tensors_of(built):
+            dist.send(tensor.detach().contiguous(), module._grid.stage_to_global(target))
+    if rank != target:
+        return None
+    if source != target:
+        received = _build(spec)
+        if received is not None:
+            arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos, device)
+            # A tied module this rank has already is the same one; what arrived is a copy of it.
+            built = built if built is not None else arrived
+    if isinstance(spec, TiedLayerSpec):
+        if spec.key not in module.tied_modules:
+            module.tied_modules[spec.key] = built
+            module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
+        built = module.tied_modules[spec.key]
+        return built if spec.forward_fn is None else partial(spec.forward_fn, built)
+    return spec if built is None else built
+
+
+def _receive(
+    layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo], device: torch.device
+) -> nn.Module:
+    layer.to(device)
+    expected = [name for name in infos if name.startswith(f"{prefix}.")]
+    names = [f"{prefix}.{name}" for name, _ in _tensors_of(layer)]
+    if sorted(names) != sorted(expected):
+        raise ConfigError(
+            f"layer {prefix} has other parameters or buffers than its specification builds "
+            f"({', '.join(sorted(set(names) ^ set(expected)))}); change layers after deepspeed.initialize"
+        )
+    for name, tensor in _tensors_of(layer):
+        info = infos[f"{prefix}.{name}"]
+        tensor.data = torch.empty(info.shape, dtype=info.dtype, device=device)
+        dist.recv(tensor.data, source)
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_(info.requires_grad)
+    return layer
+
+
+def _announce(module: PipelineModule) -> dict[str, TensorInfo]:
+    """What every pipeline rank has built, by global name."""
+    own = {name: TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in global_names(module)}
+    return merged_over_pipeline(module, own)
+
+
+def merged_over_pipeline(module: PipelineModule, own: dict[str, Any]) -> dict[str, Any]:
+    """The union of a dictionary over the pipeline ranks; later ranks win. Collective."""
+    group = module._grid.get_pipe_parallel_group()
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, own, group=group)
+    return {name: value for rank in everyone for name, value in rank.items()}
+
+
+def _register(module: PlacedModule, built: dict[int, Any]) -> None:
+    """Registers this rank's layers, and only these, under DeepSpeed's names, in layer order."""
+    layout, specs = module.layout, module._layer_specs
+    for layer in range(module._num_layers):
+        module._modules.pop(str(layer), None)
+    own = layout.chunks_of(module.stage_id)
+    needed_keys = set()
+    module.chunk_functions = {}
+    for chunk in own:
+        module.chunk_functions[chunk] = [built[layer] for layer in layout.layers(chunk)]
+        for layer in layout.layers(chunk):
+            if isinstance(specs[layer], TiedLayerSpec):
+                needed_keys.add(specs[layer].key)
+            elif isinstance(built[layer], nn.Module):
+                module.add_module(str(layer), built[layer])
+    for key in set(module.tied_modules) - needed_keys:
+        del module.tied_modules[key], module.tied_weight_attrs[key]
+    module.parts = layout.bounds
+    module.forward_funcs = [function for functions in module.chunk_functions.values() for function in functions]
+    module.fwd_map = {}
+    module._local_start, module._local_stop = 0, len(module.forward_funcs)
+
+
+def _build(spec: Any) -> nn.Module | None:
+    """A layer to receive values into; None for functions."""
+    if isinstance(spec, LayerSpec):
+        return spec.build()
+    return spec if isinstance(spec, nn.Module) else None
+
+
+def _built_layers(module: PipelineModule) -> dict[str, nn.Module]:
+    """The layers with state that this rank holds, by prefix of their global names."""
+    layers = {f"tied_modules.{key}": layer for key, layer in module.tied_modules.items()}
+    for layer in range(module._num_layers):
+        if str(layer) in module._modules:
+            layers[str(layer)] = module._modules[str(layer)]
+    return layers
+
+
+def _prefix(layer: int, spec: Any) -> str:
+    return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+
+
+def _tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def _type_name(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return getattr(layer, "__name__", type(layer).__name__)
