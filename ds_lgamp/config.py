@@ -42,6 +42,11 @@ class LgampConfig(BaseModel):
     recompute: Literal["full"] = "full"
     """Chunks are recomputed in the backward pass from their stored input."""
 
+    @property
+    def one_chunk_per_rank(self) -> bool:
+        """Whether DeepSpeed's own cut into stages is the cut into chunks."""
+        return self.chunks_per_rank == 1 or self.schedule in SINGLE_CHUNK_SCHEDULES
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "LgampConfig":
         if self.chunks_per_rank is not None and self.layers_per_chunk is not None:
@@ -83,7 +88,7 @@ def read_block(config: dict[str, Any]) -> LgampConfig | None:
 def chunk_bounds(
     settings: LgampConfig, pipeline_ranks: int, layer_types: Sequence[str], layer_weights: Sequence[float]
 ) -> list[int]:
-    """Bounds of the chunks in the layer list (C + 1 numbers).
+    """Bounds of the chunks in the layer list (C + 1 numbers), where a rank has more than one.
 
     Args:
         layer_types: class names, for automatic chunks.
@@ -91,7 +96,7 @@ def chunk_bounds(
     """
     if settings.layers_per_chunk is not None:
         return split_by_count(len(layer_types), settings.layers_per_chunk)
-    chunks_per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else settings.chunks_per_rank
+    chunks_per_rank = settings.chunks_per_rank
     if chunks_per_rank is None:
         return split_automatic(layer_types)
     chunks = pipeline_ranks * chunks_per_rank

@@ -215,8 +215,11 @@ class LgampEngine(PipelineEngine):
 
 
 def _layout(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:
-    weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)
-    bounds = chunk_bounds(settings, module.num_stages, layer_types(module), weights)
+    if settings.one_chunk_per_rank:
+        bounds = [int(bound) for bound in module.parts]
+    else:
+        weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)
+        bounds = chunk_bounds(settings, module.num_stages, layer_types(module), weights)
     return Layout(bounds, place(settings, len(bounds) - 1, module.num_stages))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.install import install
+from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
 
 _FAILED, _REFUSED = 1, 2
 
@@ -23,13 +24,14 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
     try:
         _check_config(arguments)
         install()
+        measurement = TrainingMeasurement()
         if measure is not None:
-            from ds_lgamp.integrations.deepspeed.measured import measure_training
-
-            measure_training(Path(measure))
+            measurement.install()
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(Path(script).resolve().parent))
         runpy.run_path(script, run_name="__main__")
+        if measure is not None:
+            measurement.write(Path(measure))
     except ConfigError as error:
         _leave(f"ds_lgamp: {error}\n", _REFUSED)
     except Exception:
