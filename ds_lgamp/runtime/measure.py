@@ -32,7 +32,7 @@ class CollectiveCounter(TorchDispatchMode):
     Everything passes the dispatcher, also what runs inside backward; wrappers around ``torch.distributed`` would miss
     calls whose names change between releases. Bytes are those a rank sends in the usual algorithms, with W ranks:
     all-gather (W-1) shards, reduce-scatter and all-to-all (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast (W-1)/W
-    on average, send all of it.
+    on average, send all of it. A group of one rank moves nothing and is not counted.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,11 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         namespace, name = function._schema.name.split("::")
         if namespace == "c10d":
-            kind = _KINDS.get(name, name)
-            self.calls[kind] += 1
-            self.bytes_sent[kind] += _bytes_sent(kind, args)
+            ranks = _group_size(args)
+            if ranks > 1:
+                kind = _KINDS.get(name, name)
+                self.calls[kind] += 1
+                self.bytes_sent[kind] += _bytes_sent(kind, args, ranks)
         return function(*args, **(kwargs or {}))
 
     def collectives(self) -> int:
@@ -53,11 +55,10 @@ class CollectiveCounter(TorchDispatchMode):
         return sum(count for kind, count in self.calls.items() if kind not in ("send", "receive"))
 
 
-def _bytes_sent(kind: str, args: tuple) -> int:
+def _bytes_sent(kind: str, args: tuple, ranks: int) -> int:
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     if kind in ("receive", "barrier") or not tensors:
         return 0
-    ranks = _group_size(args)
     if kind == "send":
         return sum(map(_nbytes, tensors))
     if kind == "all_gather":

@@ -59,6 +59,7 @@ class Assembled(NamedTuple):
     tied_users: list[list[int]]
     """The chunks of this rank that use the tied embedding; empty if the model is not tied or none does."""
     own_chunks: list[int]
+    """The chunks of this rank that have parameters of their own."""
 
 
 def assemble(
@@ -99,7 +100,7 @@ def assemble(
         default_sources(DEVICE),
         trace,
     )
-    return Assembled(executor, partition, [users] if users else [], own)
+    return Assembled(executor, partition, [users] if users else [], [chunk for chunk in own if parameters[chunk]])
 
 
 def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:
