@@ -1,0 +1,53 @@
+"""Compares the two runs of launch/quickstart.sh: ``python -m benchmarks.quickstart runs/quickstart``.
+
+Reads stock.json and lgamp.json, as ``ds_lgamp run --measure`` wrote them, and writes summary.json and losses.png beside
+them.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import quickstart_rows
+
+CONTENDERS = ("stock", "lgamp")
+
+
+def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Both runs and the largest difference of their losses at any step."""
+    losses = [runs[name]["losses"] for name in CONTENDERS]
+    if len(losses[0]) != len(losses[1]):
+        raise SystemExit(f"the runs have {len(losses[0])} and {len(losses[1])} steps; run launch/quickstart.sh again")
+    return {**runs, "max_loss_difference": max(abs(first - second) for first, second in zip(*losses))}
+
+
+def plot_losses(summary: dict[str, Any], path: Path) -> None:
+    """Draws both loss curves, one over the other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, width in zip(CONTENDERS, (5, 1.5)):
+        axes.plot(summary[name]["losses"], linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="training loss", title=f"largest difference {summary['max_loss_difference']:.1e}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    summary = summarise({name: json.loads((folder / f"{name}.json").read_text()) for name in CONTENDERS})
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_losses(summary, folder / "losses.png")
+    for label, stock, lgamp in quickstart_rows(summary):
+        print(f"{label:<44}{stock:>16}{lgamp:>16}")
+    print(f"largest difference of the losses: {summary['max_loss_difference']:.1e}")
+    print(f"written: {folder / 'summary.json'}, {folder / 'losses.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains a small Megatron-core GPT on the documentation of Python, twice: on stock DeepSpeed (1F1B, ZeRO-1) and with a
+# ds_lgamp block (layered, modular, ZeRO-3), from the same weights on 2 pipeline x 2 data-parallel ranks; then compares.
+# Uses 4 GPUs where there are as many, else the CPU. Flags are passed on to launch/pretrain_gpt.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/install.sh
+install_ds_lgamp megatron,transformers,plot
+
+runs=runs/quickstart
+if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt 4 ]; then
+    export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
+
+python launch/prepare_data.py --output-prefix data/pydoc
+for name in stock lgamp; do
+    echo "== $name: example_configs/quickstart_$name.json"
+    torchrun --standalone --nproc_per_node 4 -m ds_lgamp run --measure "$runs/$name.json" \
+        launch/pretrain_gpt.py --deepspeed_config "example_configs/quickstart_$name.json" \
+        --pipeline-model-parallel-size 2 --data-path data/pydoc --position-embedding-type rope \
+        --hidden-dropout 0 --attention-dropout 0 --train-iters 80 --eval-interval 40 --log-interval 10 "$@" \
+        2> >(grep --line-buffered -vE "\[(INFO|WARNING)\]" >&2)
+done
+python -m benchmarks.quickstart "$runs"
