@@ -1,6 +1,6 @@
 """A flat unit: the parameters of one chunk, or of one tied module, in one storage."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -140,6 +140,13 @@ class Unit:
     def holds_gradient(self) -> bool:
         """Whether a full gradient is accumulating or on its way through the reduction."""
         return self.accumulating or self._reducing is not None
+
+    def split(self, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of a tensor laid out like the unit (its weights, gradient or an optimizer state), by parameter name."""
+        offset = 0
+        for entry, view in zip(self.parameters, self._views):
+            yield entry.name, full[offset : offset + view.numel()].view(view.shape)
+            offset += view.numel()
 
     def start_gather(self) -> None:
         """Launches the gather of the full parameters, if this rank lacks any."""

@@ -112,8 +112,5 @@ def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tens
             parts = [torch.empty_like(full) for _ in range(unit.data_group.size())]
             dist.all_gather(parts, full.contiguous(), group=unit.data_group)
             full = torch.cat(parts)
-        offset = 0
-        for entry, view in zip(unit.parameters, unit._views):
-            tensors[entry.name] = full[offset : offset + view.numel()].view(view.shape).clone()
-            offset += view.numel()
+        tensors.update((name, tensor.clone()) for name, tensor in unit.split(full))
     return tensors

@@ -1,0 +1,143 @@
+"""The test model as DeepSpeed layer specifications, and its training on one process without parallelism."""
+
+from typing import NamedTuple
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from tests.runtime.models import WIDTH, Embedding, TupleBlock, add_mask, drop_mask, loss_function, micro_batch
+
+BASE_SEED = 50
+MICRO_BATCHES = 4
+
+
+def tied_logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ embedding.weight.T
+
+
+def layer_specs(blocks: int, tied: bool) -> list:
+    """Embedding, ``blocks`` blocks between which tuples travel, functions among them, head."""
+    if tied:
+        embedding = TiedLayerSpec("embedding", Embedding)
+        head = TiedLayerSpec("embedding", Embedding, forward_fn=tied_logits)
+    else:
+        embedding, head = LayerSpec(Embedding), LayerSpec(nn.Linear, WIDTH, 11)
+    body = [LayerSpec(TupleBlock) for _ in range(blocks)]
+    return [embedding, body[0], add_mask, *body[1:], drop_mask, head]
+
+
+def seed(value: int) -> None:
+    """DeepSpeed passes NumPy integers, which its own seeding refuses."""
+    torch.manual_seed(int(value))
+
+
+def pipeline_module(blocks: int, tied: bool, pipeline_ranks: int, **options) -> PipelineModule:
+    return PipelineModule(
+        layer_specs(blocks, tied),
+        num_stages=pipeline_ranks,
+        loss_fn=loss_function,
+        seed_layers=True,
+        seed_fn=seed,
+        base_seed=BASE_SEED,
+        **options,
+    )
+
+
+class Training(NamedTuple):
+    """What does not depend on the layout."""
+
+    blocks: int = 8
+    tied: bool = False
+    momentum: float = 0.0
+    decay: float = 0.0
+    """Weight decay of matrices; vectors have none."""
+    clipping: float = 0.0
+    warmup: int = 0
+    """Steps over which the learning rate rises linearly."""
+    learning_rate: float = 0.02
+    steps: int = 6
+
+
+class Reference(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    parameters: dict[str, torch.Tensor]
+    evaluation: float
+
+
+def scaled_weights(named_parameters) -> None:
+    """Stands for a user who loads weights before ``deepspeed.initialize``."""
+    with torch.no_grad():
+        for name, parameter in named_parameters:
+            if name.endswith("inner.weight"):
+                parameter.mul_(1.25)
+
+
+def decay_groups(parameters, decay: float) -> list[dict]:
+    parameters = list(parameters)
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": decay},
+        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def warmup_factor(steps: int):
+    return lambda step: min(1.0, (step + 1) / max(1, steps))
+
+
+def train_reference(training: Training, data_ranks: int) -> Reference:
+    """SGD on one process over the micro-batches of all data-parallel ranks; parameters under global names."""
+    layers, parameters = build_layers(training)
+    optimizer = torch.optim.SGD(
+        decay_groups(parameters.values(), training.decay), lr=training.learning_rate, momentum=training.momentum
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_factor(training.warmup))
+    reference = Reference([], [], [], parameters, 0.0)
+    count = MICRO_BATCHES * data_ranks
+    for step in range(training.steps):
+        losses = [loss_of(layers, step, index) / count for index in range(count)]
+        for loss in losses:
+            loss.backward()
+        reference.losses.append(sum(loss.item() for loss in losses))
+        reference.gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
+        limit = training.clipping or float("inf")
+        reference.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    with torch.no_grad():
+        evaluation = sum(loss_of(layers, 99, index).item() for index in range(count)) / count
+    return reference._replace(evaluation=evaluation)
+
+
+def build_layers(training: Training) -> tuple[list, dict[str, nn.Parameter]]:
+    """The layers with the weights ``pipeline_module`` gives them, and their parameters by global name."""
+    built: list = []
+    tied: dict[str, nn.Module] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for index, spec in enumerate(layer_specs(training.blocks, training.tied)):
+        seed(BASE_SEED + index)
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in tied:
+                tied[spec.key] = spec.build()
+                parameters.update(
+                    (f"tied_modules.{spec.key}.{name}", tensor) for name, tensor in tied[spec.key].named_parameters()
+                )
+            module = tied[spec.key]
+            built.append(module if spec.forward_fn is None else lambda x, m=module, f=spec.forward_fn: f(m, x))
+        elif isinstance(spec, LayerSpec):
+            built.append(spec.build())
+            parameters.update((f"{index}.{name}", tensor) for name, tensor in built[-1].named_parameters())
+        else:
+            built.append(spec)
+    scaled_weights(parameters.items())
+    return built, parameters
+
+
+def loss_of(layers: list, step: int, index: int) -> torch.Tensor:
+    hidden, labels = micro_batch(step, index)
+    for layer in layers:
+        hidden = layer(hidden)
+    return loss_function(hidden, labels)
