@@ -1,6 +1,7 @@
 """The one way tests start ranks: real processes, real gloo, on this machine."""
 
 import multiprocessing
+import pickle
 import queue
 import tempfile
 import time
@@ -46,7 +47,7 @@ def _collect(ranks: list, results: Any, deadline: float) -> list[Any]:
             assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(ranks))) - set(collected))} hang"
             continue
         assert succeeded, f"rank {rank} failed:\n{result}"
-        collected[rank] = result
+        collected[rank] = pickle.loads(result)
     return [collected[rank] for rank in range(len(ranks))]
 
 
@@ -66,6 +67,7 @@ def _rank_main(rank: int, world_size: int, folder: str, results: Any, function: 
         result = function(*arguments)
         dist.barrier()
         dist.destroy_process_group()
-        results.put((rank, True, result))
+        # Pickled here: a queue would send tensors as handles to memory that ends with this process.
+        results.put((rank, True, pickle.dumps(result)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

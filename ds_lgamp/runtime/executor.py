@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Chunk, Tensors, as_tuple, differentiable
@@ -95,7 +96,8 @@ class Executor:
         except Exception as error:
             action = "the start" if self.current is None else str(self.current)
             raise ActionError(
-                f"pipeline rank {self.rank} failed at {action}: {type(error).__name__}: {error}{_user_frame(error)}"
+                f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}: "
+                f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from error
 
     def run(self, program: Sequence[Action]) -> None:
@@ -201,7 +203,7 @@ def _as_leaves(inputs: Tensors) -> Tensors:
     return leaves if isinstance(inputs, tuple) else leaves[0]
 
 
-def _user_frame(error: BaseException) -> str:
+def _place_of(error: BaseException) -> str:
     """Where the error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

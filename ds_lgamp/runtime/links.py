@@ -32,6 +32,13 @@ _DTYPES = [
 ]
 
 
+class LinkError(RuntimeError):
+    """The rank at the other end of a link is gone or does not answer."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(f"rank {peer}, a neighbour in the pipeline, is gone or does not answer")
+
+
 class MessageSpec(NamedTuple):
     """What crosses a chunk boundary for one micro-batch."""
 
@@ -106,11 +113,16 @@ class Outgoing:
 
     def _start(self, tensor: torch.Tensor) -> None:
         peer, group, tag = self.endpoint
-        self._in_flight.append((_started(dist.isend(tensor, peer, group=group, tag=tag)), tensor))
+        try:
+            work = dist.isend(tensor, peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise LinkError(peer) from error
+        assert work is not None, "both ends of a link are members of its group"
+        self._in_flight.append((work, tensor))
 
     def _finish_oldest(self) -> None:
         work, _ = self._in_flight.popleft()
-        work.wait()
+        _wait(work, self.endpoint.peer)
 
 
 class Incoming:
@@ -135,7 +147,7 @@ class Incoming:
             self.advance()
         tensors = []
         for work, tensor in self._posted.pop((chunk, micro_batch)):
-            work.wait()
+            _wait(work, self.endpoint.peer)
             tensors.append(tensor)
         return tensors
 
@@ -152,14 +164,19 @@ class Incoming:
     def _read_header(self) -> None:
         assert self._header is not None and self._line, "only a missing header holds back a message that is due"
         work, header = self._header
-        work.wait()
+        _wait(work, self.endpoint.peer)
         self._header = None
         self.specs[self._line[0][0]] = MessageSpec.from_header(header)
 
     def _receive(self, shape: torch.Size, dtype: torch.dtype) -> tuple[dist.Work, torch.Tensor]:
         peer, group, tag = self.endpoint
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return _started(dist.irecv(tensor, peer, group=group, tag=tag)), tensor
+        try:
+            work = dist.irecv(tensor, peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise LinkError(peer) from error
+        assert work is not None, "both ends of a link are members of its group"
+        return work, tensor
 
 
 class Links:
@@ -237,9 +254,11 @@ def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Link
     return Links(device, **ends)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "both ends of a link are members of its group"
-    return work
+def _wait(work: dist.Work, peer: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LinkError(peer) from error
 
 
 def _shapes(spec: MessageSpec) -> str:

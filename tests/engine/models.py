@@ -16,14 +16,16 @@ def tied_logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return hidden @ embedding.weight.T
 
 
-def layer_specs(blocks: int, tied: bool) -> list:
-    """Embedding, ``blocks`` blocks between which tuples travel, functions among them, head."""
-    if tied:
+def layer_specs(training: "Training") -> list:
+    """Embedding, blocks, between which tuples may travel, functions among them, head."""
+    if training.tied:
         embedding = TiedLayerSpec("embedding", Embedding)
         head = TiedLayerSpec("embedding", Embedding, forward_fn=tied_logits)
     else:
         embedding, head = LayerSpec(Embedding), LayerSpec(nn.Linear, WIDTH, 11)
-    body = [LayerSpec(TupleBlock) for _ in range(blocks)]
+    body = [LayerSpec(TupleBlock) for _ in range(training.blocks)]
+    if not training.tuples:
+        return [embedding, *body, head]
     return [embedding, body[0], add_mask, *body[1:], drop_mask, head]
 
 
@@ -32,15 +34,14 @@ def seed(value: int) -> None:
     torch.manual_seed(int(value))
 
 
-def pipeline_module(blocks: int, tied: bool, pipeline_ranks: int, **options) -> PipelineModule:
+def pipeline_module(training: "Training", pipeline_ranks: int) -> PipelineModule:
     return PipelineModule(
-        layer_specs(blocks, tied),
+        layer_specs(training),
         num_stages=pipeline_ranks,
         loss_fn=loss_function,
         seed_layers=True,
         seed_fn=seed,
         base_seed=BASE_SEED,
-        **options,
     )
 
 
@@ -49,6 +50,8 @@ class Training(NamedTuple):
 
     blocks: int = 8
     tied: bool = False
+    tuples: bool = True
+    """Stock DeepSpeed takes no tuple with a floating-point tensor that needs no gradient."""
     momentum: float = 0.0
     decay: float = 0.0
     """Weight decay of matrices; vectors have none."""
@@ -117,7 +120,7 @@ def build_layers(training: Training) -> tuple[list, dict[str, nn.Parameter]]:
     built: list = []
     tied: dict[str, nn.Module] = {}
     parameters: dict[str, nn.Parameter] = {}
-    for index, spec in enumerate(layer_specs(training.blocks, training.tied)):
+    for index, spec in enumerate(layer_specs(training)):
         seed(BASE_SEED + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied:

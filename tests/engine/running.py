@@ -80,7 +80,7 @@ def initialize(training: Training, layout: Layout):
     """The engine, as an ordinary script makes it."""
     ds_lgamp.install()
     with quiet():
-        module = pipeline_module(training.blocks, training.tied, layout.pipeline_ranks)
+        module = pipeline_module(training, layout.pipeline_ranks)
         scaled_weights(module.named_parameters())
         groups = decay_groups(module.parameters(), training.decay)
         options = {"lr": training.learning_rate, "momentum": training.momentum}
