@@ -1,9 +1,10 @@
 """Which layers form a chunk, and which pipeline rank a chunk lives on."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
+from math import inf
 
 Placement = tuple[int, ...]
 """The pipeline rank of every chunk."""
@@ -46,37 +47,48 @@ def split_by_count(layers: int, layers_per_chunk: int) -> list[int]:
 
 
 def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Chunk bounds of the contiguous split whose heaviest part is as light as possible, no part empty.
-
-    The heaviest part's weight is found by bisection over the sums a part can have; the cuts are then the earliest that
-    respect it and leave a layer for every later part.
-    """
+    """Chunk bounds of the contiguous split whose heaviest part is as light as possible, no part empty; of those the one
+    with the least sum of squared weights, so that the rest is even too."""
     layers = len(weights)
     if not 1 <= parts <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {parts} chunks; use 1 to {layers} chunks")
     prefix = [0.0, *accumulate(weights)]
+    limit = _lightest_heaviest_part(prefix, parts)
+    # cost[end]: least sum of squares of the first ``end`` layers in the parts so far; starts[end]: begin of the last.
+    cost = [0.0] + [inf] * layers
+    cuts: list[list[int]] = []
+    for part in range(parts):
+        extended, starts = [inf] * (layers + 1), [0] * (layers + 1)
+        for end in range(part + 1, layers + 1):
+            for start in range(end - 1, part - 1, -1):
+                weight = prefix[end] - prefix[start]
+                if weight > limit:
+                    break
+                if cost[start] + weight**2 < extended[end]:
+                    extended[end], starts[end] = cost[start] + weight**2, start
+        cost = extended
+        cuts.append(starts)
+    bounds = [layers]
+    for starts in reversed(cuts):
+        bounds.append(starts[bounds[-1]])
+    return bounds[::-1]
 
-    def bounds_within(limit: float) -> list[int] | None:
-        bounds = [0]
+
+def _lightest_heaviest_part(prefix: Sequence[float], parts: int) -> float:
+    """Bisects the sums a part can have; a limit suffices if parts filled greedily do, one layer left for each."""
+    layers = len(prefix) - 1
+
+    def suffices(limit: float) -> bool:
+        start = 0
         for part in range(parts):
-            must_leave = parts - part - 1
-            end = bisect_right(prefix, prefix[bounds[-1]] + limit) - 1
-            bounds.append(max(bounds[-1] + 1, min(end, layers - must_leave)))
-            if prefix[bounds[-1]] - prefix[bounds[-2]] > limit:
-                return None
-        return bounds if bounds[-1] == layers else None
+            end = min(bisect_right(prefix, prefix[start] + limit) - 1, layers - (parts - part - 1))
+            if end <= start:
+                return False
+            start = end
+        return start == layers
 
     sums = sorted({prefix[end] - prefix[start] for start in range(layers) for end in range(start + 1, layers + 1)})
-    low, high = 0, len(sums) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if bounds_within(sums[middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    bounds = bounds_within(sums[low])
-    assert bounds is not None, "the sum of all weights always suffices"
-    return bounds
+    return sums[bisect_left(sums, True, key=suffices)]
 
 
 def split_automatic(layer_types: Sequence[Hashable]) -> list[int]:

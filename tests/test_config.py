@@ -1,0 +1,74 @@
+import pytest
+
+from ds_lgamp.config import ConfigError, chunk_bounds, place, program_spec, read_block
+
+TYPES = ["embedding", "block", "block", "block", "block", "norm", "head"]
+WEIGHTS = [4.0, 1, 1, 1, 1, 0, 4]
+
+
+def test_an_empty_block_means_layered_modular_automatic():
+    settings = read_block({"ds_lgamp": {}})
+    bounds = chunk_bounds(settings, 2, TYPES, WEIGHTS)
+    placement = place(settings, len(bounds) - 1, 2)
+    spec = program_spec(settings, placement, 8, 3)
+    assert bounds == [0, 2, 3, 4, 7] and placement == (0, 1, 0, 1)
+    assert (spec.schedule, spec.micro_batch_group, spec.resident_chunks) == ("layered", 8, 2)
+
+
+@pytest.mark.parametrize("config", [{}, {"ds_lgamp": {"enabled": False}}, {"ds_lgamp": None}])
+def test_no_block_or_a_disabled_one_is_none(config):
+    assert read_block(config) is None
+
+
+@pytest.mark.parametrize(
+    ("block", "bounds"),
+    [({"layers_per_chunk": 3}, [0, 3, 6, 7]), ({"chunks_per_rank": 2}, [0, 1, 3, 6, 7])],
+)
+def test_chunks_by_count_and_by_weight(block, bounds):
+    assert chunk_bounds(read_block({"ds_lgamp": block}), 2, TYPES, WEIGHTS) == bounds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
+    settings = read_block({"ds_lgamp": {"schedule": schedule}})
+    assert settings.one_chunk_per_rank and place(settings, 4, 4) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ([], "ds_lgamp is []; it must be an object"),
+        ({"shedule": "layered"}, "ds_lgamp.shedule is no known key; did you mean schedule?"),
+        ({"schedule": "layerd"}, "ds_lgamp.schedule is 'layerd': input should be 'layered'"),
+        ({"placement": "random"}, "ds_lgamp.placement is 'random'"),
+        ({"resident_chunks": "2"}, "ds_lgamp.resident_chunks is '2': input should be a valid integer"),
+        ({"resident_chunks": 0}, "ds_lgamp.resident_chunks is 0: input should be greater than 0"),
+        ({"micro_batch_group": "some"}, "ds_lgamp.micro_batch_group is 'some'"),
+        ({"recompute": "half"}, "ds_lgamp.recompute is 'half'"),
+        ({"chunks_per_rank": 2, "layers_per_chunk": 2}, "keep one of them"),
+        ({"schedule": "1f1b", "chunks_per_rank": 2}, "chunks_per_rank is 2, but schedule '1f1b' has one chunk"),
+        ({"schedule": "gpipe", "layers_per_chunk": 2}, "layers_per_chunk is 2, but schedule 'gpipe' has one chunk"),
+        ({"schedule": "gpipe", "micro_batch_group": 2}, "groups belong to schedule 'layered'"),
+        ({"schedule": "interleaved_1f1b", "placement": "contiguous"}, "needs 'modular'"),
+    ],
+)
+def test_bad_blocks_are_refused_in_a_sentence(block, message):
+    with pytest.raises(ConfigError) as refused:
+        read_block({"ds_lgamp": block})
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_more_ranks_than_chunks_are_refused():
+    with pytest.raises(ConfigError, match="ds_lgamp: 4 chunks cannot occupy 8 pipeline ranks"):
+        place(read_block({"ds_lgamp": {}}), 4, 8)
+
+
+def test_more_chunks_than_layers_are_refused():
+    with pytest.raises(ConfigError, match="ds_lgamp.chunks_per_rank is 4: 2 pipeline ranks would need 8 layers"):
+        chunk_bounds(read_block({"ds_lgamp": {"chunks_per_rank": 4}}), 2, TYPES, WEIGHTS)
+
+
+def test_a_batch_that_does_not_interleave_is_refused():
+    settings = read_block({"ds_lgamp": {"schedule": "interleaved_1f1b"}})
+    with pytest.raises(ConfigError, match="micro_batches is 3: interleaved_1f1b needs a multiple of 2"):
+        program_spec(settings, (0, 1, 0, 1), 3, 1)
