@@ -109,7 +109,8 @@ class ProgramSpec:
         """How many receives of one kind ``rank`` holds posted: the one that computes next, one in flight, and what
         piles up on its wrap-around link while a group larger than the ring passes."""
         forward = kind is Kind.FORWARD
-        group = min(self.micro_batch_group, self.micro_batches)
+        # Evaluation sends all micro-batches through a chunk, whatever the group.
+        group = self.micro_batches if self.forward_only else min(self.micro_batch_group, self.micro_batches)
         for chunk, owner in enumerate(self.placement):
             source = chunk - 1 if forward else chunk + 1
             if owner == rank and 0 <= source < len(self.placement):
