@@ -25,7 +25,7 @@ def layer_specs(training: "Training") -> list:
         embedding, head = LayerSpec(Embedding), LayerSpec(nn.Linear, WIDTH, 11)
     body = [LayerSpec(TupleBlock) for _ in range(training.blocks)]
     if not training.tuples:
-        return [embedding, *body, head]
+        return [embedding, LayerSpec(nn.Dropout, training.dropout), *body, head]
     return [embedding, body[0], add_mask, *body[1:], drop_mask, head]
 
 
@@ -52,6 +52,8 @@ class Training(NamedTuple):
     tied: bool = False
     tuples: bool = True
     """Stock DeepSpeed takes no tuple with a floating-point tensor that needs no gradient."""
+    dropout: float = 0.0
+    """After the embedding, without tuples."""
     momentum: float = 0.0
     decay: float = 0.0
     """Weight decay of matrices; vectors have none."""

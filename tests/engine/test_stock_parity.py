@@ -1,4 +1,5 @@
-"""What a script gets from stock DeepSpeed at P2 W2, it gets from the block: losses, learning rates, batch functions."""
+"""What a script gets from stock DeepSpeed at P2 W2, it gets from the block: losses, with the same dropout masks,
+learning rates, batch functions."""
 
 import deepspeed
 import pytest
@@ -17,7 +18,7 @@ def train_with_json(block, stage, scheduler):
     """An engine whose optimizer and scheduler come from the configuration; the data comes as a stored iterator of
     transposed batches, which a batch function turns back."""
     ds_lgamp.install()
-    training = Training(tied=True, tuples=False, clipping=0.3)
+    training = Training(tied=True, tuples=False, dropout=0.2, clipping=0.3)
     config = json_config(training, Layout(2, 2, stage, block)) | {"optimizer": ADAM, "scheduler": scheduler}
     with quiet():
         module = pipeline_module(training, 2)
