@@ -81,15 +81,20 @@ def scaled_weights(named_parameters) -> None:
 
 
 def decay_groups(parameters, decay: float) -> list[dict]:
+    """Matrices decay, vectors do not, and the vocabulary's matrices have a group that middle ranks leave empty."""
     parameters = list(parameters)
+    vocabulary = [parameter for parameter in parameters if parameter.shape[0] == 11 and parameter.dim() > 1]
+    matrices = [parameter for parameter in parameters if parameter.shape[0] != 11 and parameter.dim() > 1]
     return [
-        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": decay},
+        {"params": vocabulary, "weight_decay": decay / 2},
+        {"params": matrices, "weight_decay": decay},
         {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
 
 
-def warmup_factor(steps: int):
-    return lambda step: min(1.0, (step + 1) / max(1, steps))
+def warmup_factors(steps: int) -> list:
+    """One function per group: torch's scheduler counts them."""
+    return [lambda step: min(1.0, (step + 1) / max(1, steps))] * 3
 
 
 def train_reference(training: Training, data_ranks: int) -> Reference:
@@ -98,7 +103,7 @@ def train_reference(training: Training, data_ranks: int) -> Reference:
     optimizer = torch.optim.SGD(
         decay_groups(parameters.values(), training.decay), lr=training.learning_rate, momentum=training.momentum
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_factor(training.warmup))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_factors(training.warmup))
     reference = Reference([], [], [], parameters, 0.0)
     count = MICRO_BATCHES * data_ranks
     for step in range(training.steps):

@@ -17,7 +17,7 @@ from tests.engine.models import (
     decay_groups,
     pipeline_module,
     scaled_weights,
-    warmup_factor,
+    warmup_factors,
 )
 from tests.runtime.assembly import gathered
 from tests.runtime.models import micro_batch
@@ -87,11 +87,11 @@ def initialize(training: Training, layout: Layout):
         arguments = {"model_parameters": groups}
         if layout.optimizer == "client":
             optimizer = torch.optim.SGD(groups, **options)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_factor(training.warmup))
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_factors(training.warmup))
             arguments = {"optimizer": optimizer, "lr_scheduler": scheduler}
         else:
             arguments["lr_scheduler"] = lambda made: torch.optim.lr_scheduler.LambdaLR(
-                made, warmup_factor(training.warmup)
+                made, warmup_factors(training.warmup)
             )
             if layout.optimizer == "callable":
                 arguments["optimizer"] = lambda parameters: torch.optim.SGD(parameters, **options)
