@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.orders import SCHEDULES
+from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import Program, ProgramSpec, build_program
 from ds_lgamp.schedule.render import text_gantt
@@ -90,7 +90,7 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 
 def _spec(options: argparse.Namespace) -> ProgramSpec:
-    single_chunk = options.schedule in ("1f1b", "gpipe")
+    single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
     chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
     placement = options.placement or ("contiguous" if single_chunk else "modular")
     micro_batches = options.micro_batches

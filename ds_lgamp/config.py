@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_automatic, split_balanced, split_by_count
 from ds_lgamp.schedule.program import ProgramSpec
 
 BLOCK = "ds_lgamp"
-SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 
 
 class ConfigError(ValueError):

@@ -28,7 +28,8 @@ class ZeroPartition:
     Args:
         units: for every chunk of this rank, the units it uses: its own and those of tied modules. A chunk without
             parameters has none.
-        gradient_buffers: at stages 2 and 3, how many full gradients of chunks may exist at once.
+        gradient_buffers: at stages 2 and 3, a reduction is awaited when another chunk's backward would begin with so
+            many full gradients held already.
         device: where the parameters live.
         trace: where waits are recorded; None records nothing.
     """
@@ -82,8 +83,6 @@ class ZeroPartition:
         """Launches the reduction of the units whose last user is ``chunk``."""
         for unit in self.chunk_units[chunk]:
             if unit.user_done():
-                if unit in self._reducing:
-                    self._finish_reductions_until(unit)
                 unit.start_reduce()
                 self._reducing.append(unit)
 
@@ -91,17 +90,19 @@ class ZeroPartition:
         """Awaits all reductions; afterwards every segment has its gradient, averaged over the data-parallel ranks."""
         while self._reducing:
             self._finish_oldest_reduction()
-        for unit in self.units:
+        # By name: copies of tied units are summed in the same order on all pipeline ranks.
+        for unit in sorted(self.units, key=lambda unit: unit.name):
             unit.finish_gradient()
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared gradient norm, in fp64: the shares of all pipeline and data-parallel ranks
-        add up to the whole, tied units counted once."""
+        """This rank's share of the squared norm of what the optimizer owns, in fp64: the shares of all pipeline and
+        data-parallel ranks add up to the whole, tied units counted once."""
         shares = [
-            torch.linalg.vector_norm(unit.shard_gradient, dtype=torch.float64) ** 2
+            torch.linalg.vector_norm(segment.shard.grad, dtype=torch.float64) ** 2
             / (1 if unit.partitioned else unit.data_group.size())
             for unit in self.units
-            if unit.counts_in_norm and unit.shard_gradient is not None
+            if unit.counts_in_norm
+            for segment in unit.segments
         ]
         if not shares:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -134,6 +135,7 @@ class ZeroPartition:
         together."""
         for unit in self.units:
             unit.start_gather()
+        for unit in self.units:
             unit.finish_gather()
         try:
             yield
@@ -175,7 +177,20 @@ def build_partition(
     device: torch.device,
     trace: list[str] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
+    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users.
+
+    Raises ValueError if two of them hold the same parameter.
+    """
+    named = {f"chunk {chunk}": parameters for chunk, parameters in chunk_parameters.items()}
+    named |= {f"tied {module.key}": module.parameters for module in tied}
+    holder: dict[int, str] = {}
+    for name, parameters in named.items():
+        for entry in parameters:
+            if holder.setdefault(id(entry.parameter), name) != name:
+                raise ValueError(
+                    f"{entry.name} is in {holder[id(entry.parameter)]} and in {name}; layers that share a parameter "
+                    "must be one TiedLayerSpec module or lie in one chunk"
+                )
     units = {
         chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage)] if parameters else []
         for chunk, parameters in chunk_parameters.items()

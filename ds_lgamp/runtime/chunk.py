@@ -27,6 +27,23 @@ class Chunk:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.before_layer = before_layer
+        self._statistics = [
+            buffer
+            for layer in self.layers
+            if isinstance(layer, torch.nn.Module)
+            for module in layer.modules()
+            if isinstance(module, torch.nn.modules.batchnorm._NormBase)
+            for buffer in module.buffers()
+        ]
+        """Running statistics of batch norms, which every forward moves on."""
+
+    def read_statistics(self) -> list[torch.Tensor]:
+        """Copies of the running statistics, to be written back after a recomputation."""
+        return [buffer.clone() for buffer in self._statistics]
+
+    def write_statistics(self, values: Sequence[torch.Tensor]) -> None:
+        for buffer, value in zip(self._statistics, values):
+            buffer.copy_(value)
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
         for index, layer in enumerate(self.layers, self.first_layer):

@@ -55,6 +55,7 @@ class Executor:
         self.random_sources = random_sources
         self.trace = trace
         self.current: Action | None = None
+        self._broken = False
         self.losses: list[torch.Tensor] = []
         """Losses of the last run, on the rank of the last chunk, by micro-batch."""
         self._last_chunk = len(placement) - 1
@@ -80,8 +81,11 @@ class Executor:
                 that own an end of the model.
             training: whether backward passes follow.
 
-        Raises ActionError if an action fails.
+        Raises ActionError if an action fails. What was under way then cannot be taken back: no batch follows.
         """
+        if self._broken:
+            raise ActionError("a batch failed or ended early; its communication cannot be taken back, start anew")
+        self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
         self._saved: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
         self._results: dict[tuple[Kind, int, int], Any] = {}
@@ -90,11 +94,13 @@ class Executor:
         self.current = None
         try:
             yield
+            self.current = None
             self.links.drain()
+            self._broken = False
         except StopIteration:
             raise
         except Exception as error:
-            action = "the start" if self.current is None else str(self.current)
+            action = "the end of the batch" if self.current is None else str(self.current)
             raise ActionError(
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
@@ -118,6 +124,8 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         if self._training:
             self._saved[chunk, micro_batch] = inputs, read_states(self.random_sources)
+            # A layer that works in place must not change what the recomputation starts from, nor the user's batch.
+            inputs = _cloned(inputs)
         with torch.no_grad():
             result = self.chunks[chunk](inputs, micro_batch)
             if chunk == self._last_chunk:
@@ -125,6 +133,7 @@ class Executor:
                 if not self._training:
                     self._labels.pop(micro_batch, None)
             else:
+                as_tuple(result)
                 self._results[Kind.FORWARD, chunk, micro_batch] = result
 
     def backward(self, action: Action) -> None:
@@ -134,16 +143,20 @@ class Executor:
         inputs, states = self._saved.pop((chunk, micro_batch))
         if chunk > 0:
             inputs = _as_leaves(inputs)
+        statistics = self.chunks[chunk].read_statistics()
         with torch.enable_grad(), replayed(self.random_sources, states):
-            result = self.chunks[chunk](inputs, micro_batch)
+            result = self.chunks[chunk](_cloned(inputs), micro_batch)
             if chunk == self._last_chunk:
                 result = self._loss(result, micro_batch) / self._micro_batches
                 self._labels.pop(micro_batch, None)
+                if not result.requires_grad:
+                    raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
         # Only now, so that the gradient travels while the chunk is recomputed.
         gradients = [None] if chunk == self._last_chunk else self._take_gradients(chunk, micro_batch)
         roots = [(root, grad) for root, grad in zip(differentiable(result), gradients) if root.requires_grad]
         if roots:
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        self.chunks[chunk].write_statistics(statistics)
         if chunk > 0:
             self._results[Kind.BACKWARD, chunk, micro_batch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(inputs)
@@ -195,6 +208,13 @@ class Executor:
         if self.loss_function is None:
             return result
         return self.loss_function(result, self._labels[micro_batch])
+
+
+def _cloned(value: Any) -> Any:
+    """A copy of the tensors in ``value``, part of the graph."""
+    if isinstance(value, tuple):
+        return tuple(map(_cloned, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _as_leaves(inputs: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
-"""Point-to-point links between pipeline ranks: receives are posted early, sends never wait for the receiver.
+"""Point-to-point links between pipeline ranks: receives are posted early, sends wait only when several are under way.
 
 Both ends of a link know the shapes in advance: gradients look like the activations this rank produced, and the first
 activation that crosses a chunk boundary is preceded by a header, once.
@@ -33,10 +33,10 @@ _DTYPES = [
 
 
 class LinkError(RuntimeError):
-    """The rank at the other end of a link is gone or does not answer."""
+    """A message could not be sent or received; most often because the rank at the other end is gone."""
 
-    def __init__(self, peer: int) -> None:
-        super().__init__(f"rank {peer}, a neighbour in the pipeline, is gone or does not answer")
+    def __init__(self, peer: int, error: RuntimeError) -> None:
+        super().__init__(f"the link to rank {peer} failed: {str(error).splitlines()[0]}")
 
 
 class MessageSpec(NamedTuple):
@@ -96,7 +96,10 @@ class Outgoing:
             self._announced[chunk] = spec
             self._start(spec.to_header(self.device))
         elif known != spec:
-            raise ValueError(f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; shapes must not change")
+            raise ValueError(
+                f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; where shapes change between batches, "
+                "call engine.reset_activation_shape() on every rank first"
+            )
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -111,12 +114,17 @@ class Outgoing:
             self._finish_oldest()
         self._peer_posts = True
 
+    def reset(self) -> None:
+        """Forgets what was announced: shapes may change."""
+        self._announced.clear()
+        self._peer_posts = False
+
     def _start(self, tensor: torch.Tensor) -> None:
         peer, group, tag = self.endpoint
         try:
             work = dist.isend(tensor, peer, group=group, tag=tag)
         except RuntimeError as error:
-            raise LinkError(peer) from error
+            raise LinkError(peer, error) from error
         assert work is not None, "both ends of a link are members of its group"
         self._in_flight.append((work, tensor))
 
@@ -174,7 +182,7 @@ class Incoming:
         try:
             work = dist.irecv(tensor, peer, group=group, tag=tag)
         except RuntimeError as error:
-            raise LinkError(peer) from error
+            raise LinkError(peer, error) from error
         assert work is not None, "both ends of a link are members of its group"
         return work, tensor
 
@@ -226,6 +234,13 @@ class Links:
         self._activations_out.drain()
         self._gradients_out.drain()
 
+    def reset(self) -> None:
+        """Between batches, on every rank: the next one may have other shapes, which travel in headers again."""
+        self._activations_in.specs.clear()
+        self._gradients_in.specs.clear()
+        self._activations_out.reset()
+        self._gradients_out.reset()
+
 
 def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Links:
     """The links of this rank in its pipeline. Collective over all ranks.
@@ -247,6 +262,8 @@ def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Link
                 (1, "gradients", following, source),
             ):
                 group = dist.new_group([sender, receiver]) if separate else None
+                if group is not None and own in (sender, receiver):
+                    _open_communicator(group, own, sender, receiver, device)
                 if own == sender:
                     ends[f"{kind}_out"] = Endpoint(receiver, group, tag)
                 if own == receiver:
@@ -254,11 +271,21 @@ def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Link
     return Links(device, **ends)
 
 
+def _open_communicator(group: dist.ProcessGroup, own: int, sender: int, receiver: int, device: torch.device) -> None:
+    """A first message, so that the communicator exists before receives are posted: NCCL makes it when both ends call,
+    and a rank that posts a receive first would wait there for a peer that does the same on another link."""
+    message = torch.zeros(1, device=device)
+    if own == sender:
+        dist.send(message, receiver, group=group)
+    else:
+        dist.recv(message, sender, group=group)
+
+
 def _wait(work: dist.Work, peer: int) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise LinkError(peer) from error
+        raise LinkError(peer, error) from error
 
 
 def _shapes(spec: MessageSpec) -> str:

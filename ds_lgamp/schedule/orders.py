@@ -10,6 +10,8 @@ from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
 
 SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
+SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
+"""Schedules with one chunk per pipeline rank, in rank order."""
 
 
 def micro_batch_groups(micro_batches: int, group: int) -> list[range]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.orders import SCHEDULES, forward_only, order_of
+from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, forward_only, order_of
 from ds_lgamp.schedule.placement import Placement, place_chunks
 from ds_lgamp.schedule.residency import chunk_visits, resident_windows
 
@@ -40,7 +40,7 @@ class ProgramSpec:
         _require(self.resident_chunks >= 1, "resident_chunks", self.resident_chunks, "use at least 1")
         if self.schedule == "interleaved_1f1b":
             self._require_interleaved()
-        if self.schedule in ("1f1b", "gpipe"):
+        if self.schedule in SINGLE_CHUNK_SCHEDULES:
             _require(
                 self.placement == tuple(range(self.pipeline_ranks)),
                 "schedule",
@@ -175,9 +175,16 @@ def receive_of(compute: Action) -> Action:
     return Action(kind, compute.chunk, compute.micro_batch)
 
 
+def receive_matching(send: Action) -> Action:
+    """The action that posts the receive of what ``send`` sends."""
+    if send.kind is Kind.SEND_FORWARD:
+        return Action(Kind.RECV_FORWARD, send.chunk + 1, send.micro_batch)
+    return Action(Kind.RECV_BACKWARD, send.chunk - 1, send.micro_batch)
+
+
 def _receive_posts(spec: ProgramSpec, rank: int, computes: list[Action]) -> list[list[Action]]:
-    """For every compute action, the receives posted just before it: each kind in the order it is consumed, so many that
-    its window is full when the action begins."""
+    """For every compute action, the receives posted just before it, each kind in the order it is consumed. A receive is
+    posted as many computes ahead of its consumer as its window is wide, and no earlier than the window has room."""
     posts: list[list[Action]] = [[] for _ in computes]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         consumers = [
@@ -185,9 +192,8 @@ def _receive_posts(spec: ProgramSpec, rank: int, computes: list[Action]) -> list
         ]
         window = spec.receive_window(rank, kind)
         for position, consumer in enumerate(consumers):
-            # A window that spans w receives opens for this one right after the consumer w places before it.
-            before = consumers[position - window] + 1 if position >= window else 0
-            posts[before].append(receive_of(computes[consumer]))
+            room = consumers[position - window] + 1 if position >= window else 0
+            posts[max(room, consumer - window + 1)].append(receive_of(computes[consumer]))
     return posts
 
 

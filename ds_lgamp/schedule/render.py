@@ -3,6 +3,7 @@
 import string
 
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.program import ProgramSpec
 from ds_lgamp.schedule.simulate import Timeline
 
@@ -22,7 +23,7 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline, width: int = 120) -> str:
     lines = []
     for rank, spans in enumerate(timeline.spans):
         row = ["."] * columns
-        local = {chunk: index for index, chunk in enumerate(c for c, r in enumerate(spec.placement) if r == rank)}
+        local = {chunk: index for index, chunk in enumerate(chunks_of(spec.placement, rank))}
         for span in spans:
             symbols = _FORWARD_SYMBOLS if span.action.kind is Kind.FORWARD else _BACKWARD_SYMBOLS
             start, end = round(span.start / unit), round(span.end / unit)

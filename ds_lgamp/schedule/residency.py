@@ -27,12 +27,13 @@ def resident_windows(visits: Sequence[int], zero_stage: int, resident_chunks: in
     """
     if zero_stage == 0:
         return [[] for _ in visits]
+    resident_chunks = min(resident_chunks, len(set(visits)))
     if zero_stage == 3:
         return [_next_distinct(visits, start, resident_chunks) for start in range(len(visits))]
     gathered: list[int] = []
     windows = []
     for start in range(len(visits)):
-        upcoming = _next_distinct(visits, start, PREFETCHED_CHUNKS)
+        upcoming = _next_distinct(visits, start, min(PREFETCHED_CHUNKS, len(set(visits))))
         gathered.extend(chunk for chunk in upcoming if chunk not in gathered)
         windows.append(list(gathered))
     return windows

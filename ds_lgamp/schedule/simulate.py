@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ds_lgamp.schedule.program import Program, ProgramSpec
+from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching
 
 
 class Durations(NamedTuple):
@@ -60,8 +60,8 @@ def simulate(
 ) -> Timeline:
     """Runs ``program``; raises DeadlockError if it gets stuck.
 
-    ``blocking_sends``: a SEND waits until the matching RECV is posted, as the validator assumes. The engine's sends do
-    not wait.
+    ``blocking_sends``: a SEND waits until the matching RECV is posted, as the validator assumes. The engine's sends
+    wait only when several of a link are under way.
     """
     run = _Run(spec, program, durations, blocking_sends)
     run.to_the_end()
@@ -96,6 +96,8 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in program]
         self.finished: dict[Action, float] = {}
         """End of every compute action whose result its consumer can use."""
+        self.stored: set[tuple[int, int]] = set()
+        """(chunk, micro-batch) of the forwards that ran: a backward needs its own rank's."""
         self.posted: set[Action] = set()
         self.waiting: dict[Action, list[int]] = defaultdict(list)
 
@@ -117,7 +119,7 @@ class _Run:
                 if not self.compute(rank, action, woken):
                     break
             elif kind in SENDS:
-                receive = self.matching_receive(action)
+                receive = receive_matching(action)
                 if self.blocking_sends and receive not in self.posted:
                     self.waiting[receive].append(rank)
                     break
@@ -130,6 +132,10 @@ class _Run:
 
     def compute(self, rank: int, action: Action, woken: list[int]) -> bool:
         start = self.now[rank]
+        if action.kind is Kind.FORWARD:
+            self.stored.add((action.chunk, action.micro_batch))
+        elif (action.chunk, action.micro_batch) not in self.stored:
+            return False
         source = self.spec.source_chunk(action)
         if source is not None:
             needed = Action(action.kind, source, action.micro_batch)
@@ -152,9 +158,3 @@ class _Run:
     def sent_compute(send: Action) -> Action:
         kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
         return Action(kind, send.chunk, send.micro_batch)
-
-    @staticmethod
-    def matching_receive(send: Action) -> Action:
-        if send.kind is Kind.SEND_FORWARD:
-            return Action(Kind.RECV_FORWARD, send.chunk + 1, send.micro_batch)
-        return Action(Kind.RECV_BACKWARD, send.chunk - 1, send.micro_batch)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ds_lgamp.schedule.program import Program, ProgramSpec, receive_of, send_of
+from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching, receive_of, send_of
 from ds_lgamp.schedule.residency import chunk_visits, resident_windows
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 
@@ -47,26 +47,31 @@ class _RankCheck:
         self.spec, self.rank, self.actions = spec, rank, actions
         self.row = 0
         self.resident: list[int] = []
+        self.computed = 0
         self.posted = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
         self.consumed = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
 
     def run(self) -> None:
         spec = self.spec
         computes = list(spec.computes(self.rank))
-        self.receives = {
-            kind: [receive_of(action) for action in computes if action.kind is kind and spec.receives_input(action)]
+        self.consumers = {
+            kind: [row for row, action in enumerate(computes) if action.kind is kind and spec.receives_input(action)]
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         }
+        self.receives = {kind: [receive_of(computes[row]) for row in rows] for kind, rows in self.consumers.items()}
         self.window = {kind: spec.receive_window(self.rank, kind) for kind in self.receives}
         windows = iter(resident_windows(chunk_visits(computes), spec.zero_stage, spec.resident_chunks))
         visited = None
         for compute in computes:
             preparation = self.preparation_rows()
+            self.computed += 1
             if compute.chunk != visited:
                 visited = compute.chunk
                 self.check_partition(preparation, next(windows))
             else:
                 self.check_partition(preparation, self.resident)
+            if spec.zero_stage > 0 and compute.chunk not in self.resident:
+                raise self.fault(f"{compute} needs chunk {compute.chunk}, which is not gathered")
             self.check_receives(preparation)
             self.expect(compute, "the schedule's next compute is")
             if spec.receives_input(compute):
@@ -106,7 +111,13 @@ class _RankCheck:
 
     def check_receives(self, preparation: list[Action]) -> None:
         for kind, posts in self.receives.items():
-            full = min(len(posts), self.consumed[kind] + self.window[kind])
+            full, window, consumers = self.posted[kind], self.window[kind], self.consumers[kind]
+            while (
+                full < len(posts)
+                and full - self.consumed[kind] < window
+                and consumers[full] - (self.computed - 1) < window
+            ):
+                full += 1
             expected = posts[self.posted[kind] : full]
             receive_kind = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD
             found = [action for action in preparation if action.kind is receive_kind]
@@ -141,9 +152,9 @@ def _check_channels(spec: ProgramSpec, program: Program) -> None:
         for row, action in enumerate(actions):
             kind = action.kind
             if kind in SENDS:
-                forward = kind is Kind.SEND_FORWARD
-                target = action.chunk + 1 if forward else action.chunk - 1
-                sends[rank, spec.placement[target], forward].append((target, action.micro_batch, row))
+                target = receive_matching(action).chunk
+                channel = rank, spec.placement[target], kind is Kind.SEND_FORWARD
+                sends[channel].append((target, action.micro_batch, row))
             elif kind in RECEIVES:
                 forward = kind is Kind.RECV_FORWARD
                 source = action.chunk - 1 if forward else action.chunk + 1

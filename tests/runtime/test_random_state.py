@@ -35,6 +35,7 @@ def masks_of_a_step():
 
 def test_recomputation_repeats_the_masks_and_leaves_the_generator_alone():
     masks, after = run_on_ranks(1, masks_of_a_step)[0]
+    assert len(masks) == 6
     forward, recomputed = masks[:3], masks[3:]
     assert all(torch.equal(first, second) for first, second in zip(forward, recomputed))
     assert not torch.equal(forward[0], forward[1])

@@ -15,8 +15,9 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.random_sources import builder_sources
+from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import read_states, replayed
+from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
 
 
@@ -34,7 +35,7 @@ class Layout(NamedTuple):
         return range(self.bounds[chunk], self.bounds[chunk + 1])
 
     def chunks_of(self, rank: int) -> list[int]:
-        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
+        return chunks_of(self.placement, rank)
 
 
 class TensorInfo(NamedTuple):
@@ -66,7 +67,7 @@ def layer_weights(module: PipelineModule, method: str) -> list[float]:
     method = method.lower()
     if method == "parameters":
         device = torch.device(get_accelerator().current_device_name())
-        sources = builder_sources(device)
+        sources = layer_sources(device)
         with replayed(sources, read_states(sources)):
             return [float(count) for count in module._count_layer_params()]
     if method.startswith("type:"):
@@ -91,7 +92,7 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
     infos = _announce(module)
     device = torch.device(get_accelerator().device_name(module.local_rank))
-    sources = builder_sources(device)
+    sources = layer_sources(device)
     with replayed(sources, read_states(sources)):
         built = {
             layer: _obtain(module, layer, previous_owner[layer], layout.owner(layer), infos, device)

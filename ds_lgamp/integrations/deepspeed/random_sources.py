@@ -1,4 +1,4 @@
-"""The generators a layer under DeepSpeed may draw from."""
+"""The generators layers under DeepSpeed may draw from."""
 
 import random
 import sys
@@ -10,19 +10,14 @@ from ds_lgamp.runtime.random_state import RandomSource, default_sources
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:
-    """What a layer's forward may draw from: torch's generators and, where Megatron-core is in use, its tracker."""
-    sources = default_sources(device)
+    """Generators of torch, Python and NumPy and, where Megatron-core is in use, its tracker."""
+    sources = [
+        *default_sources(device),
+        RandomSource(random.getstate, random.setstate),
+        RandomSource(numpy.random.get_state, numpy.random.set_state),
+    ]
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None and megatron.get_cuda_rng_tracker().get_states():
         tracker = megatron.get_cuda_rng_tracker()
         sources.append(RandomSource(tracker.get_states, tracker.set_states))
     return sources
-
-
-def builder_sources(device: torch.device) -> list[RandomSource]:
-    """What a layer's constructor may draw from, besides: Python's and NumPy's generators."""
-    return [
-        *layer_sources(device),
-        RandomSource(random.getstate, random.setstate),
-        RandomSource(numpy.random.get_state, numpy.random.set_state),
-    ]
