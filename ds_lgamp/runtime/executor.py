@@ -124,6 +124,7 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         if self._training:
             self._saved[chunk, micro_batch] = inputs, read_states(self.random_sources)
+        if self._training or chunk == 0:
             # A layer that works in place must not change what the recomputation starts from, nor the user's batch.
             inputs = _cloned(inputs)
         with torch.no_grad():

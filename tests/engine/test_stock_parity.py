@@ -3,7 +3,6 @@ learning rates, batch functions."""
 
 import deepspeed
 import pytest
-import torch
 
 import ds_lgamp
 from tests.engine.models import Training, pipeline_module
@@ -62,24 +61,3 @@ def test_a_torch_scheduler_of_the_configuration():
     assert run_on_ranks(4, train_with_torch_scheduler)[3] == pytest.approx(
         [0.01, 0.005, 0.005, 0.0025, 0.0025, 0.00125]
     )
-
-
-def refused_optimizer():
-    from ds_lgamp.config import ConfigError
-
-    prepare_rank()
-    ds_lgamp.install()
-    training = Training()
-    with quiet():
-        module = pipeline_module(training, 2)
-    with pytest.raises(ConfigError) as error:
-        deepspeed.initialize(
-            model=module,
-            optimizer=torch.optim.Adafactor(module.parameters()),
-            config=json_config(training, Layout(2, 1, 3, {})),
-        )
-    return str(error.value)
-
-
-def test_an_optimizer_that_needs_whole_tensors_is_refused():
-    assert "Adafactor, which needs whole tensors" in run_on_ranks(2, refused_optimizer)[0]

@@ -10,7 +10,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place, program_spec
+from ds_lgamp.config import BLOCK, LgampConfig, chunk_bounds, place, program_spec
 from ds_lgamp.integrations.deepspeed.instructions import INSTRUCTIONS, ProgramSchedule
 from ds_lgamp.integrations.deepspeed.module import Layout, global_names, layer_types, layer_weights, place_layers
 from ds_lgamp.integrations.deepspeed.optimizer import (
@@ -18,8 +18,10 @@ from ds_lgamp.integrations.deepspeed.optimizer import (
     PartitionedOptimizer,
     as_groups,
     check_elementwise,
+    trainable_parameters,
 )
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.refusals import refuse_unsupported
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -42,7 +44,7 @@ class LgampEngine(PipelineEngine):
         self.zero_stage = int(config.zero_optimization_stage)
         """The stage the user asked for; DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings = settings
-        _refuse_unsupported(config)
+        refuse_unsupported(config, module, arguments.get("optimizer"))
         layout = _layout(settings, module, partition_method)
         self.program_spec: ProgramSpec = program_spec(
             settings, layout.placement, config.gradient_accumulation_steps, self.zero_stage
@@ -60,20 +62,16 @@ class LgampEngine(PipelineEngine):
     def _place(self, module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:
         """Moves layers, and the user's parameter groups with them."""
         client, parameters = arguments.get("optimizer"), arguments.get("model_parameters")
-        given: list[dict[str, Any]] | None = None
-        grouped = False
         if isinstance(client, torch.optim.Optimizer):
-            if client.state:
-                raise ConfigError("the optimizer has state already; load optimizer state after deepspeed.initialize")
-            given = client.param_groups
-        elif parameters is not None:
-            given, grouped = as_groups(parameters)
-        self._parameter_groups = ParameterGroups(module, given)
+            groups, grouped = client.param_groups, True
+        else:
+            groups, grouped = as_groups(trainable_parameters(module) if parameters is None else parameters)
+            arguments["model_parameters"] = None
+        parameter_groups = ParameterGroups(module, groups)
         place_layers(module, layout)
-        if given is not None:
-            self._parameter_groups.rewrite(module, given)
-            if not isinstance(client, torch.optim.Optimizer):
-                arguments["model_parameters"] = given if grouped else given[0]["params"]
+        parameter_groups.rewrite(module, groups)
+        if not isinstance(client, torch.optim.Optimizer):
+            arguments["model_parameters"] = groups if grouped else groups[0]["params"]
 
     # What DeepSpeed asks while it builds the engine
 
@@ -93,15 +91,17 @@ class LgampEngine(PipelineEngine):
         return self.grid.stage_to_global(self.program_spec.loss_rank)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        check_elementwise(basic_optimizer)
+        check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer())
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer:
-        if optimizer is None:
-            raise ConfigError(
-                "there is no optimizer; pass one to deepspeed.initialize or name one in the configuration"
-            )
-        self._partition = self._build_partition()
+        assert optimizer is not None, "refused before anything was built"
+        # By identity: a callable may have made groups of its own from the parameters it was given.
+        groups = {
+            id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+        self._partition = self._build_partition(groups)
+        self.module.full_parameters = self._partition.full_parameters
         return PartitionedOptimizer(
             optimizer, self._partition, self.gradient_clipping(), self.module.world_group, self.data_parallel_group
         )
@@ -109,15 +109,16 @@ class LgampEngine(PipelineEngine):
     def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
         return super()._scheduler_from_config(optimizer.optimizer)
 
-    def _build_partition(self) -> ZeroPartition:
-        module, groups = self.module, self._parameter_groups.by_name
+    def _build_partition(self, groups: dict[int, int]) -> ZeroPartition:
+        module = self.module
         layout = module.layout
         own = layout.chunks_of(module.stage_id)
         chunks: dict[int, list[UnitParameter]] = {chunk: [] for chunk in own}
         tied: dict[str, list[UnitParameter]] = {key: [] for key in module.tied_modules}
         for name, tensor in global_names(module):
             if isinstance(tensor, torch.nn.Parameter):
-                entry = UnitParameter(name, tensor, groups.get(name))
+                group = groups.get(id(tensor)) if tensor.requires_grad else None
+                entry = UnitParameter(name, tensor, group)
                 first = name.split(".")
                 if first[0] == "tied_modules":
                     tied[first[1]].append(entry)
@@ -181,8 +182,8 @@ class LgampEngine(PipelineEngine):
         with self.executor.batch(spec.micro_batches, self._load_micro_batch, training=not spec.forward_only):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
-        self.fwd_outputs = [loss.detach() for loss in self.executor.losses]
-        if self.fwd_outputs:
+        self.fwd_outputs = [_detached(loss) for loss in self.executor.losses]
+        if self.fwd_outputs and not spec.forward_only:
             self.total_loss = torch.stack(self.fwd_outputs).sum(0)
 
     def _load_micro_batch(self) -> tuple[Any, Any]:
@@ -207,6 +208,12 @@ class LgampEngine(PipelineEngine):
         """The 2-norm of the whole model's gradient in the last step, before clipping."""
         return None if self._global_grad_norm is None else float(self._global_grad_norm)
 
+    def reset_activation_shape(self) -> None:
+        """Between batches, on every rank: the next batch may have other shapes."""
+        super().reset_activation_shape()
+        if not self._lgamp_initialising:
+            self.executor.links.reset()
+
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         raise NotImplementedError(f"engine.save_checkpoint does not work with a {BLOCK} block yet")
 
@@ -227,10 +234,8 @@ def _chunk_of(layout: Layout, layer: int) -> int:
     return next(chunk for chunk in range(len(layout.placement)) if layer in layout.layers(chunk))
 
 
-def _refuse_unsupported(config: Any) -> None:
-    for key, precision in (("fp16", config.float16_config), ("bf16", config.bfloat16_config)):
-        if precision.enabled:
-            raise ConfigError(f"{key}.enabled is true, but {BLOCK} trains in fp32 so far; remove it")
+def _detached(value: Any) -> Any:
+    return value.detach() if torch.is_tensor(value) else tuple(map(_detached, value))
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

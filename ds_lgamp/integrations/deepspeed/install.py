@@ -14,23 +14,25 @@ _METHOD = "_ds_lgamp_partition_method"
 
 
 class _Dispatch(type):
-    """Calls build the engine the configuration asks for; everything else treats the class as PipelineEngine."""
+    """Calling the class builds the engine the configuration asks for; checks against it mean PipelineEngine."""
 
-    def __call__(cls, **arguments: Any) -> PipelineEngine:
+    def __call__(cls, *positional: Any, **arguments: Any) -> Any:
+        if cls is not _EngineDispatch:
+            return super().__call__(*positional, **arguments)
         settings = read_block(arguments["config"])
         if settings is None:
-            return PipelineEngine(**arguments)
+            return PipelineEngine(*positional, **arguments)
         method = getattr(arguments["model"], _METHOD, "parameters")
         return LgampEngine(settings=settings, partition_method=method, **arguments)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, PipelineEngine)
+        return isinstance(instance, PipelineEngine) if cls is _EngineDispatch else super().__instancecheck__(instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, PipelineEngine)
+        return issubclass(subclass, PipelineEngine) if cls is _EngineDispatch else super().__subclasscheck__(subclass)
 
 
-class _EngineDispatch(metaclass=_Dispatch):
+class _EngineDispatch(PipelineEngine, metaclass=_Dispatch):
     """Stands where ``deepspeed.initialize`` looks up its pipeline engine when it is called."""
 
 

@@ -5,6 +5,7 @@ Layers are moved with their values, never initialised anew: users load weights b
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class TensorInfo(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    is_parameter: bool
 
 
 class PlacedModule(PipelineModule):
@@ -53,8 +55,20 @@ class PlacedModule(PipelineModule):
     chunk_functions: dict[int, list[Callable]]
     """The layers of every chunk of this rank, as functions."""
 
+    full_parameters: Callable[[], AbstractContextManager[None]]
+    """Holds this rank's parameters complete and current inside a block; all data-parallel ranks enter it together."""
+
     def stage_owner(self, layer_idx: int) -> int:
         return self.layout.owner(layer_idx)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """The complete, current state of this rank's layers, copied. All data-parallel ranks call it together: where
+        parameters are sharded they are gathered first."""
+        with self.full_parameters():
+            state = super().state_dict(*arguments, **options)
+            return type(state)(
+                (name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
+            )
 
 
 def layer_types(module: PipelineModule) -> list[str]:
@@ -90,7 +104,7 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     Collective over all ranks. ``module`` stays the same object; no random numbers are consumed.
     """
     previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
-    infos = _announce(module)
+    infos = announced_tensors(module)
     device = torch.device(get_accelerator().device_name(module.local_rank))
     sources = layer_sources(device)
     with replayed(sources, read_states(sources)):
@@ -160,18 +174,21 @@ def _receive(
     return layer
 
 
-def _announce(module: PipelineModule) -> dict[str, TensorInfo]:
-    """What every pipeline rank has built, by global name."""
-    own = {name: TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in global_names(module)}
-    return merged_over_pipeline(module, own)
+def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
+    """What every pipeline rank has built, by global name. Collective."""
+    own = {
+        name: TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        for name, tensor in global_names(module)
+    }
+    return {name: info for rank in over_pipeline(module, own) for name, info in rank.items()}
 
 
-def merged_over_pipeline(module: PipelineModule, own: dict[str, Any]) -> dict[str, Any]:
-    """The union of a dictionary over the pipeline ranks; later ranks win. Collective."""
+def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
+    """``own`` of every pipeline rank. Collective."""
     group = module._grid.get_pipe_parallel_group()
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
-    return {name: value for rank in everyone for name, value in rank.items()}
+    return everyone
 
 
 def _register(module: PlacedModule, built: dict[int, Any]) -> None:

@@ -10,12 +10,19 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.module import global_names, merged_over_pipeline
+from ds_lgamp.integrations.deepspeed.module import global_names, over_pipeline
 from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
 
-TORCH_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD")
-DEEPSPEED_ELEMENTWISE = ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion")
-"""Class names of optimizers whose update of an element depends on that element alone: a shard gives the same result."""
+ELEMENTWISE = {
+    *(
+        getattr(torch.optim, name)
+        for name in ("SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
+    )
+}
+"""Optimizers whose update of an element depends on that element alone, so that a shard gives the same result. Not their
+subclasses, which may scale by layer; not Adagrad, whose state is made with the whole parameters."""
+DEEPSPEED_ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"}
+"""The same among DeepSpeed's own, by name: importing them may compile them."""
 
 
 class PartitionedOptimizer(DeepSpeedOptimizer):
@@ -66,39 +73,48 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Nothing: the partition drops gradients when the step is over."""
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError if ``optimizer`` cannot work on shards."""
-    name = type(optimizer).__name__
-    allowed = TORCH_ELEMENTWISE + DEEPSPEED_ELEMENTWISE
-    if not any(base.__name__ in allowed for base in type(optimizer).__mro__):
+def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
+    """Raises ConfigError if ``optimizer`` is not known to work on shards and the user did not vouch for it."""
+    known = type(optimizer) in ELEMENTWISE or type(optimizer).__name__ in DEEPSPEED_ELEMENTWISE
+    if not known and not allow_untested:
+        names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise ConfigError(
-            f"optimizer is {name}, which needs whole tensors; shards take one of {', '.join(TORCH_ELEMENTWISE)}"
+            f"optimizer is {type(optimizer).__name__}, which may need whole tensors; shards take one of {names}, or "
+            "any other that updates each element by itself if zero_allow_untested_optimizer is true"
         )
 
 
 class ParameterGroups:
-    """The user's optimizer groups by global parameter name, gathered before layers move.
+    """The optimizer's groups by global parameter name, known on every rank before layers move.
+
+    Raises ConfigError on all ranks if the groups of one do not fit.
 
     Args:
-        groups: the optimizer's ``param_groups`` or the user's ``model_parameters``; None if all trainable parameters
-            form one group.
+        groups: the optimizer's ``param_groups`` or the user's ``model_parameters``.
     """
 
-    def __init__(self, module: PipelineModule, groups: list[dict[str, Any]] | None) -> None:
+    def __init__(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
         names = {id(tensor): name for name, tensor in global_names(module)}
-        own = {}
-        if groups is None:
-            own = {name: 0 for name, tensor in global_names(module) if _is_trainable(tensor)}
-        else:
-            for index, group in enumerate(groups):
-                for parameter in group["params"]:
-                    if id(parameter) not in names:
-                        raise ConfigError(
-                            f"parameter group {index} holds a tensor of shape {list(parameter.shape)} that is no "
-                            "parameter of the module; pass the module's own parameters"
-                        )
+        own: dict[str, Any] = {}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        complaint = None
+        for index, group in enumerate(groups):
+            for parameter in group["params"]:
+                if id(parameter) in names:
                     own[names[id(parameter)]] = index
-        self.by_name: dict[str, int] = merged_over_pipeline(module, own)
+                else:
+                    complaint = (
+                        f"parameter group {index} holds a tensor of shape {list(parameter.shape)} that belongs to no "
+                        "layer of the PipelineModule; make its owner a layer, or leave it out"
+                    )
+        raise_everywhere(complaint)
+        everyone = over_pipeline(module, (own, repr(options)))
+        if len({described for _, described in everyone}) > 1:
+            raise ConfigError(
+                "the optimizer's parameter groups differ between pipeline ranks; give every rank the same groups in "
+                "the same order, empty ones included"
+            )
+        self.by_name: dict[str, int] = {name: index for names, _ in everyone for name, index in names.items()}
 
     def rewrite(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
         """Puts the parameters this rank has now into ``groups``, in place. A group that has none here gets an empty
@@ -117,8 +133,18 @@ def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
     listed = list(parameters)
     if listed and isinstance(listed[0], dict):
         return [{**group, "params": list(group["params"])} for group in listed], True
-    return [{"params": listed}], False
+    return [{"params": [entry[1] if isinstance(entry, tuple) else entry for entry in listed]}], False
 
 
-def _is_trainable(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+def trainable_parameters(module: PipelineModule) -> list[nn.Parameter]:
+    """What DeepSpeed trains if the user names nothing."""
+    return [tensor for _, tensor in global_names(module) if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
+
+
+def raise_everywhere(complaint: str | None) -> None:
+    """Raises ConfigError with the first rank's complaint on every rank, if any has one."""
+    complaints: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(complaints, complaint)
+    first = next((text for text in complaints if text), None)
+    if first:
+        raise ConfigError(first)
