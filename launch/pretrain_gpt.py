@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,7 @@ def start_distributed(local_rank: int) -> None:
     """Join the process group that the launcher described, on NCCL with GPUs and on gloo without."""
     # DeepSpeed would compile this CPU collective at start-up, which takes a compiler and half a minute; gloo does.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar says what happens
     get_accelerator().set_device(local_rank)
     deepspeed.init_distributed()
     # Megatron-core's layers look up their tensor-parallel group here: this rank alone. DeepSpeed has groups of its own.

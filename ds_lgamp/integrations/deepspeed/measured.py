@@ -18,7 +18,8 @@ from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
 
 COUNTED_STEP = 3
-"""The step, counted from 0, that is counted instead of timed: late enough that nothing happens for the first time."""
+"""The step, counted from 0, that is counted instead of timed: late enough that nothing happens for the first time. Runs
+that are shorter give no record."""
 
 
 class TrainingMeasurement:
@@ -40,7 +41,7 @@ class TrainingMeasurement:
 
     def write(self, path: Path) -> None:
         """Writes the record as JSON on the first rank."""
-        if not self._losses or not self._counted.get("is_first_rank"):
+        if not self._counted.get("is_first_rank"):
             return
         timed = [seconds for step, seconds in enumerate(self._seconds) if step > COUNTED_STEP] or self._seconds
         record = {

@@ -29,7 +29,11 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
             measurement.install()
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as leaving:
+            if leaving.code:
+                raise
         if measure is not None:
             measurement.write(Path(measure))
     except ConfigError as error:

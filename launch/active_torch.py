@@ -1,0 +1,12 @@
+"""Prints where the running interpreter has torch; exits with 1 if it has none of 2.6 or newer."""
+
+import importlib.metadata
+import sys
+
+try:
+    distribution = importlib.metadata.distribution("torch")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit(1)
+if tuple(map(int, distribution.version.split(".")[:2])) < (2, 6):
+    sys.exit(1)
+print(distribution.locate_file(""))
