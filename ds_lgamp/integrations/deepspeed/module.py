@@ -66,9 +66,10 @@ class PlacedModule(PipelineModule):
         parameters are sharded they are gathered first."""
         with self.full_parameters():
             state = super().state_dict(*arguments, **options)
-            return type(state)(
-                (name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
-            )
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.clone()
+            return state
 
 
 def layer_types(module: PipelineModule) -> list[str]:
