@@ -135,8 +135,13 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> PipelineModule:
 
 
 def set_seed(seed: int) -> None:
-    """Seed one layer. DeepSpeed passes NumPy integers, which its own seeding function rejects since Python 3.11."""
-    torch.manual_seed(int(seed))
+    """Seed one layer. DeepSpeed passes NumPy integers, which its own seeding function rejects since Python 3.11.
+
+    Not torch.manual_seed: without a GPU it stores a seed for one, and a stack trace, at every call.
+    """
+    torch.default_generator.manual_seed(int(seed))
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().manual_seed(int(seed))
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict:
