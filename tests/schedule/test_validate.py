@@ -21,7 +21,7 @@ def mutations(actions):
             yield "swap", row, swapped
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(program_specs(max_ranks=3, max_chunks_per_rank=3, max_micro_batches=5), st.integers(0, 2))
 def test_every_single_mutation_is_refused(spec, pick):
     """The rules leave one place for every action, so all mutations are refused, not only 99 % of them."""

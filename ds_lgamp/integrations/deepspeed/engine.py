@@ -204,10 +204,6 @@ class LgampEngine(PipelineEngine):
 
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(INSTRUCTIONS.values(), _execute)}
 
-    def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the whole model's gradient in the last step, before clipping."""
-        return None if self._global_grad_norm is None else float(self._global_grad_norm)
-
     def reset_activation_shape(self) -> None:
         """Between batches, on every rank: the next batch may have other shapes."""
         super().reset_activation_shape()
