@@ -4,4 +4,6 @@ import sys
 
 from ds_lgamp.cli import main
 
-sys.exit(main())
+# Guarded: worker processes that a script spawns import this module again.
+if __name__ == "__main__":
+    sys.exit(main())
