@@ -56,6 +56,8 @@ class Executor:
         self.trace = trace
         self.current: Action | None = None
         self._broken = False
+        self._states: list[Any] | None = None
+        """The random states stored last."""
         self.losses: list[torch.Tensor] = []
         """Losses of the last run, on the rank of the last chunk, by micro-batch."""
         self._last_chunk = len(placement) - 1
@@ -123,7 +125,8 @@ class Executor:
         self.partition.wait_gathered(chunk)
         inputs = self._take_input(chunk, micro_batch)
         if self._training:
-            self._saved[chunk, micro_batch] = inputs, read_states(self.random_sources)
+            self._states = read_states(self.random_sources, self._states)
+            self._saved[chunk, micro_batch] = inputs, self._states
         if self._training or chunk == 0:
             # A layer that works in place must not change what the recomputation starts from, nor the user's batch.
             inputs = _cloned(inputs)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ds_lgamp.runtime.random_state import default_sources, read_states
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from tests.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
@@ -31,6 +32,14 @@ def masks_of_a_step():
     with assembled.executor.batch(3, lambda: next(batches)):
         assembled.executor.run(build_program(spec)[0])
     return dropout.masks, torch.rand(4)
+
+
+def test_a_state_that_did_not_change_is_stored_once():
+    sources = default_sources(torch.device("cpu"))
+    first = read_states(sources)
+    assert read_states(sources, first)[0] is first[0]
+    torch.rand(1)
+    assert read_states(sources, first)[0] is not first[0]
 
 
 def test_recomputation_repeats_the_masks_and_leaves_the_generator_alone():

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from typing import Any
 
 import numpy
 import torch
@@ -14,10 +15,18 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
     sources = [
         *default_sources(device),
         RandomSource(random.getstate, random.setstate),
-        RandomSource(numpy.random.get_state, numpy.random.set_state),
+        RandomSource(numpy.random.get_state, numpy.random.set_state, _same_numpy),
     ]
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None and megatron.get_cuda_rng_tracker().get_states():
         tracker = megatron.get_cuda_rng_tracker()
-        sources.append(RandomSource(tracker.get_states, tracker.set_states))
+        sources.append(RandomSource(tracker.get_states, tracker.set_states, _same_tracked))
     return sources
+
+
+def _same_numpy(first: Any, second: Any) -> bool:
+    return first[2:] == second[2:] and numpy.array_equal(first[1], second[1])
+
+
+def _same_tracked(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
