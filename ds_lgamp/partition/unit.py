@@ -92,10 +92,11 @@ class Unit:
     def _build_storage(self) -> None:
         ranks, rank = self.data_group.size(), self.data_group.rank()
         self.partitioned = self.zero_stage > 0 and ranks > 1
-        self.numel = sum(entry.parameter.numel() for entry in self.parameters)
+        numel = sum(entry.parameter.numel() for entry in self.parameters)
         first = self.parameters[0].parameter
-        part = -(-self.numel // ranks) if self.partitioned else self.numel
-        self.flat = first.new_zeros(part * ranks if self.partitioned else part, requires_grad=False)
+        parts = ranks if self.partitioned else 1
+        part = -(-numel // parts)
+        self.flat = first.new_zeros(part * parts, requires_grad=False)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._released = first.new_empty(0, requires_grad=False)
         self._views = []

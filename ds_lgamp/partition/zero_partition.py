@@ -177,20 +177,7 @@ def build_partition(
     device: torch.device,
     trace: list[str] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users.
-
-    Raises ValueError if two of them hold the same parameter.
-    """
-    named = {f"chunk {chunk}": parameters for chunk, parameters in chunk_parameters.items()}
-    named |= {f"tied {module.key}": module.parameters for module in tied}
-    holder: dict[int, str] = {}
-    for name, parameters in named.items():
-        for entry in parameters:
-            if holder.setdefault(id(entry.parameter), name) != name:
-                raise ValueError(
-                    f"{entry.name} is in {holder[id(entry.parameter)]} and in {name}; layers that share a parameter "
-                    "must be one TiedLayerSpec module or lie in one chunk"
-                )
+    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
     units = {
         chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage)] if parameters else []
         for chunk, parameters in chunk_parameters.items()

@@ -132,9 +132,7 @@ class _Run:
 
     def compute(self, rank: int, action: Action, woken: list[int]) -> bool:
         start = self.now[rank]
-        if action.kind is Kind.FORWARD:
-            self.stored.add((action.chunk, action.micro_batch))
-        elif (action.chunk, action.micro_batch) not in self.stored:
+        if action.kind is Kind.BACKWARD and (action.chunk, action.micro_batch) not in self.stored:
             return False
         source = self.spec.source_chunk(action)
         if source is not None:
@@ -146,6 +144,8 @@ class _Run:
             start = max(start, available)
         end = self.now[rank] = start + self.cost[action.kind]
         self.spans[rank].append(Span(start, end, action))
+        if action.kind is Kind.FORWARD:
+            self.stored.add((action.chunk, action.micro_batch))
         if not self.spec.sends_output(action):
             self.finish(action, end, woken)
         return True

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program
-from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.strategies import program_specs
 
@@ -69,8 +69,6 @@ def test_more_resident_chunks_than_allowed_are_refused():
 
 def test_a_deadlock_is_found_without_running():
     """Two ranks that each wait for the other's activation before they send their own."""
-    from ds_lgamp.schedule.simulate import DeadlockError
-
     spec = ProgramSpec((0, 1, 0, 1), "layered", 1, 1, 0)
     program = [
         [Action.parse(text) for text in ["RECV_F2.0", "F2.0", "F0.0", "SEND_F0.0"]],
@@ -81,10 +79,14 @@ def test_a_deadlock_is_found_without_running():
     assert stuck.value.positions == [1, 1]
 
 
+def test_a_backward_needs_its_forward():
+    spec = ProgramSpec((0,), "layered", 1, 1, 0)
+    with pytest.raises(DeadlockError):
+        simulate(spec, [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]])
+
+
 def test_a_send_blocks_until_its_receive_is_posted():
     """The validator's pessimism: the same program runs if sends do not block."""
-    from ds_lgamp.schedule.simulate import DeadlockError
-
     spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, 0)
     late = [list(actions) for actions in build_program(spec)]
     late[0] = [action for action in late[0] if action.kind is not Kind.RECV_FORWARD]

@@ -123,7 +123,7 @@ class LgampEngine(PipelineEngine):
                 if first[0] == "tied_modules":
                     tied[first[1]].append(entry)
                 else:
-                    chunks[_chunk_of(layout, int(first[0]))].append(entry)
+                    chunks[layout.chunk_of(int(first[0]))].append(entry)
         return build_partition(
             chunks,
             [TiedParameters(key, entries, self._users(key), self._tie_group(key)) for key, entries in tied.items()],
@@ -224,10 +224,6 @@ def _layout(settings: LgampConfig, module: PipelineModule, partition_method: str
         weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)
         bounds = chunk_bounds(settings, module.num_stages, layer_types(module), weights)
     return Layout(bounds, place(settings, len(bounds) - 1, module.num_stages))
-
-
-def _chunk_of(layout: Layout, layer: int) -> int:
-    return next(chunk for chunk in range(len(layout.placement)) if layer in layout.layers(chunk))
 
 
 def _detached(value: Any) -> Any:

@@ -28,9 +28,13 @@ class Layout(NamedTuple):
     bounds: list[int]
     placement: Placement
 
+    def chunk_of(self, layer: int) -> int:
+        """The chunk that ``layer`` is part of."""
+        return bisect_right(self.bounds, layer) - 1
+
     def owner(self, layer: int) -> int:
         """The pipeline rank of ``layer``."""
-        return self.placement[bisect_right(self.bounds, layer) - 1]
+        return self.placement[self.chunk_of(layer)]
 
     def layers(self, chunk: int) -> range:
         return range(self.bounds[chunk], self.bounds[chunk + 1])
@@ -190,6 +194,15 @@ def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return everyone
+
+
+def raise_everywhere(complaint: str | None) -> None:
+    """Raises ConfigError with the first rank's complaint on every rank, if any has one. Collective."""
+    complaints: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(complaints, complaint)
+    first = next((text for text in complaints if text), None)
+    if first:
+        raise ConfigError(first)
 
 
 def _register(module: PlacedModule, built: dict[int, Any]) -> None:

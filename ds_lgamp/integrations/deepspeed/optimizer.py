@@ -10,14 +10,18 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.module import global_names, over_pipeline
+from ds_lgamp.integrations.deepspeed.module import global_names, over_pipeline, raise_everywhere
 from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
 
 ELEMENTWISE = {
-    *(
-        getattr(torch.optim, name)
-        for name in ("SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
-    )
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
 }
 """Optimizers whose update of an element depends on that element alone, so that a shard gives the same result. Not their
 subclasses, which may scale by layer; not Adagrad, whose state is made with the whole parameters."""
@@ -139,12 +143,3 @@ def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
 def trainable_parameters(module: PipelineModule) -> list[nn.Parameter]:
     """What DeepSpeed trains if the user names nothing."""
     return [tensor for _, tensor in global_names(module) if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
-
-
-def raise_everywhere(complaint: str | None) -> None:
-    """Raises ConfigError with the first rank's complaint on every rank, if any has one."""
-    complaints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(complaints, complaint)
-    first = next((text for text in complaints if text), None)
-    if first:
-        raise ConfigError(first)

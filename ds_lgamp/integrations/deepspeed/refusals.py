@@ -10,8 +10,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names
-from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise, raise_everywhere
+from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
+from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise
 
 UNSUPPORTED_SETTINGS: dict[str, Callable[[Any], bool]] = {
     "fp16.enabled": lambda config: config.float16_config.enabled,
