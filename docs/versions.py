@@ -1,0 +1,29 @@
+"""The versions that are tested together, for the table in README.md."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COLUMNS = {"torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-core"}
+"""Package and the name that users know."""
+
+
+def versions_table() -> str:
+    """The table as Markdown: the Python that runs in CI, and the pins that every test run installs."""
+    pins = pinned_versions()
+    names = ["Python", *COLUMNS.values()]
+    versions = [python_of_ci(), *(pins[package] for package in COLUMNS)]
+    return "\n".join(["| " + " | ".join(names) + " |", "|---" * len(names) + "|", "| " + " | ".join(versions) + " |"])
+
+
+def pinned_versions() -> dict[str, str]:
+    """Version of every package in launch/constraints.txt."""
+    text = (ROOT / "launch" / "constraints.txt").read_text()
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
+
+
+def python_of_ci() -> str:
+    """The Python version that the workflow sets up."""
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    (version,) = re.findall(r'^ +python-version: "([\d.]+)"$', workflow.read_text(), re.MULTILINE)
+    return version

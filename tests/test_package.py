@@ -1,0 +1,141 @@
+"""What is published: an sdist and a wheel that install beside a torch and a deepspeed without touching them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ds_lgamp
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("ds_lgamp", "benchmarks", "docs", "example_configs", "launch", "tests")
+FILES = ("LICENSE", "NOTICE", "README.md", "pyproject.toml")
+IMPORT_SECONDS = 0.3
+
+
+def run(*words: object, cwd: Path) -> str:
+    """What a command prints, away from the checkout and from the settings of pip and Python around it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    done = subprocess.run(
+        list(map(str, words)),
+        cwd=cwd,
+        env={**kept, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of the sources: building writes into the folder it builds from."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(source):
+    """The folder with the sdist, and the wheel made from that sdist."""
+    packages = {path.relative_to(source).as_posix() for path in (source / "ds_lgamp").rglob("*") if path.is_file()}
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", cwd=source)
+    return source / "dist", packages
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built[0].glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    """A new environment behind which stand the packages of this one, but for ds_lgamp; the wheel is installed in it.
+
+    Nothing can be downloaded, so whatever the wheel requires must be there already.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    lines = []
+    for number, outer in enumerate(path for path in map(Path, sys.path) if any(path.glob("*.dist-info"))):
+        # Links, because a package that the outer environment has installed in place would be found too.
+        view = folder / f"packages{number}"
+        view.mkdir()
+        for path in outer.iterdir():
+            if "ds_lgamp" not in path.name and path.suffix != ".pth":
+                (view / path.name).symlink_to(path)
+        lines.append(f"{view}\n")
+    (site / "outer_environment.pth").write_text("".join(lines))
+    report = run(folder / "venv" / "bin" / "python", "-m", "pip", "install", "--no-index", wheel, cwd=folder)
+    assert f"Successfully installed ds-lgamp-{ds_lgamp.__version__}" in report.splitlines()[-1]
+    return folder / "venv"
+
+
+def evaluate(python: Path | str, code: str, cwd: Path):
+    """The value of ``result`` after ``code`` has run in a fresh interpreter that sees only its own environment."""
+    script = f"import json\n{code}\nprint(json.dumps(result))"
+    return json.loads(run(python, "-I", "-c", script, cwd=cwd))
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built, wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    information = f"ds_lgamp-{ds_lgamp.__version__}.dist-info"
+    packages = {name for name in names if not name.startswith(f"{information}/")}
+    assert packages == built[1]
+    assert {"ds_lgamp/py.typed", "ds_lgamp/schedule/orders.py", "ds_lgamp/integrations/deepspeed/engine.py"} <= packages
+    assert {f"{information}/licenses/LICENSE", f"{information}/licenses/NOTICE"} <= names
+
+
+def test_the_sdist_can_be_read_and_built_by_itself(built):
+    (path,) = built[0].glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*FILES, *built[1]} <= names
+
+
+def test_torch_and_deepspeed_stay_the_outer_environments(environment, tmp_path):
+    code = """
+import importlib.metadata, importlib.util, os
+result = {
+    name: [os.path.realpath(importlib.util.find_spec(name).origin), importlib.metadata.version(name)]
+    for name in ("torch", "deepspeed")
+}"""
+    inner, outer = (evaluate(python, code, tmp_path) for python in (environment / "bin" / "python", sys.executable))
+    assert inner == outer
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    installed = {path.name for path in site.iterdir()}
+    assert installed == {"ds_lgamp", f"ds_lgamp-{ds_lgamp.__version__}.dist-info", "outer_environment.pth"}
+
+
+def test_the_installed_package_is_the_wheels_not_the_checkouts(environment, tmp_path):
+    origin = evaluate(environment / "bin" / "python", "import ds_lgamp\nresult = ds_lgamp.__file__", tmp_path)
+    assert Path(origin).is_relative_to(environment)
+
+
+def test_the_installed_command_simulates_a_schedule(environment, tmp_path):
+    report = json.loads(run(environment / "bin" / "ds_lgamp", "schedule", "--json", cwd=tmp_path))
+    assert report["valid"] and len(report["program"]) == 4
+
+
+def test_importing_is_quick_and_loads_no_heavy_package(environment, tmp_path):
+    code = """
+import sys, time
+start = time.perf_counter()
+import ds_lgamp
+result = [time.perf_counter() - start, [name for name in ("torch", "deepspeed", "pydantic") if name in sys.modules]]"""
+    runs = [evaluate(environment / "bin" / "python", code, tmp_path) for _ in range(3)]
+    assert min(seconds for seconds, _ in runs) < IMPORT_SECONDS
+    assert all(loaded == [] for _, loaded in runs)

@@ -1,0 +1,108 @@
+"""The files that readers, hosts and tools look for, and what every file of the repository must keep to."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ds_lgamp
+from docs.versions import versions_table
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+ELSEWHERE = ("http://", "https://", "mailto:", "#")
+MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|home|Users|tmp)/")
+UNFINISHED = re.compile(r"\bTO[D]O\b")
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def tracked_texts():
+    """Path and text of every tracked text file."""
+    for path in tracked_files():
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def places(pattern: re.Pattern) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in tracked_texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "phrases"),
+    [
+        ("LICENSE", ["Apache License", "Version 2.0, January 2004"]),
+        ("NOTICE", ["extends DeepSpeed", "Megatron-core", "patent US12585929B2"]),
+        ("CHANGELOG.md", ["keepachangelog.com", "\n## [Unreleased]\n", "\n### Added\n"]),
+        ("CONTRIBUTING.md", ["## Test", "-m full", "## Add a schedule"]),
+        ("SECURITY.md", ["Report a vulnerability", "Supported versions", "checkpoint that you do not trust"]),
+    ],
+)
+def test_a_document_says_what_it_is_for(name, phrases):
+    text = (ROOT / name).read_text()
+    for phrase in phrases:
+        assert phrase in text
+
+
+def test_the_citation_names_this_version_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["title"] == "ds_lgamp" and citation["version"] == ds_lgamp.__version__
+    assert citation["message"] and citation["authors"] == [{"name": "The ds_lgamp contributors"}]
+    (paper,) = citation["references"]
+    assert paper["url"].endswith("2106.02679") and paper["authors"][0]["family-names"] == "Lamy-Poirier"
+
+
+def test_the_workflow_runs_the_readmes_test_command_and_may_only_read():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert job["timeout-minutes"] == 90
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    for step in job["steps"]:
+        assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/none@v0"))
+
+
+def test_the_tested_versions_are_the_pinned_ones_on_the_python_of_the_workflow():
+    header, _, versions = (line.strip("| ").split(" | ") for line in versions_table().splitlines())
+    table = dict(zip(header, versions, strict=True))
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (python,) = (step["with"]["python-version"] for step in workflow["jobs"]["test"]["steps"] if "python" in str(step))
+    assert table.pop("Python") == python
+    pins = (ROOT / "launch" / "constraints.txt").read_text().lower().splitlines()
+    assert list(table) == ["torch", "DeepSpeed", "Megatron-core"]
+    for name, version in table.items():
+        assert f"{name.lower()}=={version}" in pins
+
+
+def test_every_relative_link_of_a_document_leads_to_a_file():
+    dead = []
+    for path, text in tracked_texts():
+        if path.suffix == ".md":
+            for link in map("".join, LINK.findall(text)):
+                target = path.parent / link.partition("#")[0]
+                if not link.startswith(ELSEWHERE) and not target.exists():
+                    dead.append(f"{path.relative_to(ROOT)}: {link}")
+    assert not dead
+
+
+def test_no_file_mentions_a_path_of_the_machine_it_was_written_on():
+    assert not places(MACHINE_PATH)
+
+
+def test_no_file_is_unfinished():
+    assert not places(UNFINISHED)
