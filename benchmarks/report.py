@@ -1,9 +1,10 @@
 """Writes the generated blocks of README.md from benchmarks/results: ``python -m benchmarks.report``."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
+
+from docs.blocks import with_block
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,12 +39,7 @@ def quickstart_table() -> str:
 
 def with_blocks(text: str) -> str:
     """``text`` with every generated block brought up to date."""
-    return re.sub(
-        r"(<!-- generated: quickstart -->\n).*?(<!-- end -->)",
-        lambda match: f"{match.group(1)}{quickstart_table()}\n{match.group(2)}",
-        text,
-        flags=re.DOTALL,
-    )
+    return with_block(text, "quickstart", quickstart_table())
 
 
 def main() -> None:

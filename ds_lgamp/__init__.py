@@ -4,7 +4,14 @@ __version__ = "0.1.0"
 
 
 def install() -> None:
-    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block of the configuration."""
+    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block of the configuration.
+
+    Raises ConfigError if the installed DeepSpeed lacks what the integration builds on.
+    """
+    from ds_lgamp.integrations.deepspeed.seams import check_seams
+
+    check_seams()
+    # Only now: of another DeepSpeed, imports fail.
     from ds_lgamp.integrations.deepspeed.install import install
 
     install()

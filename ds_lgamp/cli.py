@@ -1,9 +1,12 @@
-"""The command line: ``ds_lgamp schedule`` and ``ds_lgamp run``."""
+"""The command line: ``ds_lgamp schedule``, ``ds_lgamp run`` and ``ds_lgamp env``."""
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
@@ -32,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule_command(commands)
     _add_run_command(commands)
+    _add_env_command(commands)
     return parser
 
 
@@ -57,15 +61,60 @@ def _add_schedule_command(commands) -> None:
 def _add_run_command(commands) -> None:
     command = commands.add_parser("run", help="run a DeepSpeed script, unedited, with the ds_lgamp block heeded")
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
+    command.add_argument(
+        "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
+    )
+    command.add_argument(
+        "--ranks", type=int, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"
+    )
+    command.add_argument("--json", action="store_true", help="with --explain: print it as JSON")
     command.add_argument("script", help="path of the script")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     command.set_defaults(run=_run)
 
 
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ds_lgamp.integrations.deepspeed.run_script import run_script
+def _add_env_command(commands) -> None:
+    command = commands.add_parser("env", help="print what is installed and whether ds_lgamp can work with it")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.set_defaults(run=_env)
 
-    return run_script(options.script, [*options.launcher_words, *options.arguments], options.measure)
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if not options.explain and (options.ranks is not None or options.json):
+        parser.error("--ranks and --json belong to --explain")
+    if options.explain and options.measure is not None:
+        parser.error("--explain trains nothing that --measure could measure; remove one of them")
+    if options.ranks is not None and options.ranks < 1:
+        parser.error(f"--ranks is {options.ranks}; use at least 1")
+    from ds_lgamp.integrations.deepspeed.run_script import explain_script, run_script
+
+    arguments = [*options.launcher_words, *options.arguments]
+    if not options.explain:
+        return run_script(options.script, arguments, options.measure)
+    with _own_output() as output:
+        return explain_script(options.script, arguments, options.ranks, options.json, output)
+
+
+def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from ds_lgamp.environment import run_env
+
+    with _own_output() as output:
+        return run_env(options.json, output)
+
+
+@contextmanager
+def _own_output() -> Iterator[TextIO]:
+    """Standard output for the command alone: what scripts and libraries print meanwhile goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(kept, "w", closefd=False) as output:
+            yield output
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

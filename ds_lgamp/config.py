@@ -21,7 +21,7 @@ class LgampConfig(BaseModel):
     """The block. ``{}`` means: layered, modular, automatic chunks, all micro-batches, 2 resident chunks, full
     recomputation."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     enabled: bool = True
     """false leaves stock DeepSpeed untouched, as if there were no block."""
@@ -39,8 +39,9 @@ class LgampConfig(BaseModel):
     communication."""
     resident_chunks: PositiveInt = 2
     """Chunks whose full weights a rank may hold at once under ZeRO stage 3. 1 cannot hide gathers behind compute."""
-    recompute: Literal["full"] = "full"
-    """Chunks are recomputed in the backward pass from their stored input."""
+    recompute: Literal["full", "none"] = "full"
+    """full: chunks are recomputed in the backward pass from their stored input; none: everything autograd saves is kept
+    until then."""
 
     @property
     def one_chunk_per_rank(self) -> bool:

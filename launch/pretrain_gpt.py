@@ -46,7 +46,20 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config is required")
+    refuse_missing_data(args)
     return args
+
+
+def refuse_missing_data(args: argparse.Namespace) -> None:
+    """End the script if a file of the datasets or the tokenizer is not there."""
+    prefixes = get_blend_from_list(args.data_path)[0]
+    files = [args.tokenizer_model or f"{prefixes[0]}.tokenizer.json"]
+    for file in files + [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]:
+        if not Path(file).is_file():
+            raise SystemExit(
+                f"--data-path is {' '.join(args.data_path)}, but {file} is missing; write it with "
+                f"launch/prepare_data.py --output-prefix {prefixes[0]}"
+            )
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:

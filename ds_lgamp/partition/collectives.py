@@ -29,8 +29,8 @@ def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     return finish
 
 
-def start_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
-    """Sums ``full`` [W * n] over the group; the result is this rank's part [n].
+def start_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Finish:
+    """Sums ``full`` [W * n] over the group; the result is this rank's part [n], in ``dtype``.
 
     gloo's reduce-scatter is an all-reduce inside, twice the bytes. There, an all-to-all and a local sum in rank order
     move the true volume.
@@ -45,7 +45,9 @@ def start_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Finish
 
     def finish() -> torch.Tensor:
         work.wait()
-        return received if received.numel() < full.numel() else received.view(ranks, -1).sum(0)
+        if received.numel() < full.numel():
+            return received.to(dtype)
+        return received.view(ranks, -1).sum(0, dtype=dtype)
 
     return finish
 

@@ -15,6 +15,9 @@ from ds_lgamp.partition.collectives import (
     sum_in_rank_order,
 )
 
+ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
+"""Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
+
 
 class UnitParameter(NamedTuple):
     """A parameter of a unit."""
@@ -31,7 +34,7 @@ class Segment(NamedTuple):
 
     group: int
     shard: Parameter
-    """A view of the unit's shard, what the optimizer updates."""
+    """A view of the unit's master weights, what the optimizer updates."""
     start: int
     end: int
 
@@ -42,7 +45,8 @@ class Unit:
     The flat storage has W equal parts, the last one padded. Stage 0 (or W = 1) updates all of it on every rank; stages
     1 and 2 update this rank's part in place and gather the others'; stage 3 keeps this rank's part in a storage of its
     own and frees the flat one between uses. It is freed by resizing and refilled in place, so views that autograd saved
-    stay exact. A released parameter has no elements.
+    stay exact. A released parameter has no elements. Half-precision parameters have fp32 master weights, of this rank's
+    part, and the optimizer updates those.
 
     Args:
         name: what errors and traces call it.
@@ -50,6 +54,7 @@ class Unit:
             group owns one range.
         data_group: the data-parallel ranks that share the unit.
         zero_stage: 0 to 3.
+        gradient_dtype: in which gradients accumulate over micro-batches and travel; None is the parameters' own.
         tied: whether the unit is a tied module, which does not count as a chunk.
         tie_group: the pipeline ranks that hold a copy of a tied unit, None if there is no other.
     """
@@ -60,6 +65,7 @@ class Unit:
         parameters: Sequence[UnitParameter],
         data_group: dist.ProcessGroup,
         zero_stage: int,
+        gradient_dtype: torch.dtype | None = None,
         tied: bool = False,
         tie_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -69,6 +75,7 @@ class Unit:
         self.name = name
         self.data_group = data_group
         self.zero_stage = zero_stage
+        self.gradient_dtype = gradient_dtype or parameters[0].parameter.dtype
         self.tied = tied
         self.tie_group = tie_group
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
@@ -80,6 +87,7 @@ class Unit:
         unowned = max((entry.group for entry in parameters if entry.group is not None), default=-1) + 1
         self.parameters = sorted(parameters, key=lambda entry: unowned if entry.group is None else entry.group)
         self._build_storage()
+        self._prepare_accumulation()
         self.segments = self._build_segments()
         self.shard_gradient: torch.Tensor | None = None
         self.accumulating = False
@@ -111,6 +119,25 @@ class Unit:
         self.shard = self.flat[self.shard_start : self.shard_start + part]
         if self.frees_weights:
             self.shard = self.shard.clone()
+        self.master = self.shard.float() if self.shard.itemsize < 4 else self.shard
+
+    def _prepare_accumulation(self) -> None:
+        """Where gradients accumulate in another dtype than the parameters', teaches autograd so: torch 2.13 by an
+        attribute, earlier releases by a hook."""
+        self._hooked: dict[torch.Tensor, torch.Tensor] = {}
+        if self.gradient_dtype == self.flat.dtype:
+            return
+        for entry in self.parameters:
+            if entry.parameter.requires_grad:
+                if ACCUMULATES_IN_OTHER_DTYPES:
+                    entry.parameter.grad_dtype = self.gradient_dtype
+                else:
+                    entry.parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def _accumulate(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None, "autograd calls this with a gradient"
+        self._hooked[parameter].add_(parameter.grad)
+        parameter.grad = None
 
     def _build_segments(self) -> list[Segment]:
         bounds: dict[int, list[int]] = {}
@@ -125,7 +152,7 @@ class Unit:
             start = max(start - self.shard_start, 0)
             end = min(end - self.shard_start, self.shard.numel())
             if start < end:
-                segments.append(Segment(group, Parameter(self.shard[start:end]), start, end))
+                segments.append(Segment(group, Parameter(self.master[start:end]), start, end))
         return segments
 
     @property
@@ -184,14 +211,18 @@ class Unit:
     def begin_accumulation(self) -> None:
         """Gives every parameter a zeroed view of the flat gradient, into which autograd accumulates in place."""
         if self._gradient is None:
-            self._gradient = torch.zeros_like(self.flat)
+            self._gradient = torch.zeros_like(self.flat, dtype=self.gradient_dtype)
         elif self.shard_gradient is None:
             self._gradient.zero_()
         offset = 0
         for entry in self.parameters:
             if entry.parameter.requires_grad:
                 end = offset + entry.parameter.numel()
-                entry.parameter.grad = self._gradient[offset:end].view(entry.parameter.shape)
+                view = self._gradient[offset:end].view(entry.parameter.shape)
+                if self.gradient_dtype == self.flat.dtype or ACCUMULATES_IN_OTHER_DTYPES:
+                    entry.parameter.grad = view
+                else:
+                    self._hooked[entry.parameter] = view
             offset += entry.parameter.numel()
         self.accumulating = True
 
@@ -207,11 +238,12 @@ class Unit:
         """Launches the sum of the gradient over the data-parallel ranks."""
         for entry in self.parameters:
             entry.parameter.grad = None
+        self._hooked.clear()
         self.accumulating = False
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self.partitioned:
-            self._reducing = start_reduce_scatter(gradient, self.data_group)
+            self._reducing = start_reduce_scatter(gradient, self.data_group, self.master.dtype)
         elif self.data_group.size() > 1:
             self._reducing = start_all_reduce(gradient, self.data_group)
         else:
@@ -231,9 +263,9 @@ class Unit:
 
     def finish_gradient(self) -> None:
         """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and hands every
-        segment its part."""
-        gradient = self.shard_gradient
-        assert gradient is not None, "every unit is reduced before the step"
+        segment its part, in the master weights' dtype."""
+        assert self.shard_gradient is not None, "every unit is reduced before the step"
+        gradient = self.shard_gradient = self.shard_gradient.to(self.master.dtype)
         if self.data_group.size() > 1:
             gradient.div_(self.data_group.size())
         if self.tie_group is not None:
@@ -241,7 +273,12 @@ class Unit:
         for segment in self.segments:
             segment.shard.grad = gradient[segment.start : segment.end]
 
-    def drop_gradient(self) -> None:
+    def finish_update(self) -> None:
+        """The optimizer has changed the master weights: the shard follows, gradients are done with, and what other
+        ranks hold gathered is out of date."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        self.stale = self.partitioned
         for segment in self.segments:
             segment.shard.grad = None
         self.shard_gradient = None

@@ -72,11 +72,16 @@ class ZeroPartition:
             if not unit.holders:
                 unit.release()
 
-    def begin_backward(self, chunk: int) -> None:
-        """Makes room for the gradients of ``chunk`` before its first backward."""
+    def wait_room(self, chunk: int) -> None:
+        """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""
         for unit in self.chunk_units[chunk]:
             if not unit.accumulating:
                 self._make_room(unit)
+
+    def begin_backward(self, chunk: int) -> None:
+        """Before a backward of ``chunk``: lets its gradients accumulate."""
+        for unit in self.chunk_units[chunk]:
+            if not unit.accumulating:
                 unit.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
@@ -86,10 +91,12 @@ class ZeroPartition:
                 unit.start_reduce()
                 self._reducing.append(unit)
 
-    def finish_gradients(self) -> None:
-        """Awaits all reductions; afterwards every segment has its gradient, averaged over the data-parallel ranks."""
+    def wait_reductions(self) -> None:
         while self._reducing:
             self._finish_oldest_reduction()
+
+    def finish_gradients(self) -> None:
+        """After all reductions: every segment gets its gradient, averaged over the data-parallel ranks."""
         # By name: copies of tied units are summed in the same order on all pipeline ranks.
         for unit in sorted(self.units, key=lambda unit: unit.name):
             unit.finish_gradient()
@@ -116,8 +123,7 @@ class ZeroPartition:
     def after_update(self) -> None:
         """The optimizer has changed the shards: gradients are done with, gathered weights are out of date."""
         for unit in self.units:
-            unit.drop_gradient()
-            unit.stale = unit.partitioned
+            unit.finish_update()
 
     def segments(self) -> Iterator[Segment]:
         """What the optimizer owns, in a fixed order."""
@@ -175,16 +181,17 @@ def build_partition(
     zero_stage: int,
     gradient_buffers: int,
     device: torch.device,
+    gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
 ) -> ZeroPartition:
     """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
     units = {
-        chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage)] if parameters else []
+        chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage, gradient_dtype)] if parameters else []
         for chunk, parameters in chunk_parameters.items()
     }
     for module in tied:
         name = f"tied {module.key}"
-        unit = Unit(name, module.parameters, data_group, zero_stage, tied=True, tie_group=module.tie_group)
+        unit = Unit(name, module.parameters, data_group, zero_stage, gradient_dtype, True, module.tie_group)
         for chunk in module.chunks:
             units[chunk].append(unit)
     return ZeroPartition(units, gradient_buffers, device, trace)

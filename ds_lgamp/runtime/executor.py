@@ -12,6 +12,7 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Chunk, Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import RandomSource, read_states, replayed
+from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
 
@@ -23,8 +24,6 @@ class ActionError(RuntimeError):
 class Executor:
     """One pipeline rank's hands: chunks compute, links carry, the partition gathers and reduces.
 
-    Chunks are recomputed in the backward pass from their stored input, random state restored.
-
     Args:
         placement: pipeline rank of every chunk.
         rank: this pipeline rank.
@@ -34,6 +33,8 @@ class Executor:
         loss_function: loss from (output of the last chunk, labels); None if the last chunk returns the loss.
         apply_step: the optimizer step, called when every gradient is final.
         random_sources: restored around recomputation.
+        recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
+            otherwise what autograd saved in the forward pass is kept.
         trace: where actions are recorded as they start; None records nothing.
     """
 
@@ -47,13 +48,16 @@ class Executor:
         loss_function: Callable[[Any, Any], torch.Tensor] | None,
         apply_step: Callable[[], None],
         random_sources: Sequence[RandomSource],
+        recompute: bool = True,
         trace: list[str] | None = None,
     ) -> None:
         self.placement, self.rank = placement, rank
         self.chunks, self.partition, self.links = chunks, partition, links
         self.loss_function, self.apply_step = loss_function, apply_step
         self.random_sources = random_sources
+        self.recompute = recompute
         self.trace = trace
+        self.stopwatch = Stopwatch(partition.device)
         self.current: Action | None = None
         self._broken = False
         self._states: list[Any] | None = None
@@ -75,21 +79,24 @@ class Executor:
         }
 
     @contextmanager
-    def batch(self, micro_batches: int, load: Callable[[], tuple[Any, Any]], training: bool = True) -> Iterator[None]:
+    def batch(
+        self, micro_batches: int, load: Callable[[int], tuple[Any, Any]], training: bool = True
+    ) -> Iterator[None]:
         """Everything executed inside belongs to one batch of ``micro_batches``.
 
         Args:
-            load: pulls the next micro-batch, (inputs of the first chunk, labels); called once per micro-batch on ranks
-                that own an end of the model.
+            load: gives a micro-batch, (inputs of the first chunk, labels), by its number; called once for each, on
+                ranks that own an end of the model.
             training: whether backward passes follow.
 
         Raises ActionError if an action fails. What was under way then cannot be taken back: no batch follows.
         """
         if self._broken:
-            raise ActionError("a batch failed or ended early; its communication cannot be taken back, start anew")
+            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
-        self._saved: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+        self._saved: dict[tuple[int, int], tuple[Any, Any]] = {}
+        """By chunk and micro-batch, input and random states, or input and result where nothing is recomputed."""
         self._results: dict[tuple[Kind, int, int], Any] = {}
         self._labels: dict[int, Any] = {}
         self.losses = []
@@ -99,14 +106,17 @@ class Executor:
             self.current = None
             self.links.drain()
             self._broken = False
-        except StopIteration:
-            raise
         except Exception as error:
             action = "the end of the batch" if self.current is None else str(self.current)
             raise ActionError(
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from error
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a chunk is computed for the second time."""
+        return self.recompute and self.current is not None and self.current.kind is Kind.BACKWARD
 
     def run(self, program: Sequence[Action]) -> None:
         """Executes ``program``."""
@@ -122,44 +132,42 @@ class Executor:
 
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        self.partition.wait_gathered(chunk)
+        with self.stopwatch.time("gather"):
+            self.partition.wait_gathered(chunk)
         inputs = self._take_input(chunk, micro_batch)
-        if self._training:
+        if self._training and self.recompute:
             self._states = read_states(self.random_sources, self._states)
             self._saved[chunk, micro_batch] = inputs, self._states
-        if self._training or chunk == 0:
-            # A layer that works in place must not change what the recomputation starts from, nor the user's batch.
-            inputs = _cloned(inputs)
-        with torch.no_grad():
-            result = self.chunks[chunk](inputs, micro_batch)
-            if chunk == self._last_chunk:
-                self.losses.append(self._loss(result, micro_batch))
-                if not self._training:
-                    self._labels.pop(micro_batch, None)
-            else:
-                as_tuple(result)
-                self._results[Kind.FORWARD, chunk, micro_batch] = result
+        elif self._training:
+            inputs = _as_leaves(inputs) if chunk > 0 else inputs
+        with self.stopwatch.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
+            result = self._compute(chunk, micro_batch, inputs)
+        if self._training and not self.recompute:
+            self._saved[chunk, micro_batch] = inputs, result
+        if chunk == self._last_chunk:
+            self.losses.append(_detached(result))
+            if not self._training:
+                self._labels.pop(micro_batch, None)
+        else:
+            self._results[Kind.FORWARD, chunk, micro_batch] = _detached(result)
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        self.partition.wait_gathered(chunk)
+        with self.stopwatch.time("gather"):
+            self.partition.wait_gathered(chunk)
+        with self.stopwatch.time("reduce"):
+            self.partition.wait_room(chunk)
         self.partition.begin_backward(chunk)
-        inputs, states = self._saved.pop((chunk, micro_batch))
-        if chunk > 0:
-            inputs = _as_leaves(inputs)
-        statistics = self.chunks[chunk].read_statistics()
-        with torch.enable_grad(), replayed(self.random_sources, states):
-            result = self.chunks[chunk](_cloned(inputs), micro_batch)
-            if chunk == self._last_chunk:
-                result = self._loss(result, micro_batch) / self._micro_batches
-                self._labels.pop(micro_batch, None)
-                if not result.requires_grad:
-                    raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
-        # Only now, so that the gradient travels while the chunk is recomputed.
-        gradients = [None] if chunk == self._last_chunk else self._take_gradients(chunk, micro_batch)
-        roots = [(root, grad) for root, grad in zip(differentiable(result), gradients) if root.requires_grad]
-        if roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        statistics = self.chunks[chunk].read_statistics() if self.recompute else []
+        with self.stopwatch.time("backward"):
+            inputs, result = self._recomputed(chunk, micro_batch)
+        if chunk == self._last_chunk:
+            self._labels.pop(micro_batch, None)
+        gradients = self._take_gradients(chunk, micro_batch, result)
+        with self.stopwatch.time("backward"):
+            roots = [(root, grad) for root, grad in zip(differentiable(result), gradients) if root.requires_grad]
+            if roots:
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         self.chunks[chunk].write_statistics(statistics)
         if chunk > 0:
             self._results[Kind.BACKWARD, chunk, micro_batch] = [
@@ -167,13 +175,16 @@ class Executor:
             ]
 
     def send_forward(self, action: Action) -> None:
-        self.links.send_activations(action.chunk, self._results.pop((Kind.FORWARD, action.chunk, action.micro_batch)))
+        _, chunk, micro_batch = action
+        with self.stopwatch.time("send"):
+            self.links.send_activations(chunk, micro_batch, self._results.pop((Kind.FORWARD, chunk, micro_batch)))
 
     def receive_forward(self, action: Action) -> None:
         self.links.post_activations(action.chunk, action.micro_batch)
 
     def send_backward(self, action: Action) -> None:
-        self.links.send_gradients(self._results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
+        with self.stopwatch.time("send"):
+            self.links.send_gradients(self._results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
 
     def receive_backward(self, action: Action) -> None:
         self.links.post_gradients(action.chunk, action.micro_batch)
@@ -188,30 +199,60 @@ class Executor:
         self.partition.reduce(action.chunk)
 
     def step(self, action: Action) -> None:
-        self.partition.finish_gradients()
-        self.apply_step()
-        self.partition.after_update()
+        with self.stopwatch.time("reduce"):
+            self.partition.wait_reductions()
+        with self.stopwatch.time("step"):
+            self.partition.finish_gradients()
+            self.apply_step()
+            self.partition.after_update()
 
     def _take_input(self, chunk: int, micro_batch: int) -> Tensors:
         if chunk == 0 or (chunk == self._last_chunk and micro_batch not in self._labels):
-            first_input, labels = self._load()
+            first_input, labels = self._load(micro_batch)
             if self.placement[self._last_chunk] == self.rank:
                 self._labels[micro_batch] = labels
             if chunk == 0:
                 return first_input
         if self.placement[chunk - 1] == self.rank:
             return self._results.pop((Kind.FORWARD, chunk - 1, micro_batch))
-        return self.links.take_activations(chunk, micro_batch)
+        with self.stopwatch.time("activation"):
+            return self.links.take_activations(chunk, micro_batch)
 
-    def _take_gradients(self, chunk: int, micro_batch: int) -> list[torch.Tensor]:
-        if self.placement[chunk + 1] == self.rank:
-            return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
-        return self.links.take_gradients(chunk, micro_batch)
-
-    def _loss(self, result: Any, micro_batch: int) -> torch.Tensor:
+    def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
+        """The chunk's result; for the last chunk, the loss."""
+        if self._training or chunk == 0:
+            # A layer that works in place must not change what a backward pass starts from, nor the user's batch.
+            inputs = _cloned(inputs)
+        result = self.chunks[chunk](inputs, micro_batch)
+        if chunk < self._last_chunk:
+            as_tuple(result)
+            return result
         if self.loss_function is None:
             return result
         return self.loss_function(result, self._labels[micro_batch])
+
+    def _recomputed(self, chunk: int, micro_batch: int) -> tuple[Tensors, Any]:
+        """Input and result of a chunk's forward pass, connected by autograd."""
+        inputs, stored = self._saved.pop((chunk, micro_batch))
+        if not self.recompute:
+            return inputs, stored
+        inputs = _as_leaves(inputs) if chunk > 0 else inputs
+        with torch.enable_grad(), replayed(self.random_sources, stored):
+            return inputs, self._compute(chunk, micro_batch, inputs)
+
+    def _take_gradients(self, chunk: int, micro_batch: int, result: Any) -> Sequence[torch.Tensor]:
+        """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""
+        if chunk == self._last_chunk:
+            if not isinstance(result, torch.Tensor) or result.numel() != 1:
+                raise ValueError("the loss is no tensor of one element; loss_fn must return one")
+            if not result.requires_grad:
+                raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
+            # The mean over micro-batches.
+            return [torch.full_like(result, 1 / self._micro_batches)]
+        if self.placement[chunk + 1] == self.rank:
+            return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
+        with self.stopwatch.time("gradient"):
+            return self.links.take_gradients(chunk, micro_batch)
 
 
 def _cloned(value: Any) -> Any:
@@ -219,6 +260,13 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_cloned, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _detached(value: Any) -> Any:
+    """The tensors in ``value`` without their graph."""
+    if isinstance(value, tuple):
+        return tuple(map(_detached, value))
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _as_leaves(inputs: Tensors) -> Tensors:

@@ -1,7 +1,8 @@
 """Point-to-point links between pipeline ranks: receives are posted early, sends wait only when several are under way.
 
 Both ends of a link know the shapes in advance: gradients look like the activations this rank produced, and the first
-activation that crosses a chunk boundary is preceded by a header, once.
+activation that crosses a chunk boundary is preceded by a header, once. Where shapes are dynamic, every activation is,
+and its receive is posted when the header has been read.
 """
 
 from collections import deque
@@ -83,24 +84,25 @@ class Endpoint(NamedTuple):
 class Outgoing:
     """The sending end of a link for one kind."""
 
-    def __init__(self, endpoint: Endpoint, device: torch.device) -> None:
-        self.endpoint, self.device = endpoint, device
+    def __init__(self, endpoint: Endpoint, device: torch.device, dynamic: bool) -> None:
+        self.endpoint, self.device, self.dynamic = endpoint, device, dynamic
         self._announced: dict[int, MessageSpec] = {}
         self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._peer_posts = False
-        """Whether the peer posts receives ahead: in the first step it waits for headers instead."""
+        """Whether the peer posts receives ahead; while it waits for headers instead, sends must not wait for it."""
 
     def announce(self, chunk: int, value: Tensors) -> None:
         """Tells the peer what ``chunk`` returns, ahead of the first message; afterwards checks that it stays so."""
         spec = MessageSpec.of(value)
-        known = self._announced.get(chunk)
+        known = None if self.dynamic else self._announced.get(chunk)
         if known is None:
             self._announced[chunk] = spec
             self._start(spec.to_header(self.device))
         elif known != spec:
             raise ValueError(
                 f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; where shapes change between batches, "
-                "call engine.reset_activation_shape() on every rank first"
+                "call engine.reset_activation_shape() on every rank first; where they change within one, build the "
+                "PipelineModule with dynamic_shape=True"
             )
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -114,7 +116,7 @@ class Outgoing:
         """Waits for every send under way."""
         while self._in_flight:
             self._finish_oldest()
-        self._peer_posts = True
+        self._peer_posts = not self.dynamic
 
     def reset(self) -> None:
         """Forgets what was announced: shapes may change."""
@@ -139,32 +141,49 @@ class Incoming:
     """The receiving end of a link for one kind. Messages are posted and taken in the same order; what cannot be posted
     yet, because its shapes are unknown, waits in line and holds back what follows."""
 
-    def __init__(self, endpoint: Endpoint, device: torch.device, has_headers: bool) -> None:
-        self.endpoint, self.device, self.has_headers = endpoint, device, has_headers
-        self.specs: dict[int, MessageSpec] = {}
+    def __init__(self, endpoint: Endpoint, device: torch.device, has_headers: bool, dynamic: bool) -> None:
+        self.endpoint, self.device = endpoint, device
+        self.has_headers, self.dynamic = has_headers, dynamic
+        self._specs: dict[tuple[int, int], MessageSpec] = {}
         self._line: deque[tuple[int, int]] = deque()
         self._posted: dict[tuple[int, int], list[tuple[dist.Work, torch.Tensor]]] = {}
         self._header: tuple[dist.Work, torch.Tensor] | None = None
 
     def post(self, chunk: int, micro_batch: int) -> None:
         self._line.append((chunk, micro_batch))
-        self.advance()
+        self._advance()
 
-    def take(self, chunk: int, micro_batch: int) -> list[torch.Tensor]:
-        """Waits for a posted message and returns its tensors."""
+    def expect(self, chunk: int, micro_batch: int, like: Sequence[torch.Tensor]) -> None:
+        """Makes known that the message looks ``like`` these tensors."""
+        key = self._key(chunk, micro_batch)
+        if key not in self._specs:
+            self._specs[key] = MessageSpec.of(tuple(like))
+            self._advance()
+
+    def take(self, chunk: int, micro_batch: int) -> Tensors:
+        """Waits for a posted message and returns it."""
         while (chunk, micro_batch) not in self._posted:
             self._read_header()
-            self.advance()
+            self._advance()
         tensors = []
         for work, tensor in self._posted.pop((chunk, micro_batch)):
             _wait(work, self.endpoint.peer)
             tensors.append(tensor)
-        return tensors
+        key = self._key(chunk, micro_batch)
+        spec = self._specs.pop(key) if self.dynamic else self._specs[key]
+        return tuple(tensors) if spec.is_tuple else tensors[0]
 
-    def advance(self) -> None:
+    def reset(self) -> None:
+        """Forgets what messages look like."""
+        self._specs.clear()
+
+    def _key(self, chunk: int, micro_batch: int) -> tuple[int, int]:
+        return chunk, micro_batch if self.dynamic else 0
+
+    def _advance(self) -> None:
         """Posts what stands in line as far as shapes are known."""
         while self._line:
-            spec = self.specs.get(self._line[0][0])
+            spec = self._specs.get(self._key(*self._line[0]))
             if spec is None:
                 if self.has_headers and self._header is None:
                     self._header = self._receive(torch.Size([_HEADER_ELEMENTS]), torch.int64)
@@ -176,7 +195,7 @@ class Incoming:
         work, header = self._header
         _wait(work, self.endpoint.peer)
         self._header = None
-        self.specs[self._line[0][0]] = MessageSpec.from_header(header)
+        self._specs[self._key(*self._line[0])] = MessageSpec.from_header(header)
 
     def _receive(self, shape: torch.Size, dtype: torch.dtype) -> tuple[dist.Work, torch.Tensor]:
         peer, group, tag = self.endpoint
@@ -191,7 +210,11 @@ class Incoming:
 
 class Links:
     """All links of a pipeline rank: activations from the previous rank of the ring and to the next, gradients the other
-    way. A ring of one rank uses none."""
+    way. A ring of one rank uses none.
+
+    Args:
+        dynamic: whether the shapes of a chunk's results may differ between micro-batches.
+    """
 
     def __init__(
         self,
@@ -200,33 +223,31 @@ class Links:
         activations_out: Endpoint,
         gradients_in: Endpoint,
         gradients_out: Endpoint,
+        dynamic: bool = False,
     ) -> None:
-        self._activations_in = Incoming(activations_in, device, has_headers=True)
-        self._activations_out = Outgoing(activations_out, device)
-        self._gradients_in = Incoming(gradients_in, device, has_headers=False)
-        self._gradients_out = Outgoing(gradients_out, device)
+        self._activations_in = Incoming(activations_in, device, True, dynamic)
+        self._activations_out = Outgoing(activations_out, device, dynamic)
+        self._gradients_in = Incoming(gradients_in, device, False, dynamic)
+        self._gradients_out = Outgoing(gradients_out, device, dynamic)
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
         self._activations_in.post(chunk, micro_batch)
 
     def take_activations(self, chunk: int, micro_batch: int) -> Tensors:
         """The input of ``chunk`` for ``micro_batch``, as the previous chunk returned it."""
-        tensors = tuple(self._activations_in.take(chunk, micro_batch))
-        return tensors if self._activations_in.specs[chunk].is_tuple else tensors[0]
+        return self._activations_in.take(chunk, micro_batch)
 
-    def send_activations(self, chunk: int, value: Tensors) -> None:
+    def send_activations(self, chunk: int, micro_batch: int, value: Tensors) -> None:
         self._activations_out.announce(chunk, value)
         self._activations_out.send(as_tuple(value))
-        if chunk not in self._gradients_in.specs:
-            self._gradients_in.specs[chunk] = MessageSpec.of(tuple(differentiable(value)))
-            self._gradients_in.advance()
+        self._gradients_in.expect(chunk, micro_batch, differentiable(value))
 
     def post_gradients(self, chunk: int, micro_batch: int) -> None:
         self._gradients_in.post(chunk, micro_batch)
 
-    def take_gradients(self, chunk: int, micro_batch: int) -> list[torch.Tensor]:
+    def take_gradients(self, chunk: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
         """The gradients of what ``chunk`` returned, one for every floating-point tensor."""
-        return self._gradients_in.take(chunk, micro_batch)
+        return as_tuple(self._gradients_in.take(chunk, micro_batch))
 
     def send_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         self._gradients_out.send(gradients)
@@ -238,17 +259,18 @@ class Links:
 
     def reset(self) -> None:
         """Between batches, on every rank: the next one may have other shapes, which travel in headers again."""
-        self._activations_in.specs.clear()
-        self._gradients_in.specs.clear()
+        self._activations_in.reset()
+        self._gradients_in.reset()
         self._activations_out.reset()
         self._gradients_out.reset()
 
 
-def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Links:
+def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device, dynamic: bool = False) -> Links:
     """The links of this rank in its pipeline. Collective over all ranks.
 
     Args:
         pipelines: the global ranks of every pipeline, in pipeline order.
+        dynamic: whether the shapes of a chunk's results may differ between micro-batches.
 
     NCCL orders everything inside a communicator, so that two links or kinds in one can deadlock: there, every directed
     link and kind gets a group of its own. gloo tells them apart by tag.
@@ -270,7 +292,7 @@ def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device) -> Link
                     ends[f"{kind}_out"] = Endpoint(receiver, group, tag)
                 if own == receiver:
                     ends[f"{kind}_in"] = Endpoint(sender, group, tag)
-    return Links(device, **ends)
+    return Links(device, **ends, dynamic=dynamic)
 
 
 def _open_communicator(group: dist.ProcessGroup, own: int, sender: int, receiver: int, device: torch.device) -> None:

@@ -114,4 +114,7 @@ class PeakMemory(TorchDispatchMode):
         for leaf in tree_leaves(values):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
                 storage = leaf.untyped_storage()
-                self._storages.setdefault(storage._cdata, weakref.ref(storage))
+                known = self._storages.get(storage._cdata)
+                # An address may serve another storage after the first is gone.
+                if known is None or known() is None:
+                    self._storages[storage._cdata] = weakref.ref(storage)

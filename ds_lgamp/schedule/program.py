@@ -59,7 +59,12 @@ class ProgramSpec:
         ranks = self.pipeline_ranks
         modular = place_chunks("modular", self.chunks, ranks)
         _require(self.placement == modular, "placement", "contiguous", "interleaved_1f1b needs modular placement")
-        _require(self.chunks % ranks == 0, "chunks", self.chunks, f"interleaved_1f1b needs a multiple of {ranks} ranks")
+        _require(
+            self.chunks % ranks == 0,
+            "chunks",
+            self.chunks,
+            f"interleaved_1f1b needs a multiple of {ranks} pipeline ranks; set chunks_per_rank",
+        )
         _require(
             self.forward_only or self.micro_batches % ranks == 0,
             "micro_batches",

@@ -45,9 +45,13 @@ class Run(NamedTuple):
 
 
 def prepare_rank() -> None:
-    """What a launcher would set. Also keeps DeepSpeed from compiling a CPU collective."""
+    """What a launcher would set. Also keeps DeepSpeed from compiling a CPU collective, and its data loaders from
+    workers: processes forked from one with gloo's threads take seconds to end."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
+    construct = loader.__init__
+    loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})
     deepspeed.utils.logging.logger.setLevel("ERROR")
     with quiet():
         deepspeed.init_distributed("gloo", verbose=False)

@@ -68,6 +68,7 @@ def assemble(
     model: Model,
     bounds: list[int],
     apply_step: Callable[[], None],
+    recompute: bool = True,
     trace: list[str] | None = None,
 ) -> Assembled:
     """``bounds`` are the chunk bounds over the model's layers."""
@@ -88,7 +89,9 @@ def assemble(
         group = None if ends[0] == ends[1] else grid.tie_groups[min(ends), max(ends)]
         embedding = [UnitParameter("0.weight", model.parameters()["0.weight"], 0)]
         tied.append(TiedParameters("embedding", embedding, users, group))
-    partition = build_partition(parameters, tied, grid.data_group, spec.zero_stage, spec.resident_chunks, DEVICE, trace)
+    partition = build_partition(
+        parameters, tied, grid.data_group, spec.zero_stage, spec.resident_chunks, DEVICE, trace=trace
+    )
     executor = Executor(
         spec.placement,
         rank,
@@ -98,6 +101,7 @@ def assemble(
         loss_function,
         apply_step,
         default_sources(DEVICE),
+        recompute,
         trace,
     )
     return Assembled(executor, partition, [users] if users else [], [chunk for chunk in own if parameters[chunk]])

@@ -84,7 +84,7 @@ def build_model(blocks: int, tied: bool, seed: int = 0) -> Model:
 
 
 def loss_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def micro_batch(step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,13 +42,13 @@ def train_all(pipeline_ranks, data_ranks):
     grid = build_grid(pipeline_ranks, data_ranks)
     references = {tied: train_reference(build_model(8, tied), STEPS, 4 * data_ranks) for tied in (True, False)}
     count = 0
-    for configuration, tied in configurations(pipeline_ranks):
-        compare(grid, configuration, tied, references[tied])
+    for (configuration, tied), recompute in product(configurations(pipeline_ranks), (True, False)):
+        compare(grid, configuration, tied, recompute, references[tied])
         count += 1
     return count
 
 
-def compare(grid, configuration, tied, reference):
+def compare(grid, configuration, tied, recompute, reference):
     model = build_model(8, tied)
     bounds = split_balanced([1] * len(model.layers), configuration.chunks)
     gradients = []
@@ -57,19 +57,18 @@ def compare(grid, configuration, tied, reference):
         gradients.append(gathered(assembled.partition, lambda unit: unit.shard_gradient))
         optimizer.step()
 
-    assembled = assemble(grid, configuration, model, bounds, apply_step)
+    assembled = assemble(grid, configuration, model, bounds, apply_step, recompute)
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=LEARNING_RATE)
     program = build_program(configuration)
     validate(configuration, program)
     for step in range(STEPS):
-        batches = (micro_batch(step, 4 * grid.data_rank + index) for index in range(4))
-        with assembled.executor.batch(4, lambda batches=batches: next(batches)):
+        with assembled.executor.batch(4, lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index)):
             assembled.executor.run(program[grid.pipeline_rank])
         check_loss(grid, configuration, assembled, reference.losses[step])
         parameters = gathered(assembled.partition, lambda unit: unit.shard)
         for name, parameter in parameters.items():
-            label = (configuration, tied, step, name)
+            label = (configuration, tied, recompute, step, name)
             expected = reference.gradients[step][name]
             assert relative(gradients[-1][name] - expected, expected) < 2e-6, label
             expected = reference.parameters[step][name]
@@ -86,4 +85,4 @@ def check_loss(grid, configuration, assembled, expected):
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), LAYOUTS)
 def test_training_equals_one_process(pipeline_ranks, data_ranks):
     counts = run_on_ranks(pipeline_ranks * data_ranks, train_all, pipeline_ranks, data_ranks)
-    assert counts == [64] * pipeline_ranks * data_ranks
+    assert counts == [128] * pipeline_ranks * data_ranks

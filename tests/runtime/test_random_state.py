@@ -27,9 +27,8 @@ def masks_of_a_step():
     layers = [model.layers[0], dropout, model.layers[-1]]
     spec = ProgramSpec((0, 0), "layered", 3, 3, zero_stage=0)
     assembled = assemble(build_grid(1, 1), spec, Model(layers, False), [0, 1, 3], lambda: None)
-    batches = (micro_batch(0, index) for index in range(3))
     torch.manual_seed(7)
-    with assembled.executor.batch(3, lambda: next(batches)):
+    with assembled.executor.batch(3, lambda index: micro_batch(0, index)):
         assembled.executor.run(build_program(spec)[0])
     return dropout.masks, torch.rand(4)
 

@@ -17,15 +17,15 @@ def train(grid, spec, tied, steps=2, trace=None):
     """The calls of the last step, the assembly and this rank's program."""
     model = build_model(8, tied)
     bounds = split_balanced([1] * len(model.layers), spec.chunks)
-    assembled = assemble(grid, spec, model, bounds, lambda: optimizer.step(), trace)
+    assembled = assemble(grid, spec, model, bounds, lambda: optimizer.step(), trace=trace)
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=0.01)
     actions = build_program(spec)[grid.pipeline_rank]
     for step in range(steps):
         if trace is not None:
             trace.clear()
-        batches = (micro_batch(step, index) for index in range(spec.micro_batches))
-        with CollectiveCounter() as counter, assembled.executor.batch(spec.micro_batches, lambda b=batches: next(b)):
+        batch = assembled.executor.batch(spec.micro_batches, lambda index, step=step: micro_batch(step, index))
+        with CollectiveCounter() as counter, batch:
             assembled.executor.run(actions)
     return counter, assembled, actions, bounds
 

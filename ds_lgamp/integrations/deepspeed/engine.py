@@ -1,18 +1,25 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
+from collections import OrderedDict
 from functools import lru_cache
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.utils.logging import logger
 
-from ds_lgamp.config import BLOCK, LgampConfig, chunk_bounds, place, program_spec
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place, program_spec
+from ds_lgamp.integrations.deepspeed import checkpoint
+from ds_lgamp.integrations.deepspeed.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.instructions import INSTRUCTIONS, ProgramSchedule
 from ds_lgamp.integrations.deepspeed.module import Layout, global_names, layer_types, layer_weights, place_layers
+from ds_lgamp.integrations.deepspeed.monitor import StepMonitor, publish
 from ds_lgamp.integrations.deepspeed.optimizer import (
     ParameterGroups,
     PartitionedOptimizer,
@@ -45,7 +52,7 @@ class LgampEngine(PipelineEngine):
         """The stage the user asked for; DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings = settings
         refuse_unsupported(config, module, arguments.get("optimizer"))
-        layout = _layout(settings, module, partition_method)
+        layout = layout_of(settings, module, partition_method)
         self.program_spec: ProgramSpec = program_spec(
             settings, layout.placement, config.gradient_accumulation_steps, self.zero_stage
         )
@@ -56,8 +63,14 @@ class LgampEngine(PipelineEngine):
         self._lgamp_initialising = False
         self.executor = self._build_executor()
         self._partition.release_all()
+        self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device)
+        self._training_iterator = self.data_iterator
+        self._pulled_of_training_data = 0
+        """Micro-batches taken from the engine's own data."""
         if self.training_data and self.data_iterator is None:
             self._build_data_iter(self.training_data)
+        reports = self.monitor.enabled or self.wall_clock_breakdown()
+        self._step_monitor = StepMonitor(self.executor.stopwatch) if reports else None
 
     def _place(self, module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:
         """Moves layers, and the user's parameter groups with them."""
@@ -103,7 +116,12 @@ class LgampEngine(PipelineEngine):
         self._partition = self._build_partition(groups)
         self.module.full_parameters = self._partition.full_parameters
         return PartitionedOptimizer(
-            optimizer, self._partition, self.gradient_clipping(), self.module.world_group, self.data_parallel_group
+            optimizer,
+            self._partition,
+            self.gradient_clipping(),
+            self.module.world_group,
+            self.data_parallel_group,
+            skips_overflow=self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow,
         )
 
     def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
@@ -131,6 +149,7 @@ class LgampEngine(PipelineEngine):
             self.zero_stage,
             self.lgamp_settings.resident_chunks,
             self.device,
+            self.get_data_types()[1],
         )
 
     def _users(self, key: str) -> list[int]:
@@ -157,10 +176,11 @@ class LgampEngine(PipelineEngine):
             self.stage_id,
             chunks,
             self._partition,
-            ring_links(self.grid.pipe_groups, self.device),
+            ring_links(self.grid.pipe_groups, self.device, module.dynamic_shape),
             self._loss,
             self._exec_optimizer_step,
             layer_sources(self.device),
+            recompute=self.lgamp_settings.recompute == "full",
         )
 
     def _seed_layer(self, layer: int, micro_batch: int) -> None:
@@ -177,27 +197,64 @@ class LgampEngine(PipelineEngine):
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
         return self._schedule(self.program_spec.evaluation(micro_batches), self.stage_id)
 
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """As PipelineEngine's. Where the data end, raises StopIteration on all ranks at the same step; the engine goes
+        on with other data."""
+        if self._step_monitor is not None:
+            self._loader.tokens = 0
+            self._step_monitor.begin()
+        try:
+            loss = super().train_batch(data_iter)
+        except StopIteration:
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            raise
+        if self._step_monitor is not None:
+            publish(self, self._step_monitor.finish(self._loader.tokens, self.device))
+        return loss
+
+    def eval_batch(self, data_iter: Any, *arguments: Any, **options: Any) -> Any:
+        """As PipelineEngine's; StopIteration as in :meth:`train_batch`."""
+        train_iterator = self.data_iterator
+        try:
+            return super().eval_batch(data_iter, *arguments, **options)
+        except StopIteration:
+            self.set_dataiterator(train_iterator)
+            raise
+
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec
-        with self.executor.batch(spec.micro_batches, self._load_micro_batch, training=not spec.forward_only):
+        self._loader.pull(spec.micro_batches, self._next_batch)
+        if self.data_iterator is self._training_iterator:
+            self._pulled_of_training_data += spec.micro_batches
+        with self.executor.batch(spec.micro_batches, self._loader.take, training=not spec.forward_only):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
-        self.fwd_outputs = [_detached(loss) for loss in self.executor.losses]
+        self.fwd_outputs = self.executor.losses
         if self.fwd_outputs and not spec.forward_only:
             self.total_loss = torch.stack(self.fwd_outputs).sum(0)
 
-    def _load_micro_batch(self) -> tuple[Any, Any]:
-        batch = self._next_batch()
-        inputs = _to_device(batch[0], self.device) if self.is_first_stage() else None
-        labels = _to_device(batch[1], self.device) if self.is_last_stage() else None
-        return inputs, labels
+    def _build_data_iter(self, dataset: Any) -> None:
+        super()._build_data_iter(dataset)
+        self._training_iterator = self.data_iterator
 
-    def _loss(self, outputs: Any, labels: Any) -> torch.Tensor:
+    def _loss(self, outputs: Any, labels: Any) -> Any:
         if self.eval_return_logits:
             self.outputs = outputs
-        if self._compute_loss and self.module.loss_fn is not None:
-            return self.module.loss_fn(outputs, labels)
-        return outputs
+        if not self._compute_loss or self.module.loss_fn is None:
+            return outputs
+        loss = self.module.loss_fn(outputs, labels)
+        if not self.executor.recomputing:
+            self._add_additional_losses()
+        return loss
+
+    def _add_additional_losses(self) -> None:
+        """Sums what the module reports of a micro-batch, as stock does."""
+        reported = self.module.get_additional_losses()
+        if reported is not None:
+            totals = self.total_additional_losses or {}
+            self.total_additional_losses: dict[str, torch.Tensor] | None = OrderedDict(
+                (name, totals.get(name, 0) + value.detach()) for name, value in reported.items()
+            )
 
     def _execute(self, action: Any) -> None:
         self.executor.execute(action)
@@ -210,30 +267,100 @@ class LgampEngine(PipelineEngine):
         if not self._lgamp_initialising:
             self.executor.links.reset()
 
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        raise NotImplementedError(f"engine.save_checkpoint does not work with a {BLOCK} block yet")
+    # Checkpoints
 
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        raise NotImplementedError(f"engine.load_checkpoint does not work with a {BLOCK} block yet")
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As PipelineEngine's, with random states and the position in ``training_data``; for the same layout."""
+        if exclude_frozen_parameters:
+            raise ConfigError(f"exclude_frozen_parameters is True, but a {BLOCK} block does not support it; remove it")
+        client_state = dict(client_state or {})
+        checkpoint.check_loadable(client_state)
+        state = {
+            "partition": checkpoint.partition_state(self._partition),
+            "buffers": {name: tensor for name, tensor in self._buffers_by_name()},
+            "optimizer": self.optimizer.optimizer.state_dict(),
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "micro_offset": self.module.micro_offset,
+            "random": checkpoint.random_state(self.executor.random_sources),
+            "client_state": client_state,
+        }
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        checkpoint.save(Path(save_dir), tag, self._checkpoint_layout(), state, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As PipelineEngine's, for what :meth:`save_checkpoint` wrote at the same layout. Raises CheckpointError on
+        every rank, and changes nothing, if the checkpoint does not fit."""
+        if custom_load_fn is not None:
+            raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
+        tag = checkpoint.read_latest(Path(load_dir)) if tag is None else str(tag)
+        if tag is None:
+            logger.warning(f"{load_dir} has no file '{checkpoint.LATEST}'; pass a tag, or save a checkpoint first")
+            return None, None
+        state = checkpoint.load(Path(load_dir), tag, self._checkpoint_layout())
+        checkpoint.load_partition_state(self._partition, state["partition"])
+        for name, tensor in self._buffers_by_name():
+            tensor.copy_(state["buffers"][name])
+        if not load_module_only:
+            if load_optimizer_states:
+                self.optimizer.optimizer.load_state_dict(state["optimizer"])
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            self._resume(state)
+        return str(Path(load_dir) / tag), state["client_state"]
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Goes on where the checkpoint was written: counters, position in the engine's own data, random states."""
+        for name, value in state["counters"].items():
+            setattr(self, name, value)
+        self.module.micro_offset = state["micro_offset"]
+        if self.training_data:
+            self._build_data_iter(self.training_data)
+            if self.data_iterator is not None:
+                position = self._pulled_of_training_data % len(self.training_dataloader.loader)
+                next(islice(self.data_iterator, position, position), None)
+        checkpoint.load_random_state(self.executor.random_sources, state["random"])
+
+    def _checkpoint_layout(self) -> dict[str, Any]:
+        spec, layout = self.program_spec, self.module.layout
+        return {
+            "pipeline_ranks": spec.pipeline_ranks,
+            "data_ranks": self.dp_world_size,
+            "zero_stage": self.zero_stage,
+            "chunk_bounds": layout.bounds,
+            "placement": layout.placement,
+            "data_type": str(self.get_data_types()[0]),
+        }
+
+    def _buffers_by_name(self) -> list[tuple[str, torch.Tensor]]:
+        named = global_names(self.module)
+        return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
 
 
-def _layout(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
+
+
+def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:
     if settings.one_chunk_per_rank:
         bounds = [int(bound) for bound in module.parts]
     else:
         weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)
         bounds = chunk_bounds(settings, module.num_stages, layer_types(module), weights)
     return Layout(bounds, place(settings, len(bounds) - 1, module.num_stages))
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if torch.is_tensor(value) else tuple(map(_detached, value))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside ``value`` on ``device``; lists become tuples, as everywhere in a pipeline."""
-    if torch.is_tensor(value):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return tuple(_to_device(member, device) for member in value)
-    return value

@@ -196,13 +196,13 @@ def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
     return everyone
 
 
-def raise_everywhere(complaint: str | None) -> None:
-    """Raises ConfigError with the first rank's complaint on every rank, if any has one. Collective."""
+def raise_everywhere(complaint: str | None, kind: type[Exception] = ConfigError) -> None:
+    """Raises ``kind`` with the first rank's complaint on every rank, if any has one. Collective."""
     complaints: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(complaints, complaint)
     first = next((text for text in complaints if text), None)
     if first:
-        raise ConfigError(first)
+        raise kind(first)
 
 
 def _register(module: PlacedModule, built: dict[int, Any]) -> None:

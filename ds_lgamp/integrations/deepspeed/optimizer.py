@@ -29,6 +29,10 @@ DEEPSPEED_ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpee
 """The same among DeepSpeed's own, by name: importing them may compile them."""
 
 
+_JSON_NAMES = {"adam", "adamw", "lion"} | {kind.__name__ for kind in ELEMENTWISE}
+"""What ``optimizer.type`` may say; DeepSpeed knows the first three in any case and looks up the others in torch."""
+
+
 class PartitionedOptimizer(DeepSpeedOptimizer):
     """Steps a torch optimizer on this rank's shards.
 
@@ -37,6 +41,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         partition: where gradients are final when :meth:`step` is called.
         gradient_clipping: the largest norm, 0 for none.
         norm_group: all pipeline and data-parallel ranks.
+        skips_overflow: whether a step is skipped, on all ranks, where a gradient is infinite or no number.
     """
 
     def __init__(
@@ -46,12 +51,13 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         gradient_clipping: float,
         norm_group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup,
+        skips_overflow: bool,
     ) -> None:
         self.optimizer = optimizer
         self.partition = partition
         self.dp_process_group = data_group
         self.overflow = False
-        self._clipping, self._norm_group = gradient_clipping, norm_group
+        self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
         self._global_grad_norm: torch.Tensor | None = None
         for group in optimizer.param_groups:
             group["params"] = []
@@ -69,12 +75,25 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def step(self) -> None:
         """Clips by the norm of the whole model's gradient and updates the shards."""
         self._global_grad_norm = global_norm(self.partition, self._norm_group)
+        # The one place where a step waits for the device; the norm is finite if and only if every gradient is.
+        self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
+        if self.overflow:
+            return
         if self._clipping > 0:
             self.partition.scale_gradients(clip_factor(self._global_grad_norm, self._clipping))
         self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the partition drops gradients when the step is over."""
+
+
+def check_optimizer_type(name: str, allow_untested: bool) -> None:
+    """As :func:`check_elementwise`, for an optimizer the JSON names: before it is made, which may compile it."""
+    if name not in _JSON_NAMES and not (allow_untested and hasattr(torch.optim, name)):
+        raise ConfigError(
+            f"optimizer.type is '{name}', which is unknown or may need whole tensors; shards take one of "
+            f"{', '.join(sorted(_JSON_NAMES))}"
+        )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:

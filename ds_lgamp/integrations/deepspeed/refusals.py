@@ -1,62 +1,77 @@
-"""What would train something else than the user asked for, refused before anything changes, alike on every rank."""
+"""What the engine cannot train as asked, refused before anything changes, alike on every rank."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_MEAN
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from pydantic import ValidationError
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
-from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise
+from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise, check_optimizer_type
 
-UNSUPPORTED_SETTINGS: dict[str, Callable[[Any], bool]] = {
-    "fp16.enabled": lambda config: config.float16_config.enabled,
-    "bf16.enabled": lambda config: config.bfloat16_config.enabled,
-    "torch_autocast.enabled": lambda config: config.torch_autocast_enabled,
-    "gradient_allreduce_op": lambda config: config.gradient_allreduce_op != GRADIENT_ALLREDUCE_OP_MEAN,
-    "zero_optimization.offload_optimizer": lambda config: _offloads(config.zero_config.offload_optimizer),
-    "zero_optimization.offload_param": lambda config: _offloads(config.zero_config.offload_param),
-    "zero_optimization.zenflow": lambda config: config.zero_config.zenflow is not None,
-    "tensor_parallel.autotp_size": lambda config: config.tensor_parallel_config.autotp_size > 1,
-}
-"""Settings that would change results, and how to tell that one is in force."""
+_SHARED_KEYS = (
+    BLOCK,
+    "zero_optimization",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_clipping",
+    "bf16",
+    "data_types",
+)
+"""Keys that all ranks must agree on."""
+
+
+def refuse_differing_ranks(config: dict[str, Any]) -> None:
+    """Raises ConfigError if the configurations of two ranks would not work together and one has a block. Collective."""
+    own = [repr(config.get(key)) for key in _SHARED_KEYS]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    if all(values[0] == repr(None) for values in everyone):
+        return
+    for position, key in enumerate(_SHARED_KEYS):
+        for rank, values in enumerate(everyone):
+            if values[position] != everyone[0][position]:
+                raise ConfigError(
+                    f"{key} is {everyone[0][position]} on rank 0 and {values[position]} on rank {rank}; give every "
+                    "rank the same configuration"
+                )
 
 
 def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> None:
-    """Raises ConfigError for settings, modules and optimizers the engine cannot honour. Collective over all ranks."""
-    for key, in_force in UNSUPPORTED_SETTINGS.items():
-        if in_force(config):
-            raise ConfigError(f"{key} is set, but a {BLOCK} block does not support it so far; remove it")
+    """Raises ConfigError for modules and optimizers the engine cannot honour. Collective over all ranks."""
     if isinstance(optimizer, torch.optim.Optimizer):
         check_elementwise(optimizer, config.zero_allow_untested_optimizer)
-    elif optimizer is None and config.optimizer_name is None:
-        raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
+    elif optimizer is None:
+        if config.optimizer_name is None:
+            raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
+        check_optimizer_type(config.optimizer_name, config.zero_allow_untested_optimizer)
     _refuse_module(module)
     raise_everywhere(_complaint_about_tensors(module))
     for name, info in announced_tensors(module).items():
-        if info.dtype.is_floating_point and info.dtype != torch.float32 and info.is_parameter:
-            raise ConfigError(f"parameter {name} is {info.dtype}, but {BLOCK} trains in fp32 so far; remove the cast")
+        if info.is_parameter and info.dtype != torch.float32 and not config.bfloat16_config.enabled:
+            raise ConfigError(f"parameter {name} is {info.dtype}, but bf16.enabled is false; set it or remove the cast")
+
+
+def sentence_of(error: Exception) -> str:
+    """The first thing an error of DeepSpeed's configuration says, in one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _refuse_module(module: PipelineModule) -> None:
     if isinstance(module, PlacedModule):
         raise ConfigError("the PipelineModule has an engine already; build a new one for another engine")
-    if isinstance(module, DualPipeVModule):
-        raise ConfigError(f"DualPipeVModule brings its own schedule; use PipelineModule with a {BLOCK} block")
-    if module.dynamic_shape:
-        raise ConfigError(
-            f"dynamic_shape is True, but a {BLOCK} block does not support it so far; remove it and call "
-            "engine.reset_activation_shape() where shapes change between batches"
-        )
     topology = module.topology()
     for axis in topology.get_axis_names():
         if axis not in ("pipe", "data") and topology.get_dim(axis) > 1:
             raise ConfigError(
-                f"the topology has {topology.get_dim(axis)} ranks on axis '{axis}'; {BLOCK} takes 1 so far"
+                f"the topology has {topology.get_dim(axis)} ranks on axis '{axis}', but {BLOCK} takes 1 so far; "
+                "use the axes 'pipe' and 'data'"
             )
 
 
@@ -70,7 +85,3 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
     return None
-
-
-def _offloads(section: Any) -> bool:
-    return section is not None and section.device != OffloadDeviceEnum.none

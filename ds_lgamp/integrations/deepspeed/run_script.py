@@ -5,14 +5,19 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TextIO
 
-from ds_lgamp.config import ConfigError, read_block
-from ds_lgamp.integrations.deepspeed.install import install
-from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
+from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.deepspeed.check_keys import check_keys
+from ds_lgamp.integrations.deepspeed.seams import check_seams
 
 _FAILED, _REFUSED = 1, 2
+_STOCK_REFUSAL = "must divide distributed world size"
+"""What PipelineModule says of a number of stages that does not fit, before any engine is asked for."""
 
 
 def run_script(script: str, arguments: Sequence[str], measure: str | None = None) -> int:
@@ -21,26 +26,90 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
     A failure ends the process at once, without the interpreter's orderly exit, which could wait for ranks that wait for
     this one: so the launcher notices and ends the job.
     """
-    try:
+    with _failures_end_the_process():
         _check_config(arguments)
+        check_seams()
+        # Only now: of another DeepSpeed, imports fail.
+        from ds_lgamp.integrations.deepspeed.install import install
+        from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
+
         install()
         measurement = TrainingMeasurement()
         if measure is not None:
             measurement.install()
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as leaving:
-            if leaving.code:
-                raise
+        _run_as_main(script, arguments)
         if measure is not None:
             measurement.write(Path(measure))
+    return 0
+
+
+def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_json: bool, output: TextIO) -> int:
+    """Runs ``script`` up to ``deepspeed.initialize``, in this process alone, and writes to ``output`` what its block
+    would do; returns the exit status.
+
+    Args:
+        ranks: how many the job would have; None takes ``WORLD_SIZE``, else 1.
+        as_json: the same facts for a program to read.
+    """
+    world_size = ranks if ranks is not None else int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    if rank >= world_size:
+        return 0
+    hint = (
+        f"ds_lgamp: the script failed ahead of deepspeed.initialize; it ran on {world_size} imagined ranks (--ranks), "
+        "whose collectives move nothing\n"
+    )
+    with _failures_end_the_process(hint):
+        _check_config(arguments)
+        check_seams()
+        from ds_lgamp.integrations.deepspeed.explain import Explanation, as_text, explain_engines, imagine_ranks
+
+        explained = []
+
+        def show(explanation: Explanation) -> None:
+            explained.append(explanation)
+            if rank == 0:
+                output.write(json.dumps(asdict(explanation)) if as_json else as_text(explanation))
+                output.write("\n")
+                output.flush()
+
+        imagine_ranks(world_size, rank)
+        explain_engines(show)
+        try:
+            _run_as_main(script, arguments)
+        except (Exception, SystemExit):
+            # What a script does on its way out, without an engine, is of no interest.
+            if not explained:
+                raise
+        if not explained:
+            raise ConfigError(f"{script} ended without initialising an engine with a {BLOCK} block: nothing to explain")
+    return 0
+
+
+def _run_as_main(script: str, arguments: Sequence[str]) -> None:
+    """Runs ``script`` as Python would. Its failing exit is passed on."""
+    if not Path(script).is_file():
+        raise ConfigError(f"'{script}' is no file; name the script to run")
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+
+
+@contextmanager
+def _failures_end_the_process(hint: str = "") -> Iterator[None]:
+    """A ConfigError ends it with its sentence, any other error with its traceback and ``hint``."""
+    try:
+        yield
     except ConfigError as error:
         _leave(f"ds_lgamp: {error}\n", _REFUSED)
-    except Exception:
-        _leave(traceback.format_exc(), _FAILED)
-    return 0
+    except Exception as error:
+        if _STOCK_REFUSAL in str(error):
+            _leave(f"ds_lgamp: {error}; change one of them\n", _REFUSED)
+        _leave(traceback.format_exc() + hint, _FAILED)
 
 
 def _check_config(arguments: Sequence[str]) -> None:
@@ -48,12 +117,29 @@ def _check_config(arguments: Sequence[str]) -> None:
     for index, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--deepspeed_config":
-            path = Path(value or next(iter(arguments[index + 1 : index + 2]), ""))
-            if path.is_file():
-                try:
-                    read_block(json.loads(path.read_text()))
-                except json.JSONDecodeError as error:
-                    raise ConfigError(f"{path} is no JSON: {error}") from None
+            config = _read_config(Path(value or next(iter(arguments[index + 1 : index + 2]), "")))
+            if read_block(config) is not None:
+                check_keys(config)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"--deepspeed_config is '{path}', which is no file; name a JSON file")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{path} has the key {key} twice in one place; keep one of them")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(), object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds {type(config).__name__}; a DeepSpeed configuration is an object")
+    return config
 
 
 def _leave(message: str, status: int) -> None:

@@ -1,0 +1,84 @@
+"""Writes the tables of docs/configuration.md from the code: ``python -m docs.reference``."""
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from docs.blocks import with_block
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.keys import KEYS, Key, Treatment
+
+PAGE = Path(__file__).with_name("configuration.md")
+HEADINGS = {
+    Treatment.HONOURED: "Honoured",
+    Treatment.MEANINGLESS: "Meaningless",
+    Treatment.REFUSED: "Refused",
+}
+
+
+def block_table() -> str:
+    """The keys of the ``ds_lgamp`` block as a Markdown table."""
+    properties = LgampConfig.model_json_schema()["properties"]
+    rows = [
+        (f"`{name}`", _allowed(schema), _default(schema), " ".join(schema["description"].replace("``", "`").split()))
+        for name, schema in properties.items()
+    ]
+    return _table(("key", "value", "default", "meaning"), rows)
+
+
+def keys_table() -> str:
+    """DeepSpeed's keys as a Markdown table per treatment."""
+    return "\n\n".join(
+        f"### {heading}\n\n{_table(('key', 'note'), _rows(treatment))}" for treatment, heading in HEADINGS.items()
+    )
+
+
+def with_tables(text: str) -> str:
+    """``text`` with both tables brought up to date."""
+    return with_block(with_block(text, "block", block_table()), "keys", keys_table())
+
+
+def main() -> None:
+    PAGE.write_text(with_tables(PAGE.read_text()))
+
+
+def _rows(treatment: Treatment) -> Iterator[tuple[str, str]]:
+    """Neighbours that say the same share a row, those without a note by section."""
+    chosen = [key for key in KEYS if key.treatment is treatment]
+    for _, group in groupby(chosen, key=lambda key: (key.note or key.name.rpartition(".")[0], key.harmless)):
+        keys = list(group)
+        yield ", ".join(f"`{key.name}`" for key in keys), _note(keys[0])
+
+
+def _note(key: Key) -> str:
+    if key.treatment is Treatment.REFUSED and key.harmless:
+        return f"{key.note} (passes at {' or '.join(f'`{json.dumps(value)}`' for value in key.harmless)})"
+    return key.note
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return ", ".join(text for text in map(_allowed, schema["anyOf"]) if text)
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if values:
+        return ", ".join(f"`{json.dumps(value)}`" for value in values)
+    if schema["type"] == "boolean":
+        return "`true`, `false`"
+    if schema["type"] == "integer":
+        return f"integer from {schema['exclusiveMinimum'] + 1}" if "exclusiveMinimum" in schema else "integer"
+    return "" if schema["type"] == "null" else str(schema["type"])
+
+
+def _default(schema: dict[str, Any]) -> str:
+    return "" if schema["default"] is None else f"`{json.dumps(schema['default'])}`"
+
+
+def _table(header: tuple[str, ...], rows: Any) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, *rows)]
+    return "\n".join([f"| {lines[0]} |", "|---" * len(header) + "|", *(f"| {line} |" for line in lines[1:])])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Micro-batches are pulled before a batch begins: either every rank has its data, or none starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.integrations.deepspeed.module import raise_everywhere
+
+_READY, _ENDED, _FAULTY = range(3)
+
+
+class BatchLoader:
+    """Pulls batches on the ranks that own an end of the model and agrees with all other ranks on whether to go on.
+
+    Args:
+        needs_inputs: whether this rank owns the first chunk.
+        needs_labels: whether this rank computes the loss.
+        device: where micro-batches are moved when they are used.
+    """
+
+    def __init__(self, needs_inputs: bool, needs_labels: bool, device: torch.device) -> None:
+        self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
+        # The host waits for the answer, so that it travels between hosts, not between devices.
+        self._agreement = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._micro_batches: dict[int, Any] = {}
+        self.tokens = 0
+        """Elements of the integer inputs taken since the counter was last set to 0."""
+
+    def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any]) -> None:
+        """Pulls a batch. Collective over all ranks.
+
+        Raises StopIteration on every rank if the data of one have ended; what others pulled is lost then. Raises
+        ConfigError on every rank if a micro-batch of one is no pair of inputs and labels.
+        """
+        self._micro_batches.clear()
+        status, complaint = _READY, None
+        if self._needs_inputs or self._needs_labels:
+            for micro_batch in range(micro_batches):
+                try:
+                    pulled = next_micro_batch()
+                except StopIteration:
+                    status = _ENDED
+                    break
+                complaint = _complaint(pulled)
+                if complaint:
+                    status = _FAULTY
+                    break
+                self._micro_batches[micro_batch] = pulled
+        if dist.get_world_size() > 1:
+            worst = torch.tensor(status)
+            dist.all_reduce(worst, dist.ReduceOp.MAX, self._agreement)
+            status = int(worst)
+        if status == _ENDED:
+            raise StopIteration
+        if status == _FAULTY:
+            raise_everywhere(complaint)
+
+    def take(self, micro_batch: int) -> tuple[Any, Any]:
+        """The inputs and labels this rank needs of a pulled micro-batch, on its device."""
+        inputs, labels = self._micro_batches.pop(micro_batch)[:2]
+        if self._needs_inputs:
+            self.tokens += _integer_elements(inputs)
+        return (
+            _to_device(inputs, self._device) if self._needs_inputs else None,
+            _to_device(labels, self._device) if self._needs_labels else None,
+        )
+
+
+def _complaint(pulled: Any) -> str | None:
+    if pulled is None:
+        return "there is no data; pass data_iter to train_batch or training_data to deepspeed.initialize"
+    if not isinstance(pulled, (tuple, list)) or len(pulled) < 2:
+        return f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels"
+    return None
+
+
+def _integer_elements(inputs: Any) -> int:
+    """Of the first tensor, if it holds integers: token ids."""
+    first = inputs[0] if isinstance(inputs, (tuple, list)) and inputs else inputs
+    integers = isinstance(first, torch.Tensor) and not first.is_floating_point() and first.dtype != torch.bool
+    return first.numel() if integers else 0
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Tensors inside ``value`` on ``device``; lists become tuples, as everywhere in a pipeline."""
+    if torch.is_tensor(value):
+        return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return tuple(_to_device(member, device) for member in value)
+    return value

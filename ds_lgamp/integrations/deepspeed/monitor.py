@@ -1,0 +1,84 @@
+"""What a training step did, for DeepSpeed's monitors and its log."""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.logging import log_dist
+
+from ds_lgamp.runtime.stopwatch import EXPOSED_WAITS, Stopwatch
+
+
+class StepReport(NamedTuple):
+    """One step of the whole job."""
+
+    seconds: float
+    """Of the slowest rank."""
+    tokens_per_second: float
+    """Elements of integer inputs; 0 if inputs are no integers."""
+    kinds: dict[str, float]
+    """Seconds by kind of work and of exposed waiting, mean over the ranks."""
+    peak_bytes: float
+    """Of the rank that needs most, as DeepSpeed's accelerator reports it: allocated device memory; on the CPU the
+    process's resident set."""
+
+    def events(self, engine: Any) -> list[tuple[str, float, int]]:
+        """What the monitors get beside DeepSpeed's own loss."""
+        values = {
+            "lr": engine.get_lr()[0],
+            "grad_norm": float(engine.get_global_grad_norm()),
+            "tokens_per_second": self.tokens_per_second,
+            "peak_bytes": self.peak_bytes,
+            **{f"exposed_wait_seconds/{kind}": self.kinds[kind] for kind in EXPOSED_WAITS},
+        }
+        return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
+
+    def breakdown(self) -> str:
+        """One line for ``wall_clock_breakdown``, in milliseconds."""
+        parts = [
+            f"{'wait for ' if kind in EXPOSED_WAITS else ''}{kind}: {1000 * self.kinds[kind]:.2f}"
+            for kind in self.kinds
+        ]
+        return f"time (ms) | train_batch: {1000 * self.seconds:.2f} | {' | '.join(parts)}"
+
+
+class StepMonitor:
+    """Measures the steps of an engine. Collective over all ranks, once a step; made only if somebody reads."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        stopwatch.running = True
+
+    def begin(self) -> None:
+        self._stopwatch.read()
+        get_accelerator().reset_peak_memory_stats()
+        self._start = time.perf_counter()
+
+    def finish(self, tokens: int, device: torch.device) -> StepReport:
+        """The report of the step that began last; ``tokens`` are those of this rank."""
+        kinds = self._stopwatch.read()
+        seconds = time.perf_counter() - self._start
+        own = torch.tensor(
+            [seconds, tokens, get_accelerator().max_memory_allocated(), *kinds.values()],
+            dtype=torch.float64,
+            device=device,
+        )
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        table = torch.stack(everyone).cpu()
+        slowest = float(table[:, 0].max())
+        means = table[:, 3:].mean(0).tolist()
+        return StepReport(
+            slowest, float(table[:, 1].sum()) / slowest, dict(zip(kinds, means)), float(table[:, 2].max())
+        )
+
+
+def publish(engine: Any, report: StepReport) -> None:
+    """Writes to the monitors on rank 0, and where ``wall_clock_breakdown`` asks for it, to the log."""
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        engine.monitor.write_events(report.events(engine))
+    interval = engine.steps_per_print()
+    if engine.wall_clock_breakdown() and interval is not None and engine.global_steps % interval == 0:
+        log_dist(report.breakdown(), ranks=[0])

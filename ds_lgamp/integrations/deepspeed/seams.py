@@ -1,0 +1,181 @@
+"""The places in DeepSpeed that the integration overrides, calls or reads; whether the installed version has them."""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+from ds_lgamp.config import ConfigError
+
+TESTED_VERSION = "0.19.8"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("initialize", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine"),
+    "deepspeed.accelerator": ("get_accelerator",),
+    "deepspeed.runtime.config": ("DtypeEnum",),
+    "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
+    "deepspeed.runtime.constants": ("GRADIENT_ALLREDUCE_OP_MEAN",),
+    "deepspeed.runtime.engine": ("ZERO_OPTIMIZATION",),
+    "deepspeed.runtime.pipe.dualpipev": ("DualPipeVModule",),
+    "deepspeed.runtime.pipe.engine.PipelineEngine": (
+        "_INSTRUCTION_MAP",
+        "_build_data_iter",
+        "_configure_zero_optimizer",
+        "_do_optimizer_sanity_check",
+        "_exec_optimizer_step",
+        "_exec_schedule",
+        "_inference_schedule",
+        "_loss_stage_global_rank",
+        "_next_batch",
+        "_scheduler_from_config",
+        "_train_schedule",
+        "bfloat16_enabled",
+        "eval_batch",
+        "get_data_types",
+        "get_global_grad_norm",
+        "get_lr",
+        "gradient_clipping",
+        "is_first_stage",
+        "is_last_stage",
+        "load_checkpoint",
+        "reset_activation_shape",
+        "save_checkpoint",
+        "set_dataiterator",
+        "steps_per_print",
+        "train_batch",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "zero_optimization",
+        "zero_optimization_stage",
+    ),
+    "deepspeed.runtime.pipe.engine": ("TRAIN_BATCH_TIMER",),
+    "deepspeed.runtime.pipe.module": ("LayerSpec", "TiedLayerSpec"),
+    "deepspeed.runtime.pipe.module.LayerSpec": ("build",),
+    "deepspeed.runtime.pipe.module.PipelineModule": (
+        "_count_layer_params",
+        "_find_layer_type",
+        "_index_tied_modules",
+        "_partition_layers",
+        "get_additional_losses",
+        "stage_owner",
+        "topology",
+    ),
+    "deepspeed.runtime.pipe.schedule": ("PipeInstruction",),
+    "deepspeed.runtime.pipe.schedule.PipeSchedule": ("num_pipe_buffers", "steps"),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("get_pipe_parallel_group", "stage_to_global"),
+    "deepspeed.runtime.utils": ("set_random_seed",),
+    "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum",),
+    "deepspeed.utils.logging": ("log_dist", "logger"),
+}
+"""By module or class, what must exist in it."""
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.pipe.engine.PipelineEngine": (
+        "_compute_loss",
+        "data_iterator",
+        "data_parallel_group",
+        "device",
+        "dp_world_size",
+        "eval_return_logits",
+        "fwd_outputs",
+        "global_samples",
+        "global_steps",
+        "grid",
+        "lr_scheduler",
+        "micro_batches",
+        "micro_steps",
+        "monitor",
+        "outputs",
+        "skipped_steps",
+        "stage_id",
+        "timers",
+        "total_additional_losses",
+        "total_loss",
+        "training_data",
+        "training_dataloader",
+    ),
+    "deepspeed.runtime.pipe.module.PipelineModule": (
+        "_grid",
+        "_layer_specs",
+        "_local_start",
+        "_local_stop",
+        "_num_layers",
+        "base_seed",
+        "dynamic_shape",
+        "forward_funcs",
+        "fwd_map",
+        "local_rank",
+        "loss_fn",
+        "micro_offset",
+        "num_stages",
+        "parts",
+        "seed_fn",
+        "seed_layers",
+        "stage_id",
+        "tied_comms",
+        "tied_modules",
+        "tied_weight_attrs",
+        "world_group",
+    ),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("data_parallel_id", "pipe_groups"),
+}
+"""By class, what its methods must set or use on their instances."""
+
+
+def check_seams() -> None:
+    """Raises ConfigError if DeepSpeed is absent or of a version the integration does not fit."""
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise ConfigError(f"deepspeed cannot be imported ({error}); install deepspeed=={TESTED_VERSION}") from None
+    missing = missing_seams()
+    if missing:
+        raise ConfigError(
+            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; ds_lgamp is tested with {TESTED_VERSION}, "
+            f"install deepspeed=={TESTED_VERSION}"
+        )
+
+
+def missing_seams() -> list[str]:
+    """The seams the installed DeepSpeed lacks, by class or module and name."""
+    missing = []
+    for owner, names in NAMES.items():
+        missing += [_label(owner, name) for name in names if not hasattr(_resolve(owner), name)]
+    for owner, names in ATTRIBUTES.items():
+        used = set(_names_in_methods(_resolve(owner)))
+        missing += [_label(owner, name) for name in names if name not in used]
+    initialize = getattr(_resolve("deepspeed"), "initialize", None)
+    if initialize is not None and "PipelineEngine" not in inspect.unwrap(initialize).__code__.co_names:
+        missing.append("the lookup of PipelineEngine in deepspeed.initialize")
+    return missing
+
+
+def all_seams() -> list[str]:
+    """Every seam that :func:`missing_seams` looks for."""
+    seams = [_label(owner, name) for table in (NAMES, ATTRIBUTES) for owner, names in table.items() for name in names]
+    return [*seams, "the lookup of PipelineEngine in deepspeed.initialize"]
+
+
+def _resolve(path: str) -> ModuleType | type | None:
+    """The module or class at ``path``; None if there is none."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        module, _, name = path.rpartition(".")
+        return getattr(_resolve(module), name, None) if module else None
+
+
+def _names_in_methods(owner: object) -> Iterator[str]:
+    """Every attribute name the methods of a class and of its bases in DeepSpeed mention."""
+    for base in inspect.getmro(owner) if isinstance(owner, type) else ():
+        if base.__module__.startswith("deepspeed"):
+            for member in vars(base).values():
+                function = member.fget if isinstance(member, property) else member
+                code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+                yield from code.co_names if code is not None else ()
+
+
+def _label(owner: str, name: str) -> str:
+    last = owner.rpartition(".")[2]
+    return f"{last if last[0].isupper() else owner}.{name}"

@@ -1,0 +1,214 @@
+"""A run that is saved and resumed at the same layout equals one that was not interrupted, to the bit."""
+
+import random
+from pathlib import Path
+
+import deepspeed
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.checkpoint import CheckpointError
+from tests.engine.linear import mean_square, whole_state
+from tests.engine.models import seed
+from tests.engine.running import prepare_rank, quiet
+from tests.ranks import run_on_ranks
+
+DATA = list(zip(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(40, 6)))
+SAVED, RESUMED = 3, 3
+"""Steps before and after. The engine's own data are 10 micro-batches for each of 2 data-parallel ranks: they start anew
+in step 3."""
+LAYOUTS = {
+    "zero 3, dropout": (3, {"layers_per_chunk": 1}, {"training_data": True}),
+    "zero 3, stored activations": (3, {"layers_per_chunk": 1, "recompute": "none"}, {}),
+    "zero 1, seeded layers": (1, {"layers_per_chunk": 2}, {"seed_layers": True, "seed_fn": seed}),
+    "zero 0": (0, {"layers_per_chunk": 1}, {}),
+    "zero 2, bf16": (2, {}, {"bf16": True}),
+}
+
+
+class Noise(nn.Module):
+    """Draws from three generators."""
+
+    def forward(self, inputs):
+        return inputs + 0.01 * (torch.rand_like(inputs) + random.random() + numpy.random.rand())
+
+
+def seed_all(value):
+    torch.manual_seed(value)
+    random.seed(value)
+    numpy.random.seed(value)
+
+
+def engine_of(stage, block, options, width=6):
+    torch.manual_seed(3 + dist.get_rank() // 2)
+    bf16 = options.get("bf16", False)
+    layers = [
+        LayerSpec(nn.Linear, 6, width),
+        LayerSpec(nn.Dropout, 0.2),
+        LayerSpec(Noise),
+        LayerSpec(nn.LayerNorm if bf16 else nn.BatchNorm1d, width),
+        LayerSpec(nn.Linear, width, 6),
+    ]
+    ds_lgamp.install()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "ds_lgamp": block,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}},
+    }
+    loss = (lambda output, target: mean_square(output.float(), target)) if bf16 else mean_square
+    with quiet():
+        seeding = {key: value for key, value in options.items() if key.startswith("seed")}
+        module = PipelineModule(layers, num_stages=2, loss_fn=loss, **seeding)
+        return deepspeed.initialize(
+            model=module,
+            model_parameters=module.parameters(),
+            training_data=DATA if "training_data" in options else None,
+            config=config,
+        )[0]
+
+
+def steps(engine, count):
+    """Loss, norm, learning rate and samples of every step."""
+    results = []
+    for _ in range(count):
+        loss = engine.train_batch(None if engine.training_data else own_batches(engine))
+        norm = float(engine.get_global_grad_norm())
+        results.append((loss.item(), norm, engine.get_lr(), engine.global_samples))
+    return results
+
+
+def own_batches(engine):
+    """Of this step and data-parallel rank."""
+    generator = torch.Generator().manual_seed(10 * engine.global_steps + engine.grid.data_parallel_id)
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    return iter([(torch.randn(2, 6, generator=generator).to(dtype), torch.zeros(2, 6)) for _ in range(4)])
+
+
+def end_state(engine):
+    return {name: value.tolist() for name, value in whole_state(engine.module).items()}
+
+
+def resume(folder, layout):
+    """The uninterrupted run, which saves on its way, and the resumed one: steps and weights after them."""
+    uninterrupted = engine_of(*layout)
+    steps(uninterrupted, SAVED)
+    uninterrupted.save_checkpoint(folder, client_state={"epoch": 7})
+    expected = steps(uninterrupted, RESUMED), end_state(uninterrupted)
+    fresh = engine_of(*layout)
+    steps(fresh, 1)
+    seed_all(99)
+    path, client_state = fresh.load_checkpoint(folder)
+    assert client_state == {"epoch": 7} and path == str(Path(folder) / "global_step3")
+    resumed = steps(fresh, RESUMED), end_state(fresh)
+    # Back once more, without a new engine.
+    uninterrupted.load_checkpoint(folder, tag="global_step3")
+    again = steps(uninterrupted, RESUMED), end_state(uninterrupted)
+    return expected, resumed, again
+
+
+def weights_only(folder):
+    """A fresh run that starts from the weights of another."""
+    engine = engine_of(*LAYOUTS["zero 2, bf16"])
+    engine.load_checkpoint(folder, load_module_only=True)
+    return end_state(engine), engine.global_steps, engine.optimizer.optimizer.state_dict()["state"]
+
+
+def refusals(folder):
+    """What each impossible save or load says, and that the engine trains on as if nothing had been asked."""
+    said = {}
+    layout = LAYOUTS["zero 3, stored activations"]
+    engine, untouched = engine_of(*layout), engine_of(*layout)
+
+    def refused(name, kind, function, *arguments, **options):
+        with pytest.raises(kind) as error:
+            function(*arguments, **options)
+        said[name] = str(error.value)
+
+    other = str(Path(folder) / "other")
+    refused("other stage", CheckpointError, engine.load_checkpoint, str(Path(folder) / "zero 0"))
+    wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
+    refused("other shapes", ValueError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
+    refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
+    refused("load function", ConfigError, engine.load_checkpoint, folder, custom_load_fn=print)
+    refused("frozen", ConfigError, engine.save_checkpoint, other, exclude_frozen_parameters=True)
+    refused("client state", CheckpointError, engine.save_checkpoint, other, client_state={"here": Path(".")})
+    if dist.get_rank() == 0:
+        (Path(folder) / "file").write_text("")
+    dist.barrier()
+    refused("no folder", CheckpointError, engine.save_checkpoint, str(Path(folder) / "file"))
+    assert not Path(other).exists()
+    assert engine.load_checkpoint(other) == (None, None)
+    seed_all(5)
+    first = steps(engine, 1)
+    seed_all(5)
+    assert steps(untouched, 1) == first
+    return said
+
+
+def run_all(folder):
+    prepare_rank()
+    results = {name: resume(str(Path(folder) / name), layout) for name, layout in LAYOUTS.items()}
+    results["weights"] = weights_only(str(Path(folder) / "zero 2, bf16"))
+    results["refusals"] = refusals(folder)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return run_on_ranks(4, run_all, str(folder))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(results, layout):
+    for rank in results:
+        expected, resumed, again = rank[layout]
+        assert resumed == expected
+        assert again == expected
+
+
+def test_weights_alone_start_a_new_run(results, folder):
+    for rank in results:
+        weights, global_steps, optimizer_state = rank["weights"]
+        assert global_steps == 0 and not optimizer_state
+        assert weights.keys() == rank["zero 2, bf16"][0][1].keys()
+
+
+def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
+    checkpoint = folder / "zero 0"
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step3", "latest"]
+    assert (checkpoint / "latest").read_text() == "global_step3"
+    files = sorted(path.name for path in (checkpoint / "global_step3").iterdir())
+    assert files == ["layout.json", *(f"rank_{rank:05d}.pt" for rank in range(4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other stage", ["zero 0", "was written with zero_stage 0, this run has 3"]),
+        ("other shapes", ["in the checkpoint and", "here"]),
+        ("no such tag", ["global_step99 is no checkpoint of ds_lgamp"]),
+        ("load function", ["custom_load_fn is given", "remove it"]),
+        ("frozen", ["exclude_frozen_parameters is True", "remove it"]),
+        ("client state", ["client_state holds objects that cannot be loaded without running code"]),
+        ("no folder", ["rank 0", "NotADirectoryError"]),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(results, name, words):
+    for rank in results:
+        said = rank["refusals"][name]
+        assert all(word in said for word in words) and "\n" not in said

@@ -1,0 +1,119 @@
+"""bf16 with fp32 master weights is as close to fp32 as stock DeepSpeed's, whichever way gradients accumulate."""
+
+from itertools import product
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+
+import ds_lgamp
+from ds_lgamp.partition import unit
+from tests.engine.models import Training, pipeline_module, scaled_weights
+from tests.engine.running import Layout, batches, gathered, prepare_rank, quiet
+from tests.ranks import run_on_ranks
+
+TRAINING = Training(tuples=False, steps=5)
+FP32 = {}
+BF16 = {"bf16": {"enabled": True}}
+BF16_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+STOCK = Layout(2, 1, 1, None)
+
+
+def train(layout, precision, training=TRAINING):
+    """Losses, and the (master) weights after every step by global name, of this rank."""
+    ds_lgamp.install()
+    with quiet():
+        module = pipeline_module(training, layout.pipeline_ranks)
+        scaled_weights(module.named_parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": layout.stage, "reduce_bucket_size": 1000},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "eps": 1e-4}},
+            **precision,
+            **({} if layout.block is None else {"ds_lgamp": layout.block}),
+        }
+        engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    losses, weights = [], []
+    for step in range(training.steps):
+        losses.append(engine.train_batch(batches(step, engine)).item())
+        weights.append(master_weights(engine))
+    return losses, weights, {str(parameter.dtype) for parameter in engine.module.parameters()}
+
+
+def master_weights(engine):
+    partition = getattr(engine.optimizer, "partition", None)
+    if partition is not None:
+        return {name: value.float() for name, value in gathered(partition, lambda each: each.master).items()}
+    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in engine.module.named_parameters()}
+
+
+def run_all():
+    """This rank's runs by (stage or stock, precision, accumulation)."""
+    prepare_rank()
+    runs = {"reference": train(STOCK, FP32)}
+    for accumulation, precision in (("bf16", BF16), ("fp32", BF16_FP32)):
+        runs["stock", accumulation] = train(STOCK, precision)
+        for stage, group in product(range(4), ("all", 3)):
+            layout = Layout(2, 1, stage, {"micro_batch_group": group})
+            runs[stage, group, accumulation] = train(layout, precision)
+    runs["hook"] = train_with_hooks()
+    return runs
+
+
+def train_with_hooks():
+    """As torch before 2.13, where a gradient has the dtype of its parameter."""
+    unit.ACCUMULATES_IN_OTHER_DTYPES = False
+    try:
+        return train(Layout(2, 1, 3, {}), BF16_FP32)
+    finally:
+        unit.ACCUMULATES_IN_OTHER_DTYPES = True
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return merged(run_on_ranks(2, run_all))
+
+
+def merged(ranks):
+    """Losses and the weights of all layers: stages of stock and ours hold different ones."""
+    return {
+        key: (
+            ranks[0][key][0],
+            [{k: v for rank in ranks for k, v in rank[key][1][step].items()} for step in range(TRAINING.steps)],
+            ranks[0][key][2] | ranks[1][key][2],
+        )
+        for key in ranks[0]
+    }
+
+
+def distances(run, reference):
+    """Of the weights from the reference's, after every step."""
+    return [
+        torch.stack([(weights[name] - expected[name]).norm() for name in expected]).norm().item()
+        for weights, expected in zip(run[1], reference[1])
+    ]
+
+
+@pytest.mark.parametrize("accumulation", ["bf16", "fp32"])
+@pytest.mark.parametrize("group", ["all", 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_is_as_close_to_fp32_as_stock_is(runs, stage, group, accumulation):
+    ours = distances(runs[stage, group, accumulation], runs["reference"])
+    stock = distances(runs["stock", accumulation], runs["reference"])
+    assert all(distance <= 1.2 * limit for distance, limit in zip(ours, stock))
+    reference = runs["reference"][0]
+    errors = [
+        [abs(loss - expected) for loss, expected in zip(runs[key][0], reference)]
+        for key in ((stage, group, accumulation), ("stock", accumulation))
+    ]
+    assert all(error <= 1.2 * limit for error, limit in zip(*errors))
+    assert runs[stage, group, accumulation][2] == {"torch.bfloat16"}
+
+
+def test_accumulation_by_hooks_gives_the_same_bits(runs):
+    assert runs["hook"][0] == runs[3, "all", "fp32"][0]
+    for hooked, direct in zip(runs["hook"][1], runs[3, "all", "fp32"][1]):
+        assert all(torch.equal(hooked[name], direct[name]) for name in direct)
