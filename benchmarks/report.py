@@ -1,10 +1,11 @@
-"""Writes the generated blocks of README.md from benchmarks/results: ``python -m benchmarks.report``."""
+"""Writes the generated blocks of README.md from benchmarks/results and the pins: ``python -m benchmarks.report``."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from docs.blocks import with_block
+from docs.versions import versions_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,7 +40,7 @@ def quickstart_table() -> str:
 
 def with_blocks(text: str) -> str:
     """``text`` with every generated block brought up to date."""
-    return with_block(text, "quickstart", quickstart_table())
+    return with_block(with_block(text, "quickstart", quickstart_table()), "versions", versions_table())
 
 
 def main() -> None:

@@ -93,7 +93,10 @@ CONFIGS = {
     ),
     "a value left to a trainer": ({"gradient_clipping": "auto"}, 'gradient_clipping is "auto"'),
     "a section that is a number": ({"zero_optimization": 3}, "zero_optimization is 3; it must be an object"),
-    "a stage that does not exist": ({"zero_optimization": {"stage": 4}}, "DeepSpeed refuses the configuration: stage is 4"),
+    "a stage that does not exist": (
+        {"zero_optimization": {"stage": 4}},
+        "refuses the configuration: stage is 4",
+    ),
     "fp16": ({"fp16": {"enabled": True}}, "fp16.enabled is True"),
     "two precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled is True"),
     "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled is True"),
