@@ -275,8 +275,9 @@ def test_where_nothing_can_be_explained_a_sentence_says_so(explained, name, sent
 
 def test_a_script_that_fails_says_how_many_ranks_were_imagined(explained):
     ended = explained["too few ranks"]
-    assert ended.status == 1 and "num_stages (2) must divide distributed world size (3)" in ended.complaints
-    assert "it ran on 3 imagined ranks (--ranks)" in ended.complaints.splitlines()[-1]
+    hint, sentence = ended.complaints.splitlines()[-2:]
+    assert ended.status == 2 and "num_stages (2) must divide distributed world size (3)" in sentence
+    assert "it ran on 3 imagined ranks (--ranks)" in hint
 
 
 @pytest.mark.parametrize("words", [["--json", "x.py"], ["--ranks", "2", "x.py"], ["--explain", "--ranks", "0", "x.py"]])

@@ -63,8 +63,9 @@ def test_the_measurement_counts_what_the_layout_costs(runs):
     stock, lgamp = runs["stock"], runs["lgamp"]
     assert stock["bubble"] == pytest.approx(1 / 4) and lgamp["bubble"] == pytest.approx(1 / 8)
     # Rank 0: chunks 0 and 2 resident at once are gathered once and reduced once, so is the tied embedding; the sum of
-    # its two copies, the gradient norm and two for the loss (mean over data ranks, broadcast over the pipeline) follow.
-    assert lgamp["collectives_per_step"] == 3 + 3 + 1 + 1 + 2
+    # its two copies, the gradient norm and two for the loss (mean over data ranks, broadcast over the pipeline) follow;
+    # the agreement that all ranks have data comes first.
+    assert lgamp["collectives_per_step"] == 3 + 3 + 1 + 1 + 2 + 1
     # Activations of two chunks and gradients of one, or the other way round, for four micro-batches.
     assert lgamp["messages_per_step"] == 3 * 4
     assert stock["messages_per_step"] == 4

@@ -49,7 +49,10 @@ def compare_attributes():
     import deepspeed  # noqa: F401
 
     import ds_lgamp.integrations.deepspeed.install  # noqa: F401
+    from ds_lgamp.integrations.deepspeed.seams import check_seams
 
+    # Imports parts of deepspeed, which is no trace of an installation.
+    check_seams()
     before = attributes_of_deepspeed()
     ds_lgamp.install()
     during = attributes_of_deepspeed()

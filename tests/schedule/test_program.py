@@ -114,7 +114,7 @@ def test_live_activations_of_1f1b_are_the_ranks_that_follow():
         ({"resident_chunks": 0}, "resident_chunks is 0"),
         ({"schedule": "1f1b"}, "takes one chunk per rank"),
         ({"schedule": "interleaved_1f1b", "micro_batches": 3}, "multiple of 2 pipeline ranks"),
-        ({"schedule": "interleaved_1f1b", "placement": (0, 1, 0)}, "multiple of 2 ranks"),
+        ({"schedule": "interleaved_1f1b", "placement": (0, 1, 0)}, "multiple of 2 pipeline ranks"),
         ({"schedule": "interleaved_1f1b", "placement": (0, 0, 1, 1)}, "needs modular placement"),
         ({"schedule": "interleaved_1f1b", "micro_batch_group": 2}, "groups belong to the layered schedule"),
     ],

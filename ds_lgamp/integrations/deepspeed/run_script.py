@@ -108,7 +108,7 @@ def _failures_end_the_process(hint: str = "") -> Iterator[None]:
         _leave(f"ds_lgamp: {error}\n", _REFUSED)
     except Exception as error:
         if _STOCK_REFUSAL in str(error):
-            _leave(f"ds_lgamp: {error}; change one of them\n", _REFUSED)
+            _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED)
         _leave(traceback.format_exc() + hint, _FAILED)
 
 
