@@ -28,6 +28,7 @@ FACTORS = {
     "blocks": [8, 9],
     "optimizer": ["client", "callable", "json"],
     "extras": ["plain", "all"],
+    "recompute": ["full", "none"],
 }
 
 
@@ -82,7 +83,8 @@ def check(case):
     training = Training(blocks=case["blocks"], tied=case["tied"], **extras)
     pipeline_ranks, data_ranks = case["grid"]
     reference = train_reference(training, data_ranks)
-    run = train(training, Layout(pipeline_ranks, data_ranks, case["stage"], BLOCKS[case["block"]], case["optimizer"]))
+    block = {**BLOCKS[case["block"]], "recompute": case["recompute"]}
+    run = train(training, Layout(pipeline_ranks, data_ranks, case["stage"], block, case["optimizer"]))
     assert type(run.engine).__name__ == "LgampEngine", case
     assert run.losses == pytest.approx(reference.losses, rel=1e-6), case
     assert run.norms == pytest.approx(reference.norms, rel=1e-6), case

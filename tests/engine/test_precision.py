@@ -20,11 +20,10 @@ BF16_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 STOCK = Layout(2, 1, 1, None)
 
 
-def train(layout, precision, training=TRAINING):
-    """Losses, and the (master) weights after every step by global name, of this rank."""
+def engine_of(layout, precision):
     ds_lgamp.install()
     with quiet():
-        module = pipeline_module(training, layout.pipeline_ranks)
+        module = pipeline_module(TRAINING, layout.pipeline_ranks)
         scaled_weights(module.named_parameters())
         config = {
             "train_micro_batch_size_per_gpu": 4,
@@ -35,9 +34,14 @@ def train(layout, precision, training=TRAINING):
             **precision,
             **({} if layout.block is None else {"ds_lgamp": layout.block}),
         }
-        engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+        return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+def train(layout, precision):
+    """Losses, the (master) weights after every step by global name, and the parameters' types, of this rank."""
+    engine = engine_of(layout, precision)
     losses, weights = [], []
-    for step in range(training.steps):
+    for step in range(TRAINING.steps):
         losses.append(engine.train_batch(batches(step, engine)).item())
         weights.append(master_weights(engine))
     return losses, weights, {str(parameter.dtype) for parameter in engine.module.parameters()}
@@ -60,7 +64,29 @@ def run_all():
             layout = Layout(2, 1, stage, {"micro_batch_group": group})
             runs[stage, group, accumulation] = train(layout, precision)
     runs["hook"] = train_with_hooks()
-    return runs
+    return runs, {name: step_that_overflows(precision) for name, precision in OVERFLOWS.items()}
+
+
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01}}}
+OVERFLOWS = {
+    "checked": {**BF16, **WARMUP},
+    "unchecked": {"bf16": {"enabled": True, "check_grad_overflow": False}, **WARMUP},
+}
+
+
+def step_that_overflows(precision):
+    """Applied or not, skipped steps, learning rate and whether weights stayed, after a step without and one with an
+    infinite loss, and another without."""
+    engine = engine_of(Layout(2, 1, 3, {}), precision)
+    loss_fn = engine.module.loss_fn
+    history = []
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        engine.module.loss_fn = lambda outputs, labels, factor=factor: loss_fn(outputs, labels) * factor
+        before = master_weights(engine)
+        engine.train_batch(batches(step, engine))
+        stayed = all(torch.equal(before[name], value) for name, value in master_weights(engine).items())
+        history.append((engine.was_step_applied(), engine.skipped_steps, engine.get_lr()[0], stayed))
+    return history
 
 
 def train_with_hooks():
@@ -73,8 +99,13 @@ def train_with_hooks():
 
 
 @pytest.fixture(scope="module")
-def runs():
-    return merged(run_on_ranks(2, run_all))
+def ranks():
+    return run_on_ranks(2, run_all)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks):
+    return merged([runs for runs, _ in ranks])
 
 
 def merged(ranks):
@@ -117,3 +148,12 @@ def test_accumulation_by_hooks_gives_the_same_bits(runs):
     assert runs["hook"][0] == runs[3, "all", "fp32"][0]
     for hooked, direct in zip(runs["hook"][1], runs[3, "all", "fp32"][1]):
         assert all(torch.equal(hooked[name], direct[name]) for name in direct)
+
+
+def test_a_step_whose_gradient_overflows_is_skipped_on_all_ranks(ranks):
+    for _, history in ranks:
+        first, overflow, after = history["checked"]
+        assert first[:2] == (True, 0) and not first[3]
+        assert overflow == (False, 1, first[2], True), "neither weights nor learning rate move"
+        assert after[:2] == (True, 1) and not after[3]
+        assert history["unchecked"][1][:2] == (True, 0)
