@@ -47,7 +47,7 @@ def main() -> None:
 def _rows(treatment: Treatment) -> Iterator[tuple[str, str]]:
     """Neighbours that say the same share a row, those without a note by section."""
     chosen = [key for key in KEYS if key.treatment is treatment]
-    for _, group in groupby(chosen, key=lambda key: (key.note or key.name.rpartition(".")[0], key.harmless)):
+    for _, group in groupby(chosen, key=lambda key: (key.note or key.name.rpartition(".")[0], key.harmless, key.takes)):
         keys = list(group)
         yield ", ".join(f"`{key.name}`" for key in keys), _note(keys[0])
 
@@ -55,7 +55,7 @@ def _rows(treatment: Treatment) -> Iterator[tuple[str, str]]:
 def _note(key: Key) -> str:
     if key.treatment is Treatment.REFUSED and key.harmless:
         return f"{key.note} (passes at {' or '.join(f'`{json.dumps(value)}`' for value in key.harmless)})"
-    return key.note
+    return "; ".join(part for part in (key.takes, key.note) if part)
 
 
 def _allowed(schema: dict[str, Any]) -> str:

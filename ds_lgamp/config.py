@@ -38,7 +38,8 @@ class LgampConfig(BaseModel):
     """Micro-batches that go through the chunks together (layered): fewer need less memory for activations and more
     communication."""
     resident_chunks: PositiveInt = 2
-    """Chunks whose full weights a rank may hold at once under ZeRO stage 3. 1 cannot hide gathers behind compute."""
+    """Chunks whose full weights a rank may hold at once under ZeRO stage 3, and whose full gradients under stages 2 and
+    3. 1 cannot hide gathers and reductions behind compute."""
     recompute: Literal["full", "none"] = "full"
     """full: chunks are recomputed in the backward pass from their stored input; none: everything autograd saves is kept
     until then."""
@@ -74,16 +75,18 @@ def read_block(config: dict[str, Any]) -> LgampConfig | None:
 
     Raises ConfigError for unknown keys, wrong types and impossible combinations.
     """
+    _refuse_misspelt_block(config)
     block = config.get(BLOCK)
     if block is None:
         return None
-    if not isinstance(block, dict):
+    if not isinstance(block, dict) or not all(isinstance(key, str) for key in block):
         raise ConfigError(f"{BLOCK} is {block!r}; it must be an object such as {{}}")
+    if block.get("enabled") is False:
+        return None
     try:
-        settings = LgampConfig(**block)
+        return LgampConfig(**block)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
-    return settings if settings.enabled else None
 
 
 def chunk_bounds(
@@ -128,13 +131,22 @@ def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int
         raise ConfigError(f"{BLOCK}: {error}") from None
 
 
+def _refuse_misspelt_block(config: dict[str, Any]) -> None:
+    """Without the block DeepSpeed would train as if nothing had been asked."""
+    for key in config:
+        plain = str(key).lower().replace("-", "_")
+        if key != BLOCK and get_close_matches(plain, [BLOCK], cutoff=0.8):
+            raise ConfigError(f"{key} is no known key; did you mean {BLOCK}? Rename it if it is a key of your own")
+
+
 def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     if not first["loc"]:
         return f"{BLOCK}: {first['msg'].removeprefix('Value error, ')}"
     key = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        nearest = get_close_matches(key, LgampConfig.model_fields, n=1, cutoff=0)[0]
-        return f"{BLOCK}.{key} is no known key; did you mean {nearest}?"
+        nearest = get_close_matches(key, LgampConfig.model_fields, n=1)
+        known = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(LgampConfig.model_fields)}"
+        return f"{BLOCK}.{key} is no known key; {known}"
     causes = {cause["msg"][0].lower() + cause["msg"][1:] for cause in error.errors() if cause["loc"][0] == key}
     return f"{BLOCK}.{key} is {first['input']!r}: {' or '.join(sorted(causes))}"

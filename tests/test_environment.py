@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import ConfigError
 from ds_lgamp.environment import run_env
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
-from ds_lgamp.integrations.deepspeed.seams import TESTED_VERSION, all_seams, check_seams, missing_seams
+from ds_lgamp.integrations.deepspeed.seams import LOOKUPS, TESTED_VERSION, all_seams, check_seams, missing_seams
 
 
 def report():
@@ -50,7 +50,7 @@ def test_missing_seams_are_named(monkeypatch):
     assert missing_seams() == [
         "PipelineEngine._train_schedule",
         "PipelineModule._index_tied_modules",
-        "the lookup of PipelineEngine in deepspeed.initialize",
+        *(f"the lookup of {name} in deepspeed.initialize" for name in LOOKUPS),
     ]
     status, text = report()
     assert status == 1

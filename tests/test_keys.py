@@ -14,7 +14,18 @@ from docs.blocks import with_block
 from docs.reference import PAGE, with_tables
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.check_keys import check_keys
-from ds_lgamp.integrations.deepspeed.keys import KEYS, Treatment
+from ds_lgamp.integrations.deepspeed.keys import (
+    AMOUNT,
+    COUNT,
+    INDEX,
+    KEYS,
+    NAME,
+    OBJECT,
+    STAGE,
+    SWITCH,
+    VALUES,
+    Treatment,
+)
 
 NAMES = {key.name for key in KEYS}
 REFUSED = [key for key in KEYS if key.treatment is Treatment.REFUSED]
@@ -37,6 +48,16 @@ COUNTS = {
 although the section's switch is off: then it needs a row."""
 ODD = 987
 """A value that no key has by default."""
+SAMPLES = {"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2}
+WRONG = {
+    COUNT: [0, 1.0, "1", True],
+    INDEX: [-1, "1", False],
+    AMOUNT: [-0.5, float("inf"), "1.0", True],
+    SWITCH: ["true", 1],
+    NAME: [3],
+    OBJECT: [[], "lr"],
+    STAGE: [4, "3", True],
+}
 
 
 def nested(name, value):
@@ -46,12 +67,19 @@ def nested(name, value):
     return value
 
 
+OWN = "Rename it if it is a key of your own"
+
+
 def refusal(config):
     with pytest.raises(ConfigError) as refused:
         check_keys(config)
     message = str(refused.value)
     assert "\n" not in message
     return message
+
+
+def test_every_kind_of_value_is_sampled():
+    assert SAMPLES.keys() - {""} == WRONG.keys() == VALUES.keys()
 
 
 def test_a_key_has_one_row():
@@ -63,14 +91,21 @@ def test_refusals_name_key_value_and_fix_and_harmless_values_pass(key):
     name = key.name.removesuffix(".*")
     message = refusal(nested(name, ODD))
     assert message.startswith(f"{name} is {ODD}: {key.note}") and "remove it" in message
-    for value in (None, *key.harmless):
+    # A whole section that is null is an error of its own.
+    for value in () if key.name.endswith(".*") else (None, *key.harmless):
         assert check_keys(nested(name, value)) == []
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.treatment is Treatment.HONOURED], ids=lambda key: key.name)
 def test_honoured_keys_pass_unmentioned(key):
-    for value in key.harmless or ([] if key.name.endswith(".*") else [ODD]):
-        assert check_keys(nested(key.name, value)) == []
+    for value in key.harmless or ([] if key.name.endswith(".*") else [SAMPLES[key.takes]]):
+        assert check_keys({"steps_per_print": 1} | nested(key.name, value)) == []
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.takes], ids=lambda key: key.name)
+def test_a_value_of_another_kind_is_refused(key):
+    for value in WRONG[key.takes]:
+        assert refusal(nested(key.name, value)) == f"{key.name} is {value!r}; write {key.takes}"
 
 
 @pytest.mark.parametrize(
@@ -138,14 +173,18 @@ def test_what_is_in_force_is_refused(config, message):
 @pytest.mark.parametrize(
     ("config", "name", "nearest"),
     [
-        ({"zero_optimization": {"overlap_com": 1}}, "zero_optimization.overlap_com", "overlap_comm"),
-        ({"bfloat16": {"enable": True}}, "bfloat16.enable", "enabled"),
-        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "zero_optimization"),
-        ({"train_batchsize": None}, "train_batchsize", "train_batch_size"),
+        ({"zero_optimization": {"overlap_com": 1}}, "zero_optimization.overlap_com", "overlap_comm? Or remove it"),
+        ({"bfloat16": {"enable": True}}, "bfloat16.enable", "enabled? Or remove it"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", f"zero_optimization? {OWN}"),
+        ({"train_batchsize": None}, "train_batchsize", f"train_batch_size? {OWN}"),
     ],
 )
 def test_typos_are_refused_with_the_nearest_key(config, name, nearest):
-    assert refusal(config) == f"{name} is no known key; did you mean {nearest}?"
+    assert refusal(config) == f"{name} is no known key; did you mean {nearest}"
+
+
+def test_a_key_that_resembles_none_is_no_typo():
+    assert refusal({"optimizer": {"comment": 1}}) == "optimizer.comment is no known key; remove it"
 
 
 def test_the_users_own_keys_pass():

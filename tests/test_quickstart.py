@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.quickstart import summarise
 from benchmarks.report import ROOT, with_blocks
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
 
 STEPS = 8
 FLAGS = (
@@ -71,6 +73,11 @@ def test_the_measurement_counts_what_the_layout_costs(runs):
     assert stock["messages_per_step"] == 4
     assert 0 < lgamp["peak_bytes"] < stock["peak_bytes"]
     assert lgamp["bytes_per_step"] > 0 and lgamp["step_seconds"] > 0
+
+
+def test_a_run_too_short_to_be_counted_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="needs 4 training steps or more, the script made 0; train longer"):
+        TrainingMeasurement().write(tmp_path / "numbers.json")
 
 
 def test_the_readme_shows_the_recorded_run():

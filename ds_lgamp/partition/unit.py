@@ -176,6 +176,10 @@ class Unit:
             yield entry.name, full[offset : offset + view.numel()].view(view.shape)
             offset += view.numel()
 
+    def contents(self) -> list[tuple[str, list[int], int | None]]:
+        """Name, shape and optimizer group of the parameters, in the order of the storage."""
+        return [(entry.name, list(view.shape), entry.group) for entry, view in zip(self.parameters, self._views)]
+
     def start_gather(self) -> None:
         """Launches the gather of the full parameters, if this rank lacks any."""
         if self.gathering is not None or not self.partitioned:

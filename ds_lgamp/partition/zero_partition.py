@@ -48,6 +48,8 @@ class ZeroPartition:
                 unit.users += 1
         self.trace = trace
         self.device = device
+        self.frees_weights = any(unit.frees_weights for unit in self.units)
+        """Whether full parameters exist only between gather and release."""
         self._gradient_buffers = gradient_buffers
         self._reducing: deque[Unit] = deque()
 
@@ -71,6 +73,11 @@ class ZeroPartition:
             unit.holders.discard(chunk)
             if not unit.holders:
                 unit.release()
+
+    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the parameters ``chunk`` uses."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(unit.flat.untyped_storage().data_ptr() == address for unit in self.chunk_units[chunk])
 
     def wait_room(self, chunk: int) -> None:
         """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""

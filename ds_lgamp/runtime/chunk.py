@@ -9,6 +9,10 @@ Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """What layers hand to each other: a tensor or a tuple of tensors."""
 
 
+Buffers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Buffers of layers, and a copy of each."""
+
+
 class Chunk:
     """Consecutive layers.
 
@@ -27,22 +31,27 @@ class Chunk:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.before_layer = before_layer
-        self._statistics = [
-            buffer
-            for layer in self.layers
-            if isinstance(layer, torch.nn.Module)
-            for module in layer.modules()
-            if isinstance(module, torch.nn.modules.batchnorm._NormBase)
-            for buffer in module.buffers()
+        self._buffers = [
+            buffer for layer in self.layers if isinstance(layer, torch.nn.Module) for buffer in layer.buffers()
         ]
-        """Running statistics of batch norms, which every forward moves on."""
+        """Those that a forward changes, such as running statistics of a batch norm; all of them before the first."""
+        self._sorted_out = False
 
-    def read_statistics(self) -> list[torch.Tensor]:
-        """Copies of the running statistics, to be written back after a recomputation."""
-        return [buffer.clone() for buffer in self._statistics]
+    def read_buffers(self) -> Buffers:
+        """Copies of the buffers a forward changes, as far as is known."""
+        return [(buffer, buffer.clone()) for buffer in self._buffers]
 
-    def write_statistics(self, values: Sequence[torch.Tensor]) -> None:
-        for buffer, value in zip(self._statistics, values):
+    def changed(self, before: Buffers) -> Buffers:
+        """Those of ``before`` that forwards change."""
+        if not self._sorted_out:
+            # By value: native batch norm writes without a new version.
+            before = [(buffer, value) for buffer, value in before if not torch.equal(buffer, value)]
+            self._buffers, self._sorted_out = [buffer for buffer, _ in before], True
+        return before
+
+    @staticmethod
+    def write_buffers(values: Buffers) -> None:
+        for buffer, value in values:
             buffer.copy_(value)
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
@@ -58,6 +67,8 @@ def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:
     members = (value,) if isinstance(value, torch.Tensor) else value
     if not isinstance(members, tuple) or not all(isinstance(member, torch.Tensor) for member in members):
         raise TypeError(f"a chunk must return a tensor or a tuple of tensors, not {_describe(value)}")
+    if any(member.is_complex() for member in members):
+        raise TypeError("a chunk returned a complex tensor; return real ones, as from torch.view_as_real")
     return members
 
 

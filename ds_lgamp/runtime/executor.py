@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.chunk import Chunk, Tensors, as_tuple, differentiable
+from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import RandomSource, read_states, replayed
 from ds_lgamp.runtime.stopwatch import Stopwatch
@@ -96,7 +96,8 @@ class Executor:
         self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
         self._saved: dict[tuple[int, int], tuple[Any, Any]] = {}
-        """By chunk and micro-batch, input and random states, or input and result where nothing is recomputed."""
+        """By chunk and micro-batch: the input, and random states and buffers, or the result where nothing is
+        recomputed."""
         self._results: dict[tuple[Kind, int, int], Any] = {}
         self._labels: dict[int, Any] = {}
         self.losses = []
@@ -104,7 +105,8 @@ class Executor:
         try:
             yield
             self.current = None
-            self.links.drain()
+            with self.stopwatch.time("send"):
+                self.links.drain()
             self._broken = False
         except Exception as error:
             action = "the end of the batch" if self.current is None else str(self.current)
@@ -135,21 +137,24 @@ class Executor:
         with self.stopwatch.time("gather"):
             self.partition.wait_gathered(chunk)
         inputs = self._take_input(chunk, micro_batch)
+        buffers: Buffers = []
         if self._training and self.recompute:
             self._states = read_states(self.random_sources, self._states)
-            self._saved[chunk, micro_batch] = inputs, self._states
+            buffers = self.chunks[chunk].read_buffers()
         elif self._training:
             inputs = _as_leaves(inputs) if chunk > 0 else inputs
         with self.stopwatch.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
             result = self._compute(chunk, micro_batch, inputs)
-        if self._training and not self.recompute:
+        if self._training and self.recompute:
+            self._saved[chunk, micro_batch] = inputs, (self._states, self.chunks[chunk].changed(buffers))
+        elif self._training:
             self._saved[chunk, micro_batch] = inputs, result
         if chunk == self._last_chunk:
             self.losses.append(_detached(result))
             if not self._training:
                 self._labels.pop(micro_batch, None)
         else:
-            self._results[Kind.FORWARD, chunk, micro_batch] = _detached(result)
+            self._results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, _detached(result))
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch = action
@@ -158,9 +163,12 @@ class Executor:
         with self.stopwatch.time("reduce"):
             self.partition.wait_room(chunk)
         self.partition.begin_backward(chunk)
-        statistics = self.chunks[chunk].read_statistics() if self.recompute else []
+        inputs, stored = self._saved.pop((chunk, micro_batch))
         with self.stopwatch.time("backward"):
-            inputs, result = self._recomputed(chunk, micro_batch)
+            if self.recompute:
+                inputs, result, buffers = self._recomputed(chunk, micro_batch, inputs, *stored)
+            else:
+                result, buffers = stored, []
         if chunk == self._last_chunk:
             self._labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, result)
@@ -168,7 +176,8 @@ class Executor:
             roots = [(root, grad) for root, grad in zip(differentiable(result), gradients) if root.requires_grad]
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        self.chunks[chunk].write_statistics(statistics)
+        # Only now: autograd may have saved them.
+        self.chunks[chunk].write_buffers(buffers)
         if chunk > 0:
             self._results[Kind.BACKWARD, chunk, micro_batch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(inputs)
@@ -177,7 +186,8 @@ class Executor:
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
         with self.stopwatch.time("send"):
-            self.links.send_activations(chunk, micro_batch, self._results.pop((Kind.FORWARD, chunk, micro_batch)))
+            result = self._results.pop((Kind.FORWARD, chunk, micro_batch))
+            self.links.send_activations(chunk, micro_batch, result, answered=self._training)
 
     def receive_forward(self, action: Action) -> None:
         self.links.post_activations(action.chunk, action.micro_batch)
@@ -201,8 +211,8 @@ class Executor:
     def step(self, action: Action) -> None:
         with self.stopwatch.time("reduce"):
             self.partition.wait_reductions()
-        with self.stopwatch.time("step"):
             self.partition.finish_gradients()
+        with self.stopwatch.time("step"):
             self.apply_step()
             self.partition.after_update()
 
@@ -229,16 +239,27 @@ class Executor:
             return result
         if self.loss_function is None:
             return result
-        return self.loss_function(result, self._labels[micro_batch])
+        labels = self._labels[micro_batch]
+        return self.loss_function(result, _cloned(labels) if self._training and self.recompute else labels)
 
-    def _recomputed(self, chunk: int, micro_batch: int) -> tuple[Tensors, Any]:
-        """Input and result of a chunk's forward pass, connected by autograd."""
-        inputs, stored = self._saved.pop((chunk, micro_batch))
-        if not self.recompute:
-            return inputs, stored
+    def _independent(self, chunk: int, result: Tensors) -> Tensors:
+        """``result`` without views of the chunk's parameters: those are gone when the chunk is released."""
+        if not self.partition.frees_weights:
+            return result
+        members = as_tuple(result)
+        cut = tuple(member.clone() if self.partition.owns(chunk, member) else member for member in members)
+        return cut if isinstance(result, tuple) else cut[0]
+
+    def _recomputed(
+        self, chunk: int, micro_batch: int, inputs: Tensors, states: list[Any], buffers: Buffers
+    ) -> tuple[Tensors, Any, Buffers]:
+        """Input and result of a chunk's second forward pass, connected by autograd, and the buffers as they were before
+        it. It starts from the random states and buffers of the first."""
         inputs = _as_leaves(inputs) if chunk > 0 else inputs
-        with torch.enable_grad(), replayed(self.random_sources, stored):
-            return inputs, self._compute(chunk, micro_batch, inputs)
+        current = self.chunks[chunk].read_buffers()
+        self.chunks[chunk].write_buffers(buffers)
+        with torch.enable_grad(), replayed(self.random_sources, states):
+            return inputs, self._compute(chunk, micro_batch, inputs), current
 
     def _take_gradients(self, chunk: int, micro_batch: int, result: Any) -> Sequence[torch.Tensor]:
         """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""

@@ -237,10 +237,12 @@ class Links:
         """The input of ``chunk`` for ``micro_batch``, as the previous chunk returned it."""
         return self._activations_in.take(chunk, micro_batch)
 
-    def send_activations(self, chunk: int, micro_batch: int, value: Tensors) -> None:
+    def send_activations(self, chunk: int, micro_batch: int, value: Tensors, answered: bool) -> None:
+        """Sends what ``chunk`` returned; ``answered`` by its gradients, or not, as in evaluation."""
         self._activations_out.announce(chunk, value)
         self._activations_out.send(as_tuple(value))
-        self._gradients_in.expect(chunk, micro_batch, differentiable(value))
+        if answered:
+            self._gradients_in.expect(chunk, micro_batch, differentiable(value))
 
     def post_gradients(self, chunk: int, micro_batch: int) -> None:
         self._gradients_in.post(chunk, micro_batch)

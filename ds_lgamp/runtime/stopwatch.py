@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-EXPOSED_WAITS = ("gather", "reduce", "activation", "gradient", "send")
-"""Kinds of waiting: for parameters, for room or the end of reductions, for what neighbours compute, for sends."""
+EXPOSED_WAITS = ("data", "gather", "reduce", "activation", "gradient", "send")
+"""Kinds of waiting: for micro-batches, for parameters, for room or the end of reductions, for what neighbours compute,
+for sends."""
 COMPUTE = ("forward", "backward", "step")
 
 _OFF: AbstractContextManager[None] = nullcontext()

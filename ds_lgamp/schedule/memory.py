@@ -1,15 +1,15 @@
 """The memory formula: bytes of weights, gradients and optimizer state on one pipeline rank, by following its program.
 
-A unit is a chunk's own parameters or a tied module. It has n parameters and P parts of m = ceil(n / P) elements: P is
+A unit is a chunk's own parameters or a tied module. It has n parameters and S parts of m = ceil(n / S) elements: S is
 the number of data-parallel ranks W at stages 1, 2 and 3, and 1 at stage 0. An element takes w bytes as a weight, g as a
 gradient and u, the larger of w and 4, as a master weight. A rank holds, summed over its units:
 
-- weights: w P m; at stage 3 w m.
-- resident weights, at stage 3 and P > 1: w P m between gather and release. A tied unit is there while a user is.
+- weights: w S m; at stage 3 w m.
+- resident weights, at stage 3 and S > 1: w S m between gather and release. A tied unit is there while a user is.
 - master weights: u m if w < u. Optimizer state: of at most m elements, those the optimizer owns.
-- gradients, P > 1: u m from the reduction to the end of the step. P = 1: g n for good; from the step's beginning to its
+- gradients, S > 1: u m from the reduction to the end of the step. S = 1: g n for good; from the step's beginning to its
   end u n more if g < u.
-- gradient buffers, P > 1: g P m from the first backward until the reduction is awaited, g m beside it while it is under
+- gradient buffers, S > 1: g S m from the first backward until the reduction is awaited, g m beside it while it is under
   way, and u m at its end if g differs from u.
 - copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
 

@@ -6,7 +6,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from tests.runtime.models import WIDTH, Embedding, TupleBlock, add_mask, drop_mask, loss_function, micro_batch
+from tests.runtime.models import WIDTH, AddMask, Embedding, TupleBlock, drop_mask, loss_function, micro_batch
 
 BASE_SEED = 50
 MICRO_BATCHES = 4
@@ -26,7 +26,7 @@ def layer_specs(training: "Training") -> list:
     body = [LayerSpec(TupleBlock) for _ in range(training.blocks)]
     if not training.tuples:
         return [embedding, LayerSpec(nn.Dropout, training.dropout), *body, head]
-    return [embedding, body[0], add_mask, *body[1:], drop_mask, head]
+    return [embedding, body[0], LayerSpec(AddMask), *body[1:], drop_mask, head]
 
 
 def seed(value: int) -> None:

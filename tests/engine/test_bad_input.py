@@ -23,6 +23,8 @@ from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).parent / "scripts" / "public_example.py"
+NULL = object()
+"""Stands for null; None takes a key away."""
 BASE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
 
 BLOCKS = {
@@ -57,7 +59,43 @@ BLOCKS = {
     "more chunks than layers": ({"chunks_per_rank": 4}, "ds_lgamp.chunks_per_rank is 4: 2 pipeline ranks would need 8"),
 }
 
+RATE = {"type": "SGD", "params": {"lr": 0.1}}
 CONFIGS = {
+    "a misspelt block": ({"ds_lgamp": None, "ds-lgamp": {}}, "ds-lgamp is no known key; did you mean ds_lgamp?"),
+    "another misspelt block": ({"ds_lgamp": None, "DS_LGMAP": {}}, "DS_LGMAP is no known key; did you mean ds_lgamp?"),
+    "a scheduler's typo": (
+        {"optimizer": RATE, "scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}},
+        "scheduler.params is {'warmup': 3}, but WarmupLR refuses it (TypeError: ",
+    ),
+    "an unknown scheduler": (
+        {"optimizer": RATE, "scheduler": {"type": "Warmup", "params": {}}},
+        "scheduler.type is 'Warmup', which is unknown; use LRRangeTest",
+    ),
+    "a scheduler without parameters": (
+        {"optimizer": RATE, "scheduler": {"type": "WarmupLR"}},
+        "scheduler.params is missing; write an object such as {}",
+    ),
+    "an optimizer's typo": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentun": 0.9}}},
+        "optimizer.params is {'lr': 0.1, 'momentun': 0.9}, but SGD refuses it (TypeError: ",
+    ),
+    "a negative learning rate": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": -1.0, "torch_adam": True}}},
+        "but adamw refuses it (ValueError: Invalid learning rate: -1.0)",
+    ),
+    "clipping in the optimizer": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm is 1.0, which DeepSpeed refuses; write gradient_clipping instead",
+    ),
+    "a breakdown that is never printed": ({"wall_clock_breakdown": True}, "but steps_per_print is missing; write how"),
+    "printing every 0 steps": ({"steps_per_print": 0}, "steps_per_print is 0; write a whole number from 1"),
+    "clipping as text": ({"gradient_clipping": "1.0"}, "gradient_clipping is '1.0'; write a number from 0"),
+    "negative clipping": ({"gradient_clipping": -1}, "gradient_clipping is -1; write a number from 0"),
+    "a stage as text": ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage is '3'; write 0, 1, 2 or 3"),
+    "bf16 as text": ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes'; write true or false"),
+    "an unknown log level": ({"log_level": "loud"}, "log_level is 'loud', but ds_lgamp takes debug, info, warning"),
+    "a section that is null": ({"checkpoint": NULL}, "checkpoint is None; it must be an object such as {}"),
+    "what DeepSpeed refuses": ({"data_types": {"keep_in_fp32_modules": 3}}, "refuses the configuration: DeepSpeedConf"),
     "micro-batches that do not interleave": (
         {"ds_lgamp": {"schedule": "interleaved_1f1b", "chunks_per_rank": 2}, "gradient_accumulation_steps": 3},
         "micro_batches is 3: interleaved_1f1b needs a multiple of 2 pipeline ranks",
@@ -85,7 +123,7 @@ CONFIGS = {
     ),
     "a typo in a section": (
         {"zero_optimization": {"stagee": 3}},
-        "zero_optimization.stagee is no known key; did you mean stage?",
+        "zero_optimization.stagee is no known key; did you mean stage? Or remove it",
     ),
     "the block in a section": (
         {"zero_optimization": {"stage": 3, "ds_lgamp": {}}},
@@ -95,7 +133,7 @@ CONFIGS = {
     "a section that is a number": ({"zero_optimization": 3}, "zero_optimization is 3; it must be an object"),
     "a stage that does not exist": (
         {"zero_optimization": {"stage": 4}},
-        "refuses the configuration: stage is 4",
+        "stage is 4; write 0, 1, 2 or 3",
     ),
     "fp16": ({"fp16": {"enabled": True}}, "fp16.enabled is True"),
     "two precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled is True"),
@@ -218,8 +256,9 @@ def refusal(config, module=None, optimizer=None):
 
 
 def merged(changes):
-    """The base configuration with changes; None takes a key away."""
-    return {key: value for key, value in {**BASE, "ds_lgamp": {}, **changes}.items() if value is not None}
+    """The base configuration with changes."""
+    config = {key: value for key, value in {**BASE, "ds_lgamp": {}, **changes}.items() if value is not None}
+    return {key: None if value is NULL else value for key, value in config.items()}
 
 
 def run_all():
@@ -298,17 +337,21 @@ def test_a_deepspeed_without_the_seams_is_refused_by_its_version():
 
 COMMANDS = {
     "no such script": (["missing.py"], None, "'missing.py' is no file; name the script to run"),
-    "no such configuration": ([str(EXAMPLE), "--deepspeed_config", "no.json"], None, "'no.json', which is no file"),
+    "no such configuration": (
+        [str(EXAMPLE), "--deepspeed_config", "no.json"],
+        None,
+        "no.json cannot be read: ",
+    ),
     "a configuration that is no JSON": (
         [str(EXAMPLE), "--deepspeed_config", "c.json"],
-        "{'a': 1}",
-        "is no JSON",
+        "{'a' 1}",
+        "c.json cannot be read: ",
     ),
     "a configuration that is a list": ([str(EXAMPLE), "--deepspeed_config", "c.json"], "[]", "c.json holds list"),
     "two blocks": (
         [str(EXAMPLE), "--deepspeed_config", "c.json"],
         '{"ds_lgamp": {}, "ds_lgamp": {}}',
-        "c.json has the key ds_lgamp twice in one place; keep one of them",
+        "c.json cannot be read: Duplicate keys in DeepSpeed config: ['ds_lgamp']",
     ),
     "a refused key": (
         [str(EXAMPLE), "--deepspeed_config=c.json"],

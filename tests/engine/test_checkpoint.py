@@ -19,12 +19,13 @@ from tests.engine.models import seed
 from tests.engine.running import prepare_rank, quiet
 from tests.ranks import run_on_ranks
 
-DATA = list(zip(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(40, 6)))
+DATA = list(zip(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(48, 6)))
 SAVED, RESUMED = 3, 3
-"""Steps before and after. The engine's own data are 10 micro-batches for each of 2 data-parallel ranks: they start anew
-in step 3."""
+"""Steps before and after. The engine's own data are 10 or 12 micro-batches for each of 2 data-parallel ranks: they
+start anew in step 3 or just after it."""
 LAYOUTS = {
-    "zero 3, dropout": (3, {"layers_per_chunk": 1}, {"training_data": True}),
+    "zero 3, own data": (3, {"layers_per_chunk": 1}, {"training_data": 40}),
+    "zero 1, end of an epoch": (1, {"layers_per_chunk": 1}, {"training_data": 48}),
     "zero 3, stored activations": (3, {"layers_per_chunk": 1, "recompute": "none"}, {}),
     "zero 1, seeded layers": (1, {"layers_per_chunk": 2}, {"seed_layers": True, "seed_fn": seed}),
     "zero 0": (0, {"layers_per_chunk": 1}, {}),
@@ -45,7 +46,7 @@ def seed_all(value):
     numpy.random.seed(value)
 
 
-def engine_of(stage, block, options, width=6):
+def engine_of(stage, block, options, width=6, grouped=False, scheduler=True):
     torch.manual_seed(3 + dist.get_rank() // 2)
     bf16 = options.get("bf16", False)
     layers = [
@@ -63,16 +64,21 @@ def engine_of(stage, block, options, width=6):
         "bf16": {"enabled": bf16},
         "ds_lgamp": block,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}},
     }
+    if scheduler:
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}}
     loss = (lambda output, target: mean_square(output.float(), target)) if bf16 else mean_square
     with quiet():
         seeding = {key: value for key, value in options.items() if key.startswith("seed")}
         module = PipelineModule(layers, num_stages=2, loss_fn=loss, **seeding)
+        parameters = list(module.parameters())
+        if grouped:
+            kinds = [[parameter for parameter in parameters if parameter.dim() == dim] for dim in (1, 2)]
+            parameters = [{"params": kind} for kind in kinds]
         return deepspeed.initialize(
             model=module,
-            model_parameters=module.parameters(),
-            training_data=DATA if "training_data" in options else None,
+            model_parameters=parameters,
+            training_data=DATA[: options["training_data"]] if "training_data" in options else None,
             config=config,
         )[0]
 
@@ -117,10 +123,25 @@ def resume(folder, layout):
 
 
 def weights_only(folder):
-    """A fresh run that starts from the weights of another."""
-    engine = engine_of(*LAYOUTS["zero 2, bf16"])
-    engine.load_checkpoint(folder, load_module_only=True)
-    return end_state(engine), engine.global_steps, engine.optimizer.optimizer.state_dict()["state"]
+    """The weights of a run, those of a fresh one that starts from them, its steps and optimizer state."""
+    saved, engine = (engine_of(*LAYOUTS["zero 2, bf16"]) for _ in range(2))
+    steps(saved, 1)
+    saved.save_checkpoint(folder, tag=1, save_latest=False)
+    engine.load_checkpoint(folder, tag=1, load_module_only=True)
+    state = engine.optimizer.optimizer.state_dict()["state"]
+    return end_state(saved), end_state(engine), engine.global_steps, state
+
+
+def neighbours(folder):
+    """What lies in a checkpoint's folder after it was saved again, and below it."""
+    engine = engine_of(*LAYOUTS["zero 0"])
+    engine.save_checkpoint(folder, tag="run/deeper")
+    engine.save_checkpoint(folder, tag="run")
+    if dist.get_rank() == 0:
+        (Path(folder) / "run" / "tokenizer.json").write_text("{}")
+    engine.save_checkpoint(folder, tag="run")
+    engine.load_checkpoint(folder, tag="run/deeper")
+    return sorted(path.name for path in (Path(folder) / "run").iterdir())
 
 
 def refusals(folder):
@@ -137,7 +158,17 @@ def refusals(folder):
     other = str(Path(folder) / "other")
     refused("other stage", CheckpointError, engine.load_checkpoint, str(Path(folder) / "zero 0"))
     wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
-    refused("other shapes", ValueError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
+    refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
+    for option in ("grouped", "scheduler"):
+        other_engine = engine_of(*layout, **{option: option == "grouped"})
+        before = end_state(other_engine)
+        refused(option, CheckpointError, other_engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
+        assert end_state(other_engine) == before
+    numpy_rate = engine_of(*layout)
+    numpy_rate.optimizer.param_groups[0]["lr"] = numpy.float64(0.1)
+    refused("numpy", CheckpointError, numpy_rate.save_checkpoint, other)
+    for tag in ("", "..", "/absolute"):
+        refused(f"tag {tag}", CheckpointError, engine.save_checkpoint, other, tag=tag)
     refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
     refused("load function", ConfigError, engine.load_checkpoint, folder, custom_load_fn=print)
     refused("frozen", ConfigError, engine.save_checkpoint, other, exclude_frozen_parameters=True)
@@ -158,7 +189,8 @@ def refusals(folder):
 def run_all(folder):
     prepare_rank()
     results = {name: resume(str(Path(folder) / name), layout) for name, layout in LAYOUTS.items()}
-    results["weights"] = weights_only(str(Path(folder) / "zero 2, bf16"))
+    results["weights"] = weights_only(str(Path(folder) / "weights"))
+    results["neighbours"] = neighbours(str(Path(folder) / "neighbours"))
     results["refusals"] = refusals(folder)
     return results
 
@@ -181,11 +213,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(results, layout):
         assert again == expected
 
 
-def test_weights_alone_start_a_new_run(results, folder):
+def test_weights_alone_start_a_new_run(results):
     for rank in results:
-        weights, global_steps, optimizer_state = rank["weights"]
+        saved, loaded, global_steps, optimizer_state = rank["weights"]
+        assert loaded == saved
         assert global_steps == 0 and not optimizer_state
-        assert weights.keys() == rank["zero 2, bf16"][0][1].keys()
+
+
+def test_saving_again_leaves_the_files_of_others_alone(results):
+    files = ["deeper", "layout.json", *(f"rank_{rank:05d}.pt" for rank in range(4)), "tokenizer.json"]
+    assert results[0]["neighbours"] == files
+
+
+def test_a_rank_writes_its_own_shards_only(folder):
+    """Stage 1 shards the optimizer's state and the master weights as stage 3 does."""
+    sizes = {}
+    for name in ("zero 1, end of an epoch", "zero 3, stored activations"):
+        state = torch.load(folder / name / "global_step3" / "rank_00000.pt", weights_only=True)
+        tensors = [unit["master"] for unit in state["partition"].values()]
+        sizes[name] = [(tensor.numel(), tensor.untyped_storage().nbytes()) for tensor in tensors]
+    assert len({tuple(size) for size in sizes.values()}) == 1
+    assert all(nbytes == 4 * numel for numel, nbytes in sizes["zero 1, end of an epoch"])
 
 
 def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
@@ -200,7 +248,13 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     ("name", "words"),
     [
         ("other stage", ["zero 0", "was written with zero_stage 0, this run has 3"]),
-        ("other shapes", ["in the checkpoint and", "here"]),
+        ("other shapes", ["has other parameters, shapes or optimizer groups than the checkpoint (", "as they were"]),
+        ("grouped", ["has other parameters, shapes or optimizer groups than the checkpoint ("]),
+        ("scheduler", ["has a learning rate scheduler, this run has none; pass load_lr_scheduler_states=False"]),
+        ("numpy", ["optimizer.param_groups holds objects that cannot be loaded"]),
+        ("tag ", ["the tag is ''; name a folder inside"]),
+        ("tag ..", ["the tag is '..'"]),
+        ("tag /absolute", ["the tag is '/absolute'"]),
         ("no such tag", ["global_step99 is no checkpoint of ds_lgamp"]),
         ("load function", ["custom_load_fn is given", "remove it"]),
         ("frozen", ["exclude_frozen_parameters is True", "remove it"]),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ds_lgamp
+from ds_lgamp.config import ConfigError
 from tests.engine.models import Training, build_layers
 from tests.engine.running import Layout, gathered, initialize, prepare_rank, quiet, train
 from tests.ranks import run_on_ranks
@@ -55,6 +56,7 @@ def compare_attributes():
     check_seams()
     before = attributes_of_deepspeed()
     ds_lgamp.install()
+    ds_lgamp.install()
     during = attributes_of_deepspeed()
     ds_lgamp.uninstall()
     after = attributes_of_deepspeed()
@@ -66,6 +68,38 @@ def test_uninstall_leaves_no_trace():
     ((changed, left),) = run_on_ranks(1, compare_attributes)
     assert ("deepspeed", "PipelineEngine") in changed
     assert left == set()
+
+
+def changes_to_the_engine_class():
+    """What user code changes on deepspeed.PipelineEngine reaches both engines; another class in its place is refused
+    with a block."""
+    prepare_rank()
+    import deepspeed
+
+    ds_lgamp.install()
+    stock_method = deepspeed.PipelineEngine.set_batch_fn
+    deepspeed.PipelineEngine.set_batch_fn = lambda self, _: "changed"
+    engines = [
+        initialize(Training(), STOCK._replace(stage=stage, block=block)) for stage, block in ((1, None), (3, {}))
+    ]
+    answers = [engine.set_batch_fn(None) for engine in engines]
+    deepspeed.PipelineEngine.set_batch_fn = stock_method
+    assert isinstance(engines[1], deepspeed.DeepSpeedEngine)
+
+    class Own(deepspeed.PipelineEngine):
+        """A user's engine."""
+
+    deepspeed.PipelineEngine = Own
+    with pytest.raises(ConfigError) as refused:
+        initialize(Training(), STOCK._replace(stage=3, block={}))
+    return answers, str(refused.value), type(initialize(Training(), STOCK)).__name__
+
+
+def test_changes_to_the_engine_class_are_heeded():
+    for answers, refusal, stock in run_on_ranks(2, changes_to_the_engine_class):
+        assert answers == ["changed", "changed"]
+        assert refusal.startswith("deepspeed.PipelineEngine was replaced by Own after ds_lgamp.install()")
+        assert stock == "Own"
 
 
 def engine_is_what_user_code_expects():
@@ -156,8 +190,6 @@ def test_impossible_settings_are_refused_on_every_rank(layout, message):
 
 
 def refused(layout):
-    from ds_lgamp.config import ConfigError
-
     prepare_rank()
     with pytest.raises(ConfigError) as error:
         initialize(Training(), layout)

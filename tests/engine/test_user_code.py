@@ -166,6 +166,59 @@ def several_losses():
     return results
 
 
+class Announcing(nn.Linear):
+    """The last layer returns the loss; what else it reports is fixed."""
+
+    def forward(self, inputs):
+        return super().forward(inputs).square().mean()
+
+
+class ReportingWithoutLossFunction(PipelineModule):
+    def get_additional_losses(self):
+        return {"constant": torch.tensor(0.25)}
+
+
+def additional_losses_without_a_loss_function():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        with quiet():
+            layers = [*linears(3), LayerSpec(Announcing, 6, 6)]
+            module = ReportingWithoutLossFunction(layers, num_stages=2, seed_layers=True, seed_fn=seed)
+        engine = engine_of(module, block)
+        loss = engine.train_batch(batches(2)).item()
+        results.append({"loss": loss, "constant": float(engine.get_additional_losses()["constant"])})
+    return results
+
+
+def normed_linear():
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+
+class Normed(nn.Module):
+    """Every forward moves a buffer that its result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = normed_linear()
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def buffers_that_forwards_move():
+    return both(lambda: [LayerSpec(nn.Linear, 6, 6), LayerSpec(Normed), LayerSpec(nn.Linear, 6, 6), LayerSpec(Normed)])
+
+
+def a_loss_that_changes_its_labels():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        module = build(linears(4))
+        module.loss_fn = lambda output, target: mean_square(output, target.add_(1.0))
+        engine = engine_of(module, block)
+        results.append([engine.train_batch(batches(2, start=step)).item() for step in range(3)])
+    return results
+
+
 def logits_of_an_evaluation():
     results = []
     for block in (None, ONE_LAYER_PER_CHUNK):
@@ -194,6 +247,7 @@ def shapes_that_change_within_a_batch():
         for step in range(3):
             rows = [next(batches(1, rows=1 + (step + index) % 3, start=index)) for index in range(4)]
             steps.append(engine.train_batch(iter(rows)).item())
+            steps.append(engine.eval_batch(batches(4, rows=2 + step)).item())
         results.append(steps)
     assert results[1] == results[2]
     return results[:2]
@@ -225,6 +279,9 @@ COMPARISONS = [
     training_data,
     norm_of_owned_parameters,
     several_losses,
+    additional_losses_without_a_loss_function,
+    buffers_that_forwards_move,
+    a_loss_that_changes_its_labels,
     logits_of_an_evaluation,
     shapes_that_change_within_a_batch,
     masks_and_numbers_beside_activations,

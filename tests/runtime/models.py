@@ -43,9 +43,15 @@ class TiedHead(nn.Module):
         return hidden @ self._embedding[0].weight.T
 
 
-def add_mask(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A tuple travels from here on: activations, an integer and a floating-point tensor."""
-    return hidden, torch.arange(hidden.shape[0]), torch.full((1,), 0.5)
+class AddMask(nn.Module):
+    """A tuple travels from here on: activations, an integer tensor and a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return hidden, torch.arange(hidden.shape[0]), self.gain.view(1)
 
 
 class TupleBlock(Block):
@@ -80,7 +86,7 @@ def build_model(blocks: int, tied: bool, seed: int = 0) -> Model:
     embedding = Embedding()
     body = [TupleBlock() for _ in range(blocks)]
     head = TiedHead(embedding) if tied else nn.Linear(WIDTH, 11)
-    return Model([embedding, body[0], add_mask, *body[1:], drop_mask, head], tied)
+    return Model([embedding, body[0], AddMask(), *body[1:], drop_mask, head], tied)
 
 
 def loss_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.keys import KEYS, Key, Treatment
+from ds_lgamp.integrations.deepspeed.keys import KEYS, VALUES, Key, Treatment
 
 _ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
 _ALIASES = {"bfloat16": "bf16"}
@@ -17,6 +17,8 @@ _SWITCHES = {"enabled", "device", "autotp_size", "deepcompile"}
 """Last names of refused keys without which the rest of their section does nothing in DeepSpeed either."""
 _TYPO = 0.8
 """How similar, from 0 to 1, an unknown key at the top must be to a known one to be no key of the user's own."""
+_SIMILAR = 0.6
+"""The same inside a section, for an unknown key to be taken for a known one."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -45,21 +47,22 @@ def check_keys(config: dict[str, Any]) -> list[str]:
     """
     meaningless: dict[str, int] = {}
     for setting in _settings(config):
+        takes = setting.key.takes
+        if takes and not VALUES[takes](setting.value):
+            raise ConfigError(f"{setting.name} is {_short(setting.value)}; write {takes}")
         if setting.key.treatment is Treatment.MEANINGLESS:
             if not _has_switch(setting.key.name):
                 meaningless[setting.name] = setting.position
         elif not _passes(setting.key, setting.value):
             raise ConfigError(_complaint(setting))
+    if config.get("wall_clock_breakdown") and config.get("steps_per_print") is None:
+        raise ConfigError("wall_clock_breakdown is True, but steps_per_print is missing; write how often it is printed")
     return sorted(meaningless, key=lambda name: meaningless[name])
 
 
 def check_batch_sizes(config: dict[str, Any], data_ranks: int) -> None:
-    """Raises ConfigError where the three batch sizes do not multiply."""
+    """Raises ConfigError where the three batch sizes, whole numbers each, do not multiply."""
     total, micro, steps = (config.get(key) for key in _BATCH_SIZES)
-    for key in _BATCH_SIZES:
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{key} is {value!r}; write a whole number from 1")
     if total is None and micro is None:
         raise ConfigError(f"{_BATCH_SIZES[0]} and {_BATCH_SIZES[1]} are missing; write at least one of them")
     if total is None:
@@ -97,7 +100,7 @@ def _settings(
             elif value is not None:
                 yield rest
             continue
-        if value is None:
+        if value is None and (member_path in _ROWS or path):
             continue
         if member_path in _ROWS:
             _refuse_auto(value, member_name, member_path)
@@ -134,10 +137,10 @@ def _has_switch(name: str) -> bool:
 
 
 def _passes(key: Key, value: Any) -> bool:
-    if isinstance(value, str):
-        value = value.lower()
     if key.treatment is Treatment.HONOURED:
         return not key.harmless or value in key.harmless
+    if isinstance(value, str):
+        value = value.lower()
     if key.name.endswith(".*") and isinstance(value, dict):
         return value.get("enabled") is False
     return value in key.harmless
@@ -153,9 +156,12 @@ def _complaint(setting: _Setting) -> str:
 def _refuse_typo(key: str, name: str, known: set[str], is_top: bool) -> None:
     if key == BLOCK:
         raise ConfigError(f"{name} is the block in the wrong place; it stands at the top, beside zero_optimization")
-    nearest = get_close_matches(key, sorted(known), n=1, cutoff=_TYPO if is_top else 0)
+    nearest = get_close_matches(key, sorted(known), n=1, cutoff=_TYPO if is_top else _SIMILAR)
     if nearest:
-        raise ConfigError(f"{name} is no known key; did you mean {nearest[0]}?")
+        ending = "Rename it if it is a key of your own" if is_top else "Or remove it"
+        raise ConfigError(f"{name} is no known key; did you mean {nearest[0]}? {ending}")
+    if not is_top:
+        raise ConfigError(f"{name} is no known key; remove it")
 
 
 def _refuse_auto(value: Any, name: str, path: str) -> None:

@@ -29,54 +29,82 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or loaded; the message names the file and the fix."""
 
 
-def save(directory: Path, tag: str, layout: dict[str, Any], state: dict[str, Any], publish_latest: bool) -> None:
-    """Writes ``state`` of every rank beside the old checkpoint and puts all into its place at once. Collective.
+def save(
+    directory: Path, tag: str, layout: dict[str, Any], state: Callable[[], dict[str, Any]], publish_latest: bool
+) -> None:
+    """Writes the ``state`` of every rank beside the old checkpoint and puts all into its place at once. Collective.
 
-    Raises CheckpointError on every rank if one cannot write.
+    Raises CheckpointError on every rank if one cannot write, or if what it has cannot be loaded again.
     """
     final = directory / tag
     partial = final.with_name(f".{final.name}.partial")
     rank = dist.get_rank()
+    _everywhere(lambda: _refuse_tag(tag))
+    own = _everywhere(lambda: _loadable(state()))
     _everywhere(lambda: _prepare(partial, {"format": FORMAT, **layout}) if rank == 0 else None)
-    _everywhere(lambda: torch.save(state, partial / _rank_file(rank)))
+    _everywhere(lambda: torch.save(own, partial / _rank_file(rank)))
     _everywhere(lambda: _publish(partial, final) if rank == 0 else None)
     if publish_latest:
         _everywhere(lambda: _write_latest(directory / LATEST, tag) if rank == 0 else None)
 
 
-def load(directory: Path, tag: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """The state this rank saved. Collective. Raises CheckpointError on every rank if there is none that fits."""
+def load(directory: Path, tag: str, layout: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The state this rank saved, if ``check`` raises on no rank. Collective.
+
+    Raises CheckpointError on every rank if there is none that fits.
+    """
     folder = directory / tag
-    return _everywhere(lambda: _read(folder, {"format": FORMAT, **layout}))
+
+    def read() -> dict[str, Any]:
+        state = _read(folder, {"format": FORMAT, **layout})
+        check(state)
+        return state
+
+    return _everywhere(read)
 
 
 def read_latest(directory: Path) -> str | None:
-    """The tag of the last checkpoint; None if there is none."""
+    """The tag of the last checkpoint as rank 0 sees it; None if there is none. Collective."""
     path = directory / LATEST
-    return path.read_text().strip() if path.is_file() else None
+    tag = _everywhere(lambda: path.read_text().strip() if dist.get_rank() == 0 and path.is_file() else None)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tag)
+    return everyone[0]
 
 
-def partition_state(partition: ZeroPartition) -> dict[str, dict[str, torch.Tensor]]:
-    """The master weights of this rank's units, and the weights where they are others, by unit."""
+def partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
+    """By unit, what its storage holds in which order, this rank's master weights, and the weights where they are
+    others."""
     state = {}
     for unit in partition.units:
-        state[unit.name] = {"master": unit.master.detach()}
+        # Cloned: a view would be written with the storage around it.
+        state[unit.name] = {"contents": unit.contents(), "master": unit.master.detach().clone()}
         if unit.master is not unit.shard:
-            state[unit.name]["weights"] = unit.shard.detach()
+            state[unit.name]["weights"] = unit.shard.detach().clone()
     return state
 
 
-def load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Raises ValueError before anything changes if the units are others."""
-    own = partition_state(partition)
-    for name in own.keys() | state.keys():
-        shapes = [{key: tensor.shape for key, tensor in side.get(name, {}).items()} for side in (own, state)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{name} has {shapes[1] or 'nothing'} in the checkpoint and {shapes[0] or 'nothing'} here")
-    for name, tensors in own.items():
-        for key, tensor in tensors.items():
-            tensor.copy_(state[name][key])
+def check_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
+    """Raises CheckpointError if the units are others, or have their parameters in another order."""
+    own = {unit.name: unit.contents() for unit in partition.units}
+    for name in sorted(own.keys() | state.keys()):
+        here, there = own.get(name, []), state.get(name, {}).get("contents", [])
+        if here != there:
+            different = sorted({str(entry) for entry in here} ^ {str(entry) for entry in there})
+            raise CheckpointError(
+                f"{name} has other parameters, shapes or optimizer groups than the checkpoint "
+                f"({', '.join(different) or 'in another order'}); build model and groups as they were"
+            )
+
+
+def load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
+    """After :func:`check_partition_state`."""
     for unit in partition.units:
+        saved = state[unit.name]
+        with torch.no_grad():
+            unit.master.copy_(saved["master"])
+            if unit.master is not unit.shard:
+                unit.shard.copy_(saved["weights"])
         unit.stale = unit.partitioned
 
 
@@ -89,19 +117,31 @@ def load_random_state(sources: Sequence[RandomSource], states: list[Any]) -> Non
     write_states(sources, [_with_arrays(state) for state in states])
 
 
-def check_loadable(client_state: Any) -> None:
-    """Raises CheckpointError if ``client_state`` holds what a checkpoint cannot give back without running code."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(client_state, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"client_state holds objects that cannot be loaded without running code from the file ({reason}); "
-            "use numbers, strings, tensors, lists and dictionaries"
-        ) from None
+def _loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """``state``, if all it holds beside tensors can be loaded without running code from the file."""
+    small = {
+        "client_state": state["client_state"],
+        "optimizer.param_groups": state["optimizer"]["param_groups"],
+        "lr_scheduler": state["lr_scheduler"],
+    }
+    for name, value in small.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} holds objects that cannot be loaded without running code from the file "
+                f"({str(error).splitlines()[0]}); use numbers, strings, tensors, lists and dictionaries"
+            ) from None
+    return state
+
+
+def _refuse_tag(tag: str) -> None:
+    path = Path(tag)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(f"the tag is '{tag}'; name a folder inside the checkpoint's directory")
 
 
 def _everywhere(action: Callable[[], Any]) -> Any:
@@ -129,6 +169,10 @@ def _publish(partial: Path, final: Path) -> None:
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
+        # What else lies there, such as a user's files or checkpoints below, stays.
+        for other in final.iterdir():
+            if other.name != LAYOUT and not other.match("rank_*.pt"):
+                other.rename(partial / other.name)
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.module import raise_everywhere
 
 _READY, _ENDED, _FAULTY = range(3)
@@ -32,30 +33,37 @@ class BatchLoader:
         """Pulls a batch. Collective over all ranks.
 
         Raises StopIteration on every rank if the data of one have ended; what others pulled is lost then. Raises
-        ConfigError on every rank if a micro-batch of one is no pair of inputs and labels.
+        ConfigError on every rank if those of one fail otherwise, or are no pairs of inputs and labels.
         """
         self._micro_batches.clear()
-        status, complaint = _READY, None
+        status, complaint, cause = _READY, None, None
         if self._needs_inputs or self._needs_labels:
-            for micro_batch in range(micro_batches):
-                try:
-                    pulled = next_micro_batch()
-                except StopIteration:
-                    status = _ENDED
-                    break
-                complaint = _complaint(pulled)
-                if complaint:
-                    status = _FAULTY
-                    break
-                self._micro_batches[micro_batch] = pulled
-        if dist.get_world_size() > 1:
-            worst = torch.tensor(status)
-            dist.all_reduce(worst, dist.ReduceOp.MAX, self._agreement)
-            status = int(worst)
+            try:
+                for micro_batch in range(micro_batches):
+                    self._micro_batches[micro_batch] = _checked(next_micro_batch())
+            except StopIteration:
+                status = _ENDED
+            except Exception as error:
+                status, cause = _FAULTY, error
+                complaint = f"the data of rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        status = self.worst(status)
+        if status != _READY:
+            self._micro_batches.clear()
+        if status == _FAULTY:
+            try:
+                raise_everywhere(complaint)
+            except ConfigError as refusal:
+                raise refusal from cause
         if status == _ENDED:
             raise StopIteration
-        if status == _FAULTY:
-            raise_everywhere(complaint)
+
+    def worst(self, value: int) -> int:
+        """The largest ``value`` of all ranks. Collective."""
+        if dist.get_world_size() == 1:
+            return value
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._agreement)
+        return int(largest)
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """The inputs and labels this rank needs of a pulled micro-batch, on its device."""
@@ -68,12 +76,12 @@ class BatchLoader:
         )
 
 
-def _complaint(pulled: Any) -> str | None:
+def _checked(pulled: Any) -> Any:
     if pulled is None:
-        return "there is no data; pass data_iter to train_batch or training_data to deepspeed.initialize"
+        raise ConfigError("there is none; pass data_iter to train_batch or training_data to deepspeed.initialize")
     if not isinstance(pulled, (tuple, list)) or len(pulled) < 2:
-        return f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels"
-    return None
+        raise ConfigError(f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels")
+    return pulled
 
 
 def _integer_elements(inputs: Any) -> int:

@@ -1,7 +1,7 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
 from collections import OrderedDict
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class LgampEngine(PipelineEngine):
         """Micro-batches taken from the engine's own data."""
         if self.training_data and self.data_iterator is None:
             self._build_data_iter(self.training_data)
-        reports = self.monitor.enabled or self.wall_clock_breakdown()
+        # Often only rank 0 has a monitor, but all ranks measure.
+        reports = self._loader.worst(int(self.monitor.enabled or self.wall_clock_breakdown()))
         self._step_monitor = StepMonitor(self.executor.stopwatch) if reports else None
 
     def _place(self, module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:
@@ -205,8 +206,8 @@ class LgampEngine(PipelineEngine):
             self._step_monitor.begin()
         try:
             loss = super().train_batch(data_iter)
-        except StopIteration:
-            self.timers(TRAIN_BATCH_TIMER).reset()
+        except (StopIteration, ConfigError):
+            self.timers(TRAIN_BATCH_TIMER).stop()
             raise
         if self._step_monitor is not None:
             publish(self, self._step_monitor.finish(self._loader.tokens, self.device))
@@ -217,13 +218,15 @@ class LgampEngine(PipelineEngine):
         train_iterator = self.data_iterator
         try:
             return super().eval_batch(data_iter, *arguments, **options)
-        except StopIteration:
+        except (StopIteration, ConfigError):
             self.set_dataiterator(train_iterator)
+            self.eval_return_logits = False
             raise
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec
-        self._loader.pull(spec.micro_batches, self._next_batch)
+        with self.executor.stopwatch.time("data"):
+            self._loader.pull(spec.micro_batches, self._next_batch)
         if self.data_iterator is self._training_iterator:
             self._pulled_of_training_data += spec.micro_batches
         with self.executor.batch(spec.micro_batches, self._loader.take, training=not spec.forward_only):
@@ -240,9 +243,8 @@ class LgampEngine(PipelineEngine):
     def _loss(self, outputs: Any, labels: Any) -> Any:
         if self.eval_return_logits:
             self.outputs = outputs
-        if not self._compute_loss or self.module.loss_fn is None:
-            return outputs
-        loss = self.module.loss_fn(outputs, labels)
+        computes = self._compute_loss and self.module.loss_fn is not None
+        loss = self.module.loss_fn(outputs, labels) if computes else outputs
         if not self.executor.recomputing:
             self._add_additional_losses()
         return loss
@@ -280,11 +282,15 @@ class LgampEngine(PipelineEngine):
         """As PipelineEngine's, with random states and the position in ``training_data``; for the same layout."""
         if exclude_frozen_parameters:
             raise ConfigError(f"exclude_frozen_parameters is True, but a {BLOCK} block does not support it; remove it")
-        client_state = dict(client_state or {})
-        checkpoint.check_loadable(client_state)
-        state = {
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        state = partial(self._checkpoint_state, dict(client_state or {}))
+        checkpoint.save(Path(save_dir), tag, self._checkpoint_layout(), state, save_latest)
+        return True
+
+    def _checkpoint_state(self, client_state: dict[str, Any]) -> dict[str, Any]:
+        return {
             "partition": checkpoint.partition_state(self._partition),
-            "buffers": {name: tensor for name, tensor in self._buffers_by_name()},
+            "buffers": dict(self._buffers_by_name()),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {name: getattr(self, name) for name in _COUNTERS},
@@ -292,9 +298,6 @@ class LgampEngine(PipelineEngine):
             "random": checkpoint.random_state(self.executor.random_sources),
             "client_state": client_state,
         }
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        checkpoint.save(Path(save_dir), tag, self._checkpoint_layout(), state, save_latest)
-        return True
 
     def load_checkpoint(
         self,
@@ -314,17 +317,38 @@ class LgampEngine(PipelineEngine):
         if tag is None:
             logger.warning(f"{load_dir} has no file '{checkpoint.LATEST}'; pass a tag, or save a checkpoint first")
             return None, None
-        state = checkpoint.load(Path(load_dir), tag, self._checkpoint_layout())
+        with_scheduler = load_lr_scheduler_states and not load_module_only
+        check = partial(self._check_checkpoint, with_scheduler)
+        state = checkpoint.load(Path(load_dir), tag, self._checkpoint_layout(), check)
         checkpoint.load_partition_state(self._partition, state["partition"])
         for name, tensor in self._buffers_by_name():
             tensor.copy_(state["buffers"][name])
         if not load_module_only:
             if load_optimizer_states:
                 self.optimizer.optimizer.load_state_dict(state["optimizer"])
-            if load_lr_scheduler_states and self.lr_scheduler is not None:
+            if with_scheduler and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
             self._resume(state)
         return str(Path(load_dir) / tag), state["client_state"]
+
+    def _check_checkpoint(self, with_scheduler: bool, state: dict[str, Any]) -> None:
+        """Raises CheckpointError if ``state`` is of another model, optimizer or scheduler."""
+        checkpoint.check_partition_state(self._partition, state["partition"])
+        own, written = (
+            {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in buffers.items()}
+            for buffers in (dict(self._buffers_by_name()), state["buffers"])
+        )
+        names = sorted(name for name in own.keys() | written.keys() if own.get(name) != written.get(name))
+        if names:
+            raise checkpoint.CheckpointError(
+                f"buffers {', '.join(names)} are others than the checkpoint's; build the model as it was"
+            )
+        if with_scheduler and (self.lr_scheduler is None) != (state["lr_scheduler"] is None):
+            there, here = ("a", "none") if self.lr_scheduler is None else ("no", "one")
+            raise checkpoint.CheckpointError(
+                f"the checkpoint has {there} learning rate scheduler, this run has {here}; pass "
+                "load_lr_scheduler_states=False"
+            )
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Goes on where the checkpoint was written: counters, position in the engine's own data, random states."""
@@ -333,8 +357,9 @@ class LgampEngine(PipelineEngine):
         self.module.micro_offset = state["micro_offset"]
         if self.training_data:
             self._build_data_iter(self.training_data)
-            if self.data_iterator is not None:
-                position = self._pulled_of_training_data % len(self.training_dataloader.loader)
+            if self.data_iterator is not None and self._pulled_of_training_data:
+                # At the end of an epoch, not at the beginning of the next, which draws random numbers.
+                position = (self._pulled_of_training_data - 1) % len(self.training_dataloader.loader) + 1
                 next(islice(self.data_iterator, position, position), None)
         checkpoint.load_random_state(self.executor.random_sources, state["random"])
 

@@ -167,7 +167,7 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
     model = _Model(module, layout)
     data_ranks = module.topology().get_dim("data")
     ranks = [_rank_facts(model, rank, actions, spec, data_ranks, size) for rank, actions in enumerate(program)]
-    chunks_per_rank = max(len(facts.chunks) for facts in ranks)
+    chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
     repeats = stage == 3 and data_ranks > 1
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
@@ -439,15 +439,17 @@ def _words(facts: Explanation) -> str:
     if facts.data_ranks == 1:
         sentences.append("One data-parallel rank: nothing is gathered or reduced.")
     if facts.micro_batch_outer_gathers is not None:
-        chunks = max(len(rank.chunks) for rank in facts.ranks)
+        chunks = max(sum(chunk.parameters > 0 for chunk in rank.chunks) for rank in facts.ranks)
         gathers = max(rank.traffic.gathers for rank in facts.ranks)
         sentences.append(
-            "ZeRO-3 with micro-batches outermost, as in stock DeepSpeed, would gather about "
+            "ZeRO-3 with micro-batches outermost would gather about "
             f"2*N*M = 2*{chunks}*{facts.micro_batches} = {facts.micro_batch_outer_gathers} times per step and rank, "
             f"not {gathers}."
         )
     kept = "inputs of chunks" if facts.recompute == "full" else "chunks with all that autograd saves of them"
     sentences.append(f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen.")
+    if facts.pipeline_ranks > 1:
+        sentences.append("Layers of other pipeline ranks are taken as their specifications build them, none frozen.")
     if any(rank.memory.optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
     return "\n".join(sentences)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -18,51 +19,77 @@ _stock_partition_layers = PipelineModule._partition_layers
 _METHOD = "_ds_lgamp_partition_method"
 _PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 """What ``deepspeed.initialize`` builds for other modules than PipelineModule."""
-_stock = {name: getattr(deepspeed, name) for name in ("DeepSpeedConfig", "PipelineEngine", *_PLAIN_ENGINES)}
+_replaced: dict[str, Any] = {}
+"""What stood in ``deepspeed`` before :func:`install`, by name."""
 
 
-def standing_in(stock: type, call: Callable[..., Any]) -> type:
-    """A class that stands where ``deepspeed.initialize`` looks up ``stock``: instantiating it is calling ``call``, and
-    checks against it mean ``stock``."""
+class _StandIn(type):
+    """The class of classes that stand where ``deepspeed.initialize`` looks up another: instantiating one calls a
+    function, everything else, such as checks against it and changes to it, means the class it stands for."""
 
-    class StandIn(type(stock)):  # type: ignore[misc]
-        def __call__(cls, *positional: Any, **arguments: Any) -> Any:
-            return call(*positional, **arguments) if cls is stand_in else super().__call__(*positional, **arguments)
+    def __call__(cls, *positional: Any, **arguments: Any) -> Any:
+        instantiate = vars(cls).get("_instantiate")
+        return instantiate(*positional, **arguments) if instantiate else super().__call__(*positional, **arguments)
 
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, stock) if cls is stand_in else super().__instancecheck__(instance)
+    def __instancecheck__(cls, instance: Any) -> bool:
+        stands_for = vars(cls).get("_stands_for")
+        return isinstance(instance, stands_for) if stands_for else super().__instancecheck__(instance)
 
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, stock) if cls is stand_in else super().__subclasscheck__(subclass)
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        stands_for = vars(cls).get("_stands_for")
+        return issubclass(subclass, stands_for) if stands_for else super().__subclasscheck__(subclass)
 
-    stand_in = StandIn(stock.__name__, (stock,), {})
-    return stand_in
+    def __setattr__(cls, name: str, value: Any) -> None:
+        stands_for = vars(cls).get("_stands_for")
+        setattr(stands_for, name, value) if stands_for else super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        stands_for = vars(cls).get("_stands_for")
+        delattr(stands_for, name) if stands_for else super().__delattr__(name)
+
+
+def standing_in(stock: Any, instantiate: Callable[..., Any]) -> type:
+    """A class that stands for ``stock`` and whose instantiation calls ``instantiate``."""
+    names = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return _StandIn(
+        stock.__name__, (stock,), {**names, "_stands_for": stock, "_instantiate": staticmethod(instantiate)}
+    )
 
 
 def checked_config(config: Any, mpu: Any = None, **options: Any) -> DeepSpeedConfig:
     """DeepSpeed's configuration; with an enabled block, refused in one sentence where the engine cannot honour it."""
     if not isinstance(config, dict) or read_block(config) is None:
         return DeepSpeedConfig(config, mpu, **options)
+    if not isinstance(deepspeed.PipelineEngine, _StandIn):
+        raise ConfigError(
+            f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
+            f"and would not heed the {BLOCK} block; replace it before, or remove the block"
+        )
     meaningless = check_keys(config)
     if mpu is not None:
         check_batch_sizes(config, mpu.get_data_parallel_world_size())
     try:
         made = DeepSpeedConfig(config, mpu, **options)
-    except (AssertionError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {sentence_of(error)}") from error
     if meaningless:
         log_dist(f"With a {BLOCK} block these keys mean nothing: {', '.join(meaningless)}", ranks=[0])
     return made
 
 
-def pipeline_engine(**arguments: Any) -> PipelineEngine:
+def pipeline_engine(*positional: Any, **arguments: Any) -> PipelineEngine:
     """The engine the configuration asks for."""
-    config = arguments["config"]
+    config, module = arguments.get("config"), arguments.get("model")
+    if not isinstance(config, dict) or not isinstance(module, PipelineModule):
+        return _replaced["PipelineEngine"](*positional, **arguments)
+    # As the engine does a little later: ranks must not talk to each other from one device.
+    get_accelerator().set_device(module.local_rank)
     refuse_differing_ranks(config)
     settings = read_block(config)
     if settings is None:
-        return PipelineEngine(**arguments)
-    return LgampEngine(settings=settings, partition_method=partition_method_of(arguments["model"]), **arguments)
+        log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
+        return _replaced["PipelineEngine"](*positional, **arguments)
+    return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 
 def partition_method_of(module: PipelineModule) -> str:
@@ -71,15 +98,15 @@ def partition_method_of(module: PipelineModule) -> str:
 
 
 def _plain_engine(name: str) -> Callable[..., Any]:
-    def call(*positional: Any, **arguments: Any) -> Any:
+    def instantiate(*positional: Any, **arguments: Any) -> Any:
         if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
             raise ConfigError(
                 f"deepspeed.initialize got a {type(arguments['model']).__name__}, but a {BLOCK} block works on a "
                 "PipelineModule; pass one, or remove the block"
             )
-        return _stock[name](*positional, **arguments)
+        return _replaced[name](*positional, **arguments)
 
-    return call
+    return instantiate
 
 
 def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
@@ -90,15 +117,19 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
 
 def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed."""
-    deepspeed.DeepSpeedConfig = standing_in(DeepSpeedConfig, checked_config)
-    deepspeed.PipelineEngine = standing_in(PipelineEngine, pipeline_engine)
-    for name in _PLAIN_ENGINES:
-        setattr(deepspeed, name, standing_in(_stock[name], _plain_engine(name)))
+    if _replaced:
+        return
+    instantiations = {"DeepSpeedConfig": checked_config, "PipelineEngine": pipeline_engine}
+    instantiations |= {name: _plain_engine(name) for name in _PLAIN_ENGINES}
+    for name, instantiate in instantiations.items():
+        _replaced[name] = getattr(deepspeed, name)
+        setattr(deepspeed, name, standing_in(_replaced[name], instantiate))
     PipelineModule._partition_layers = _partition_layers
 
 
 def uninstall() -> None:
     """Undoes :func:`install`; engines built meanwhile go on working."""
-    for name, stock in _stock.items():
+    for name, stock in _replaced.items():
         setattr(deepspeed, name, stock)
+    _replaced.clear()
     PipelineModule._partition_layers = _stock_partition_layers

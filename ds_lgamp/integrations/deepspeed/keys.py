@@ -1,6 +1,9 @@
 """Every key of ds_config.json that DeepSpeed 0.19.8 reads, and what a ``ds_lgamp`` block makes of it."""
 
+from collections.abc import Callable
 from enum import Enum
+from math import inf
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 
@@ -21,23 +24,51 @@ class Key(NamedTuple):
         name: dotted path; ``section.*`` stands for all keys of a section that have no row of their own. A refused
             section is refused as a whole, unless its ``enabled`` is false.
         note: what it does or its limits; why it is meaningless; why it is refused and what to do instead.
-        harmless: the values at which a refused key changes nothing, or the only ones an honoured key may have. None
-            always passes.
+        harmless: the values at which a refused key changes nothing, or the only ones an honoured key may have.
+        takes: what values the key takes, one of :data:`VALUES`; "" for anything.
+
+    A key that is null counts as absent.
     """
 
     name: str
     treatment: Treatment
     note: str = ""
     harmless: tuple[Any, ...] = ()
+    takes: str = ""
+
+
+COUNT, INDEX, AMOUNT, SWITCH = "a whole number from 1", "a whole number from 0", "a number from 0", "true or false"
+NAME, OBJECT, STAGE = "a name in quotes", "an object such as {}", "0, 1, 2 or 3"
+VALUES: dict[str, Callable[[Any], bool]] = {
+    COUNT: lambda value: _whole(value) and value >= 1,
+    INDEX: lambda value: _whole(value) and value >= 0,
+    AMOUNT: lambda value: isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < inf,
+    SWITCH: lambda value: isinstance(value, bool),
+    NAME: lambda value: isinstance(value, str),
+    OBJECT: lambda value: isinstance(value, dict),
+    STAGE: lambda value: _whole(value) and 0 <= value <= 3,
+}
+"""What a value must be like, in words and as a test."""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 HONOURED, MEANINGLESS, REFUSED = Treatment.HONOURED, Treatment.MEANINGLESS, Treatment.REFUSED
 
 
-def _keys(section: str, names: str, treatment: Treatment, note: str = "", harmless: tuple[Any, ...] = ()) -> list[Key]:
+def _keys(
+    section: str,
+    names: str,
+    treatment: Treatment,
+    note: str = "",
+    harmless: tuple[Any, ...] = (),
+    takes: str = "",
+) -> list[Key]:
     """Rows that differ in the name only; ``names`` is a list of words."""
     prefix = f"{section}." if section else ""
-    return [Key(prefix + name, treatment, note, harmless) for name in names.split()]
+    return [Key(prefix + name, treatment, note, harmless, takes) for name in names.split()]
 
 
 _SO_FAR = "a ds_lgamp block does not support it so far; remove it"
@@ -49,36 +80,55 @@ _STOCK_IGNORES = "DeepSpeed does not use it either; PipelineModule has an argume
 
 _TRAINING = (
     Key("ds_lgamp", HONOURED, "the block"),
-    *_keys("", "train_batch_size train_micro_batch_size_per_gpu", HONOURED),
-    Key("gradient_accumulation_steps", HONOURED, "the micro-batches of a step"),
+    *_keys("", "train_batch_size train_micro_batch_size_per_gpu", HONOURED, takes=COUNT),
+    Key("gradient_accumulation_steps", HONOURED, "the micro-batches of a step", takes=COUNT),
     Key("managed_gradient_accumulation", REFUSED, "a pipeline steps once per batch; remove it", (True,)),
-    Key("dataloader_drop_last", HONOURED),
-    Key("gradient_clipping", HONOURED, "by the norm of the whole model's gradient; 1.0 if absent, as in DeepSpeed"),
-    Key("optimizer.type", HONOURED, "optimizers that update each element by itself"),
-    Key("optimizer.params", HONOURED),
+    Key("dataloader_drop_last", HONOURED, takes=SWITCH),
+    Key(
+        "gradient_clipping",
+        HONOURED,
+        "by the norm of the whole model's gradient; 1.0 if absent, as in DeepSpeed",
+        takes=AMOUNT,
+    ),
+    Key("optimizer.type", HONOURED, "optimizers that update each element by itself", takes=NAME),
+    Key("optimizer.params", HONOURED, takes=OBJECT),
     Key("optimizer.legacy_fusion", MEANINGLESS, "only with fp16.enabled"),
-    *_keys("scheduler", "type params", HONOURED),
-    Key("zero_allow_untested_optimizer", HONOURED, "vouches that the optimizer updates each element by itself"),
+    Key("scheduler.type", HONOURED, takes=NAME),
+    Key("scheduler.params", HONOURED, takes=OBJECT),
+    Key(
+        "zero_allow_untested_optimizer",
+        HONOURED,
+        "vouches that the optimizer updates each element by itself",
+        takes=SWITCH,
+    ),
     Key("zero_force_ds_cpu_optimizer", MEANINGLESS, "only with offloading"),
     Key("prescale_gradients", MEANINGLESS, "gradients are divided in an order of their own"),
     Key("gradient_predivide_factor", MEANINGLESS, "gradients are divided in an order of their own"),
     Key("gradient_allreduce_op", REFUSED, "gradients are averaged over data-parallel ranks; remove it", ("mean",)),
-    Key("communication_data_type", REFUSED, _SO_FAR),
+    Key("communication_data_type", REFUSED, "gradients travel in data_types.grad_accum_dtype; remove it"),
     Key("disable_allgather", MEANINGLESS, "DeepSpeed does not use it either"),
     Key("allgather_size", MEANINGLESS, _PROGRAM),
 )
 
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _REPORTS = (
-    Key("steps_per_print", HONOURED),
-    Key("wall_clock_breakdown", HONOURED, "needs steps_per_print, as in DeepSpeed"),
-    Key("memory_breakdown", HONOURED, "reports memory while the engine is built, not around a forward or backward"),
-    *_keys("", "dump_state log_level disable_python_gc", HONOURED),
-    Key("vocabulary_size", HONOURED, "DeepSpeed warns if 8 does not divide it"),
+    Key("steps_per_print", HONOURED, takes=COUNT),
+    Key("wall_clock_breakdown", HONOURED, "needs steps_per_print", takes=SWITCH),
+    Key(
+        "memory_breakdown",
+        HONOURED,
+        "reports memory while the engine is built, not around a forward or backward",
+        takes=SWITCH,
+    ),
+    *_keys("", "dump_state disable_python_gc", HONOURED, takes=SWITCH),
+    Key("log_level", HONOURED, "debug, info, warning, error or critical", _LOG_LEVELS),
+    Key("vocabulary_size", HONOURED, "DeepSpeed warns if 8 does not divide it", takes=COUNT),
     *_keys("timers.throughput", "enabled synchronized", MEANINGLESS, "DeepSpeed's pipelines do not report it either"),
-    *_keys("tensorboard", "enabled output_path job_name", HONOURED),
-    *_keys("wandb", "enabled group team project", HONOURED),
-    *_keys("csv_monitor", "enabled output_path job_name", HONOURED),
-    *_keys("comet", "enabled samples_log_interval project workspace api_key experiment_name", HONOURED),
+    *_keys("", "tensorboard.enabled wandb.enabled csv_monitor.enabled comet.enabled", HONOURED, takes=SWITCH),
+    *_keys("tensorboard", "output_path job_name", HONOURED),
+    *_keys("wandb", "group team project", HONOURED),
+    *_keys("csv_monitor", "output_path job_name", HONOURED),
+    *_keys("comet", "samples_log_interval project workspace api_key experiment_name", HONOURED),
     *_keys("comet", "experiment_key online mode", HONOURED),
     Key(
         "comms_logger.enabled",
@@ -96,8 +146,8 @@ _REPORTS = (
 _FP32 = ("fp32", "float32", "float", "torch.float32")
 _BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 _PRECISION = (
-    Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters"),
-    Key("bf16.check_grad_overflow", HONOURED, "skips a step whose gradient is not finite"),
+    Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters", takes=SWITCH),
+    Key("bf16.check_grad_overflow", HONOURED, "skips a step whose gradient is not finite", takes=SWITCH),
     Key("bf16.immediate_grad_update", MEANINGLESS, "gradients accumulate as the program says"),
     *_keys(
         "bf16",
@@ -118,13 +168,13 @@ _PRECISION = (
     Key("torch_autocast.enabled", REFUSED, _USE_BF16, (False,)),
     *_keys("torch_autocast", "dtype lower_precision_safe_modules", MEANINGLESS, "only with torch_autocast.enabled"),
     Key("data_types.grad_accum_dtype", HONOURED, "fp32 or bf16", (*_FP32, *_BF16)),
-    Key("data_types.param_dtype", HONOURED, "must agree with bf16.enabled, as in DeepSpeed"),
-    Key("data_types.buffer_dtype", HONOURED, "with bf16.enabled"),
+    Key("data_types.param_dtype", HONOURED, "fp32 or bf16, in agreement with bf16.enabled", (*_FP32, *_BF16)),
+    Key("data_types.buffer_dtype", HONOURED, "fp32 or bf16, with bf16.enabled", (*_FP32, *_BF16)),
     Key("data_types.keep_in_fp32_modules", HONOURED, "with bf16.enabled; concerns buffers only, as in DeepSpeed"),
 )
 
 _ZERO = (
-    Key("zero_optimization.stage", HONOURED, "0 to 3, all with pipelines"),
+    Key("zero_optimization.stage", HONOURED, "0 to 3, all with pipelines", takes=STAGE),
     *_keys(
         "zero_optimization",
         "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
@@ -160,10 +210,11 @@ _ZERO = (
     ),
     *_keys(
         "zero_optimization",
-        "sub_group_size cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory",
+        "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory",
         MEANINGLESS,
         "only with offloading",
     ),
+    Key("zero_optimization.sub_group_size", MEANINGLESS, "a rank's shards are updated together"),
     Key("zero_optimization.ignore_unused_parameters", REFUSED, "nothing looks for unused ones; remove it", (True,)),
     *_keys("zero_optimization", "offload_optimizer.device offload_param.device", REFUSED, _SO_FAR, ("none",)),
     *_keys(
@@ -195,15 +246,16 @@ _ZERO = (
 
 _PARALLELISM = (
     *_keys("pipeline", "stages partition seed_layers", MEANINGLESS, _STOCK_IGNORES),
-    *_keys("pipeline", "activation_checkpoint_interval use_reentrant", MEANINGLESS, "ds_lgamp.recompute decides"),
-    *_keys("pipeline", "pipe_partitioned grad_partitioned", MEANINGLESS, "only with tensor parallelism"),
+    Key("pipeline.activation_checkpoint_interval", MEANINGLESS, "ds_lgamp.recompute decides", takes=INDEX),
+    Key("pipeline.use_reentrant", MEANINGLESS, "ds_lgamp.recompute decides", takes=SWITCH),
+    *_keys("pipeline", "pipe_partitioned grad_partitioned", MEANINGLESS, "only with tensor parallelism", takes=SWITCH),
     Key("activation_checkpointing.cpu_checkpointing", REFUSED, "stored inputs stay on the device; remove it", (False,)),
     *_keys(
         "activation_checkpointing",
         "partition_activations number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary "
         "profile",
         MEANINGLESS,
-        "ds_lgamp.recompute decides",
+        "ds_lgamp.recompute decides, but for layers that call deepspeed.checkpointing themselves",
     ),
     Key("tensor_parallel.autotp_size", REFUSED, "AutoTP does not cut pipelines; remove it", (0, 1)),
     Key("tensor_parallel.*", MEANINGLESS, "only with tensor_parallel.autotp_size"),

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
 
 COUNTED_STEP = 3
-"""The step, counted from 0, that is counted instead of timed: late enough that nothing happens for the first time. Runs
-that are shorter give no record."""
+"""The step, counted from 0, that is counted instead of timed: late enough that nothing happens for the first time."""
 
 
 class TrainingMeasurement:
@@ -40,8 +40,13 @@ class TrainingMeasurement:
         PipelineEngine.train_batch = train_batch
 
     def write(self, path: Path) -> None:
-        """Writes the record as JSON on the first rank."""
-        if not self._counted.get("is_first_rank"):
+        """Writes the record as JSON on the first rank. Raises ConfigError if no step was counted."""
+        if not self._counted:
+            raise ConfigError(
+                f"--measure {path} needs {COUNTED_STEP + 1} training steps or more, the script made "
+                f"{len(self._losses)}; train longer"
+            )
+        if not self._counted["is_first_rank"]:
             return
         timed = [seconds for step, seconds in enumerate(self._seconds) if step > COUNTED_STEP] or self._seconds
         record = {

@@ -21,13 +21,12 @@ class StepReport(NamedTuple):
     kinds: dict[str, float]
     """Seconds by kind of work and of exposed waiting, mean over the ranks."""
     peak_bytes: float
-    """Of the rank that needs most, as DeepSpeed's accelerator reports it: allocated device memory; on the CPU the
-    process's resident set."""
+    """Since the process began, of the rank that needs most, as DeepSpeed's accelerator reports it: allocated device
+    memory; on the CPU the process's resident set."""
 
     def events(self, engine: Any) -> list[tuple[str, float, int]]:
-        """What the monitors get beside DeepSpeed's own loss."""
+        """What the monitors get beside DeepSpeed's own loss and learning rate."""
         values = {
-            "lr": engine.get_lr()[0],
             "grad_norm": float(engine.get_global_grad_norm()),
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": self.peak_bytes,
@@ -53,7 +52,6 @@ class StepMonitor:
 
     def begin(self) -> None:
         self._stopwatch.read()
-        get_accelerator().reset_peak_memory_stats()
         self._start = time.perf_counter()
 
     def finish(self, tokens: int, device: torch.device) -> StepReport:

@@ -4,12 +4,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.module import PipelineModule
 from pydantic import ValidationError
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
 from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise, check_optimizer_type
+
+_SECTIONS = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
+    "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedFP16Config": "fp16",
+    "HybridEngineConfig": "hybrid_engine",
+    "CompileConfig": "compile",
+}
+"""Where the keys of DeepSpeed's models stand in ds_config.json."""
 
 _SHARED_KEYS = (
     BLOCK,
@@ -48,6 +60,9 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
         if config.optimizer_name is None:
             raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
         check_optimizer_type(config.optimizer_name, config.zero_allow_untested_optimizer)
+        _try_optimizer(config.optimizer_name, config.optimizer_params or {})
+    if config.scheduler_name is not None:
+        _try_scheduler(config.scheduler_name, config.scheduler_params)
     _refuse_module(module)
     raise_everywhere(_complaint_about_tensors(module))
     for name, info in announced_tensors(module).items():
@@ -55,12 +70,48 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
             raise ConfigError(f"parameter {name} is {info.dtype}, but bf16.enabled is false; set it or remove the cast")
 
 
+def _try_optimizer(name: str, options: dict[str, Any]) -> None:
+    """Raises ConfigError if the optimizer's class does not take its ``params``; DeepSpeed would find out later."""
+    if "max_grad_norm" in options:
+        raise ConfigError(
+            f"optimizer.params.max_grad_norm is {options['max_grad_norm']}, which DeepSpeed refuses; write "
+            "gradient_clipping instead"
+        )
+    kind = getattr(torch.optim, name, torch.optim.Adam)
+    taken = {key: value for key, value in options.items() if kind is not torch.optim.Adam or key not in _OF_DEEPSPEED}
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1))], **taken)
+    except Exception as error:
+        raise ConfigError(f"optimizer.params is {options}, but {name} refuses it ({sentence_of(error)})") from None
+
+
+_OF_DEEPSPEED = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
+"""What DeepSpeed's Adam takes and torch's does not."""
+
+
+def _try_scheduler(name: str, options: dict[str, Any] | None) -> None:
+    """Raises ConfigError if there is no such scheduler or it does not take its ``params``."""
+    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        raise ConfigError(f"scheduler.type is '{name}', which is unknown; use {known} or one of torch's")
+    if options is None:
+        raise ConfigError("scheduler.params is missing; write an object such as {}")
+    if any(isinstance(value, list) for value in options.values()):
+        return  # One value for each parameter group, which only the engine knows.
+    try:
+        kind(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]), **options)
+    except Exception as error:
+        raise ConfigError(f"scheduler.params is {options}, but {name} refuses it ({sentence_of(error)})") from None
+
+
 def sentence_of(error: Exception) -> str:
     """The first thing an error of DeepSpeed's configuration says, in one line."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        key = ".".join(map(str, (_SECTIONS.get(error.title, error.title), *first["loc"])))
+        return f"{key} is {first['input']!r}: {first['msg']}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a word'}"
 
 
 def _refuse_module(module: PipelineModule) -> None:

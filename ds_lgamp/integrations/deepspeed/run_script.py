@@ -27,8 +27,8 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
     this one: so the launcher notices and ends the job.
     """
     with _failures_end_the_process():
-        _check_config(arguments)
         check_seams()
+        _check_config(arguments)
         # Only now: of another DeepSpeed, imports fail.
         from ds_lgamp.integrations.deepspeed.install import install
         from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
@@ -60,8 +60,8 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
         "whose collectives move nothing\n"
     )
     with _failures_end_the_process(hint):
-        _check_config(arguments)
         check_seams()
+        _check_config(arguments)
         from ds_lgamp.integrations.deepspeed.explain import Explanation, as_text, explain_engines, imagine_ranks
 
         explained = []
@@ -91,7 +91,7 @@ def _run_as_main(script: str, arguments: Sequence[str]) -> None:
     if not Path(script).is_file():
         raise ConfigError(f"'{script}' is no file; name the script to run")
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
@@ -117,28 +117,21 @@ def _check_config(arguments: Sequence[str]) -> None:
     for index, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--deepspeed_config":
-            config = _read_config(Path(value or next(iter(arguments[index + 1 : index + 2]), "")))
+            config = _read_config(value or next(iter(arguments[index + 1 : index + 2]), ""))
             if read_block(config) is not None:
                 check_keys(config)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"--deepspeed_config is '{path}', which is no file; name a JSON file")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{path} has the key {key} twice in one place; keep one of them")
-        return dict(pairs)
+def _read_config(value: str) -> dict[str, Any]:
+    """The configuration as DeepSpeed reads it: a file of JSON or HJSON, or base64."""
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
     try:
-        config = json.loads(path.read_text(), object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        config = load_ds_config(value)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--deepspeed_config {value} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {type(config).__name__}; a DeepSpeed configuration is an object")
+        raise ConfigError(f"--deepspeed_config {value} holds {type(config).__name__}; it must hold an object")
     return config
 
 

@@ -10,14 +10,12 @@ from ds_lgamp.config import ConfigError
 TESTED_VERSION = "0.19.8"
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("initialize", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine"),
+    "deepspeed": ("initialize",),
     "deepspeed.accelerator": ("get_accelerator",),
-    "deepspeed.runtime.config": ("DtypeEnum",),
+    "deepspeed.runtime.config": ("DeepSpeedConfig", "DtypeEnum"),
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
-    "deepspeed.runtime.constants": ("GRADIENT_ALLREDUCE_OP_MEAN",),
     "deepspeed.runtime.engine": ("ZERO_OPTIMIZATION",),
-    "deepspeed.runtime.pipe.dualpipev": ("DualPipeVModule",),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_INSTRUCTION_MAP",
         "_build_data_iter",
@@ -65,7 +63,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.pipe.schedule.PipeSchedule": ("num_pipe_buffers", "steps"),
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("get_pipe_parallel_group", "stage_to_global"),
     "deepspeed.runtime.utils": ("set_random_seed",),
-    "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum",),
+    "deepspeed.runtime.tensor_parallel.init_utils": ("load_ds_config",),
     "deepspeed.utils.logging": ("log_dist", "logger"),
 }
 """By module or class, what must exist in it."""
@@ -118,9 +116,13 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "tied_weight_attrs",
         "world_group",
     ),
-    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("data_parallel_id", "pipe_groups"),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("pipe_groups",),
 }
 """By class, what its methods must set or use on their instances."""
+
+
+LOOKUPS = ("DeepSpeedConfig", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
+"""Module-global names that ``deepspeed.initialize`` must look up when it is called."""
 
 
 def check_seams() -> None:
@@ -146,15 +148,20 @@ def missing_seams() -> list[str]:
         used = set(_names_in_methods(_resolve(owner)))
         missing += [_label(owner, name) for name in names if name not in used]
     initialize = getattr(_resolve("deepspeed"), "initialize", None)
-    if initialize is not None and "PipelineEngine" not in inspect.unwrap(initialize).__code__.co_names:
-        missing.append("the lookup of PipelineEngine in deepspeed.initialize")
+    if initialize is not None:
+        looked_up = inspect.unwrap(initialize).__code__.co_names
+        missing += [_lookup(name) for name in LOOKUPS if name not in looked_up]
     return missing
 
 
 def all_seams() -> list[str]:
     """Every seam that :func:`missing_seams` looks for."""
     seams = [_label(owner, name) for table in (NAMES, ATTRIBUTES) for owner, names in table.items() for name in names]
-    return [*seams, "the lookup of PipelineEngine in deepspeed.initialize"]
+    return [*seams, *map(_lookup, LOOKUPS)]
+
+
+def _lookup(name: str) -> str:
+    return f"the lookup of {name} in deepspeed.initialize"
 
 
 def _resolve(path: str) -> ModuleType | type | None:
