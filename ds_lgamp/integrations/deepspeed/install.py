@@ -60,7 +60,7 @@ def checked_config(config: Any, mpu: Any = None, **options: Any) -> DeepSpeedCon
     """DeepSpeed's configuration; with an enabled block, refused in one sentence where the engine cannot honour it."""
     if not isinstance(config, dict) or read_block(config) is None:
         return DeepSpeedConfig(config, mpu, **options)
-    if not isinstance(deepspeed.PipelineEngine, _StandIn):
+    if "_instantiate" not in vars(deepspeed.PipelineEngine):
         raise ConfigError(
             f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
             f"and would not heed the {BLOCK} block; replace it before, or remove the block"
