@@ -212,6 +212,13 @@ class Unit:
             entry.parameter.data = self._released
         self.flat.untyped_storage().resize_(0)
 
+    def adopt(self) -> None:
+        """Takes shard and master weights from the full parameters."""
+        if self.frees_weights:
+            self.shard.copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()])
+        if self.master is not self.shard:
+            self.master.copy_(self.shard)
+
     def begin_accumulation(self) -> None:
         """Gives every parameter a zeroed view of the flat gradient, into which autograd accumulates in place."""
         if self._gradient is None:

@@ -79,6 +79,13 @@ class ZeroPartition:
         address = tensor.untyped_storage().data_ptr()
         return any(unit.flat.untyped_storage().data_ptr() == address for unit in self.chunk_units[chunk])
 
+    @torch.no_grad()
+    def adopt_parameters(self) -> None:
+        """Inside :meth:`full_parameters`: somebody changed the parameters, alike on all data-parallel ranks; shards and
+        master weights follow."""
+        for unit in self.units:
+            unit.adopt()
+
     def wait_room(self, chunk: int) -> None:
         """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""
         for unit in self.chunk_units[chunk]:

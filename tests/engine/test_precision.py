@@ -64,7 +64,26 @@ def run_all():
             layout = Layout(2, 2, stage, {"micro_batch_group": group})
             runs[stage, group, accumulation] = train(layout, precision)
     runs["hook"] = train_with_hooks()
-    return runs, {name: step_that_overflows(precision) for name, precision in OVERFLOWS.items()}
+    overflows = {name: step_that_overflows(precision) for name, precision in OVERFLOWS.items()}
+    loaded = {
+        (stage, name): weights_loaded_in_training(stage, precision)
+        for stage in range(4)
+        for name, precision in (("fp32", FP32), ("bf16", BF16))
+    }
+    return runs, overflows, loaded
+
+
+def weights_loaded_in_training(stage, precision):
+    """Whether the master weights of an engine are those of the state it loaded, and the losses of the engine it came
+    from and of that one on the same batch."""
+    first, second = (engine_of(Layout(2, 2, stage, {}), precision) for _ in range(2))
+    for engine, count in ((first, 2), (second, 1)):
+        for step in range(count):
+            engine.train_batch(batches(step, engine))
+    state = first.module.state_dict()
+    second.module.load_state_dict(state)
+    same = all(torch.equal(value, state[name].float()) for name, value in master_weights(second).items())
+    return same, [engine.train_batch(batches(5, engine)).item() for engine in (first, second)]
 
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01}}}
@@ -105,7 +124,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def runs(ranks):
-    return merged([runs for runs, _ in ranks])
+    return merged([runs for runs, _, _ in ranks])
 
 
 def merged(ranks):
@@ -152,9 +171,17 @@ def test_accumulation_by_hooks_gives_the_same_bits(runs):
 
 
 def test_a_step_whose_gradient_overflows_is_skipped_on_all_ranks(ranks):
-    for _, history in ranks:
+    for _, history, _ in ranks:
         first, overflow, after = history["checked"]
         assert first[:2] == (True, 0) and not first[3]
         assert overflow == (False, 1, first[2], True), "neither weights nor learning rate move"
         assert after[:2] == (True, 1) and not after[3]
         assert history["unchecked"][1][:2] == (True, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_training_goes_on_from_weights_that_are_loaded_into_the_module(ranks, stage, precision):
+    for _, _, loaded in ranks:
+        same, (first, second) = loaded[stage, precision]
+        assert same and first == second

@@ -116,6 +116,7 @@ class LgampEngine(PipelineEngine):
         }
         self._partition = self._build_partition(groups)
         self.module.full_parameters = self._partition.full_parameters
+        self.module.adopt_parameters = self._partition.adopt_parameters
         return PartitionedOptimizer(
             optimizer,
             self._partition,

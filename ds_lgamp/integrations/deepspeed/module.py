@@ -61,6 +61,8 @@ class PlacedModule(PipelineModule):
 
     full_parameters: Callable[[], AbstractContextManager[None]]
     """Holds this rank's parameters complete and current inside a block; all data-parallel ranks enter it together."""
+    adopt_parameters: Callable[[], None]
+    """Inside such a block: what was written to the parameters is what training goes on with."""
 
     def stage_owner(self, layer_idx: int) -> int:
         return self.layout.owner(layer_idx)
@@ -74,6 +76,13 @@ class PlacedModule(PipelineModule):
                 if isinstance(value, torch.Tensor):
                     state[name] = value.clone()
             return state
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Loads this rank's layers, in training too. All data-parallel ranks call it together, with the same state."""
+        with self.full_parameters():
+            result = super().load_state_dict(*arguments, **options)
+            self.adopt_parameters()
+            return result
 
 
 def layer_types(module: PipelineModule) -> list[str]:
