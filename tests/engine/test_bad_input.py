@@ -353,9 +353,9 @@ COMMANDS = {
         '{"ds_lgamp": {}, "ds_lgamp": {}}',
         "c.json cannot be read: Duplicate keys in DeepSpeed config: ['ds_lgamp']",
     ),
-    "a refused key": (
+    "a refused key, in a file with a comment": (
         [str(EXAMPLE), "--deepspeed_config=c.json"],
-        '{"ds_lgamp": {}, "fp16": {"enabled": true}}',
+        '{"ds_lgamp": {}, # DeepSpeed reads HJSON\n"fp16": {"enabled": true}}',
         "fp16.enabled is True",
     ),
     "stages that do not divide the ranks": (

@@ -1,6 +1,7 @@
 """Where data end, every rank gets StopIteration at the same step, and training goes on with other data."""
 
 import pytest
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 from ds_lgamp.config import ConfigError
@@ -34,8 +35,6 @@ def module_of(layers, pipeline_ranks):
 def steps_until_the_end(pipeline_ranks, lengths):
     """Steps before StopIteration, in training and then in evaluation, then the loss of a step on fresh data; data of
     another length on every rank."""
-    import torch.distributed as dist
-
     engine = engine_of(module_of(5, pipeline_ranks), BLOCK)
     training = batches(lengths[dist.get_rank()])
     steps = 0
@@ -64,8 +63,6 @@ def pulls_of_a_batch():
 
 def broken():
     """Data that raise on rank 0 and are fine elsewhere."""
-    import torch.distributed as dist
-
     yield from batches(1)
     if dist.get_rank() == 0:
         raise OSError("the disk is gone")

@@ -46,7 +46,7 @@ class BatchLoader:
             except Exception as error:
                 status, cause = _FAULTY, error
                 complaint = f"the data of rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-        status = self.worst(status)
+        status = self.largest(status)
         if status != _READY:
             self._micro_batches.clear()
         if status == _FAULTY:
@@ -57,7 +57,7 @@ class BatchLoader:
         if status == _ENDED:
             raise StopIteration
 
-    def worst(self, value: int) -> int:
+    def largest(self, value: int) -> int:
         """The largest ``value`` of all ranks. Collective."""
         if dist.get_world_size() == 1:
             return value
@@ -78,9 +78,9 @@ class BatchLoader:
 
 def _checked(pulled: Any) -> Any:
     if pulled is None:
-        raise ConfigError("there is none; pass data_iter to train_batch or training_data to deepspeed.initialize")
+        raise ValueError("there is none; pass data_iter to train_batch or training_data to deepspeed.initialize")
     if not isinstance(pulled, (tuple, list)) or len(pulled) < 2:
-        raise ConfigError(f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels")
+        raise TypeError(f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels")
     return pulled
 
 

@@ -36,6 +36,9 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.schedule.program import ProgramSpec
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
+"""What a checkpoint keeps of the engine beside its parts."""
+
 
 class LgampEngine(PipelineEngine):
     """A :class:`PipelineEngine` that runs programs: layered or other orders, modular placement, ZeRO stage 0 to 3.
@@ -70,7 +73,7 @@ class LgampEngine(PipelineEngine):
         if self.training_data and self.data_iterator is None:
             self._build_data_iter(self.training_data)
         # Often only rank 0 has a monitor, but all ranks measure.
-        reports = self._loader.worst(int(self.monitor.enabled or self.wall_clock_breakdown()))
+        reports = self._loader.largest(int(self.monitor.enabled or self.wall_clock_breakdown()))
         self._step_monitor = StepMonitor(self.executor.stopwatch) if reports else None
 
     def _place(self, module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:
@@ -378,9 +381,6 @@ class LgampEngine(PipelineEngine):
     def _buffers_by_name(self) -> list[tuple[str, torch.Tensor]]:
         named = global_names(self.module)
         return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
-
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
 
 
 def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:

@@ -144,7 +144,7 @@ def explain_engines(show: Callable[[Explanation], None]) -> None:
     """
     install()
 
-    def explain_pipeline(**arguments: Any) -> None:
+    def explain_pipeline(stock: type, **arguments: Any) -> None:
         show(explain(arguments["model"], arguments["config"], arguments["config_class"], arguments.get("optimizer")))
         raise SystemExit(0)
 

@@ -28,8 +28,10 @@ class _StandIn(type):
     function, everything else, such as checks against it and changes to it, means the class it stands for."""
 
     def __call__(cls, *positional: Any, **arguments: Any) -> Any:
-        instantiate = vars(cls).get("_instantiate")
-        return instantiate(*positional, **arguments) if instantiate else super().__call__(*positional, **arguments)
+        own = vars(cls)
+        if "_stands_for" not in own:
+            return super().__call__(*positional, **arguments)
+        return own["_instantiate"](own["_stands_for"], *positional, **arguments)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         stands_for = vars(cls).get("_stands_for")
@@ -49,18 +51,18 @@ class _StandIn(type):
 
 
 def standing_in(stock: Any, instantiate: Callable[..., Any]) -> type:
-    """A class that stands for ``stock`` and whose instantiation calls ``instantiate``."""
+    """A class that stands for ``stock`` and whose instantiation calls ``instantiate(stock, ...)``."""
     names = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
     return _StandIn(
         stock.__name__, (stock,), {**names, "_stands_for": stock, "_instantiate": staticmethod(instantiate)}
     )
 
 
-def checked_config(config: Any, mpu: Any = None, **options: Any) -> DeepSpeedConfig:
+def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) -> DeepSpeedConfig:
     """DeepSpeed's configuration; with an enabled block, refused in one sentence where the engine cannot honour it."""
     if not isinstance(config, dict) or read_block(config) is None:
-        return DeepSpeedConfig(config, mpu, **options)
-    if "_instantiate" not in vars(deepspeed.PipelineEngine):
+        return stock(config, mpu, **options)
+    if "_stands_for" not in vars(deepspeed.PipelineEngine):
         raise ConfigError(
             f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
             f"and would not heed the {BLOCK} block; replace it before, or remove the block"
@@ -69,7 +71,7 @@ def checked_config(config: Any, mpu: Any = None, **options: Any) -> DeepSpeedCon
     if mpu is not None:
         check_batch_sizes(config, mpu.get_data_parallel_world_size())
     try:
-        made = DeepSpeedConfig(config, mpu, **options)
+        made = stock(config, mpu, **options)
     except Exception as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {sentence_of(error)}") from error
     if meaningless:
@@ -77,18 +79,18 @@ def checked_config(config: Any, mpu: Any = None, **options: Any) -> DeepSpeedCon
     return made
 
 
-def pipeline_engine(*positional: Any, **arguments: Any) -> PipelineEngine:
+def pipeline_engine(stock: type, *positional: Any, **arguments: Any) -> PipelineEngine:
     """The engine the configuration asks for."""
     config, module = arguments.get("config"), arguments.get("model")
     if not isinstance(config, dict) or not isinstance(module, PipelineModule):
-        return _replaced["PipelineEngine"](*positional, **arguments)
+        return stock(*positional, **arguments)
     # As the engine does a little later: ranks must not talk to each other from one device.
     get_accelerator().set_device(module.local_rank)
     refuse_differing_ranks(config)
     settings = read_block(config)
     if settings is None:
         log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
-        return _replaced["PipelineEngine"](*positional, **arguments)
+        return stock(*positional, **arguments)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 
@@ -97,16 +99,14 @@ def partition_method_of(module: PipelineModule) -> str:
     return getattr(module, _METHOD, "parameters")
 
 
-def _plain_engine(name: str) -> Callable[..., Any]:
-    def instantiate(*positional: Any, **arguments: Any) -> Any:
-        if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
-            raise ConfigError(
-                f"deepspeed.initialize got a {type(arguments['model']).__name__}, but a {BLOCK} block works on a "
-                "PipelineModule; pass one, or remove the block"
-            )
-        return _replaced[name](*positional, **arguments)
-
-    return instantiate
+def plain_engine(stock: type, *positional: Any, **arguments: Any) -> Any:
+    """Stock's engine for other modules; with a block, refused."""
+    if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
+        raise ConfigError(
+            f"deepspeed.initialize got a {type(arguments['model']).__name__}, but a {BLOCK} block works on a "
+            "PipelineModule; pass one, or remove the block"
+        )
+    return stock(*positional, **arguments)
 
 
 def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
@@ -119,8 +119,11 @@ def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed."""
     if _replaced:
         return
-    instantiations = {"DeepSpeedConfig": checked_config, "PipelineEngine": pipeline_engine}
-    instantiations |= {name: _plain_engine(name) for name in _PLAIN_ENGINES}
+    instantiations: dict[str, Callable[..., Any]] = {
+        "DeepSpeedConfig": checked_config,
+        "PipelineEngine": pipeline_engine,
+    }
+    instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain_engine)
     for name, instantiate in instantiations.items():
         _replaced[name] = getattr(deepspeed, name)
         setattr(deepspeed, name, standing_in(_replaced[name], instantiate))

@@ -59,6 +59,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "stage_owner",
         "topology",
     ),
+    "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
     "deepspeed.runtime.pipe.schedule": ("PipeInstruction",),
     "deepspeed.runtime.pipe.schedule.PipeSchedule": ("num_pipe_buffers", "steps"),
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("get_pipe_parallel_group", "stage_to_global"),
