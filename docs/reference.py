@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from docs.blocks import with_block
+from docs.blocks import table, with_block
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.keys import KEYS, Key, Treatment
 
@@ -18,26 +18,26 @@ HEADINGS = {
 }
 
 
-def block_table() -> str:
+def blocktable() -> str:
     """The keys of the ``ds_lgamp`` block as a Markdown table."""
     properties = LgampConfig.model_json_schema()["properties"]
     rows = [
         (f"`{name}`", _allowed(schema), _default(schema), " ".join(schema["description"].replace("``", "`").split()))
         for name, schema in properties.items()
     ]
-    return _table(("key", "value", "default", "meaning"), rows)
+    return table(("key", "value", "default", "meaning"), rows)
 
 
-def keys_table() -> str:
+def keystable() -> str:
     """DeepSpeed's keys as a Markdown table per treatment."""
     return "\n\n".join(
-        f"### {heading}\n\n{_table(('key', 'note'), _rows(treatment))}" for treatment, heading in HEADINGS.items()
+        f"### {heading}\n\n{table(('key', 'note'), _rows(treatment))}" for treatment, heading in HEADINGS.items()
     )
 
 
 def with_tables(text: str) -> str:
     """``text`` with both tables brought up to date."""
-    return with_block(with_block(text, "block", block_table()), "keys", keys_table())
+    return with_block(with_block(text, "block", blocktable()), "keys", keystable())
 
 
 def main() -> None:
@@ -73,11 +73,6 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 def _default(schema: dict[str, Any]) -> str:
     return "" if schema["default"] is None else f"`{json.dumps(schema['default'])}`"
-
-
-def _table(header: tuple[str, ...], rows: Any) -> str:
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, *rows)]
-    return "\n".join([f"| {lines[0]} |", "|---" * len(header) + "|", *(f"| {line} |" for line in lines[1:])])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from docs.blocks import table
+
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-core"}
 """Package and the name that users know."""
@@ -11,9 +13,7 @@ COLUMNS = {"torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatro
 def versions_table() -> str:
     """The table as Markdown: the Python that runs in CI, and the pins that every test run installs."""
     pins = pinned_versions()
-    names = ["Python", *COLUMNS.values()]
-    versions = [python_of_ci(), *(pins[package] for package in COLUMNS)]
-    return "\n".join(["| " + " | ".join(names) + " |", "|---" * len(names) + "|", "| " + " | ".join(versions) + " |"])
+    return table(["Python", *COLUMNS.values()], [[python_of_ci(), *(pins[package] for package in COLUMNS)]])
 
 
 def pinned_versions() -> dict[str, str]:

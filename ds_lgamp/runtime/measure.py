@@ -1,5 +1,6 @@
 """Exact counters for tests, benchmarks and ``ds_lgamp run --measure``: collectives and live memory, at dispatch."""
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -7,23 +8,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 _KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "alltoall_base_": "all_to_all",
     "alltoall_": "all_to_all",
     "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "reduce_": "reduce",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "receive",
     "barrier": "barrier",
 }
-_SENDS_ALL_BUT_ITS_OWN = {"reduce_scatter", "all_to_all"}
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -31,8 +35,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     Everything passes the dispatcher, also what runs inside backward; wrappers around ``torch.distributed`` would miss
     calls whose names change between releases. Bytes are those a rank sends in the usual algorithms, with W ranks:
-    all-gather (W-1) shards, reduce-scatter and all-to-all (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast (W-1)/W
-    on average, send all of it. A group of one rank moves nothing and is not counted.
+    all-gather (W-1) shards, reduce-scatter and all-to-all (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast and
+    reduce (W-1)/W on average, send all of it. A group of one rank moves nothing and is not counted.
     """
 
     def __init__(self) -> None:
@@ -59,12 +63,15 @@ def _bytes_sent(kind: str, args: tuple, ranks: int) -> int:
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     if kind in ("receive", "barrier") or not tensors:
         return 0
+    total = sum(map(_nbytes, tensors))
     if kind == "send":
-        return sum(map(_nbytes, tensors))
-    if kind == "all_gather":
-        return min(map(_nbytes, tensors)) * (ranks - 1)
-    size = max(map(_nbytes, tensors)) if kind in _SENDS_ALL_BUT_ITS_OWN else sum(map(_nbytes, tensors))
-    return (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+        return total
+    if kind in ("all_gather", "reduce_scatter"):
+        # One shard of each tensor on one side, all W on the other.
+        return total // (ranks + 1) * (ranks - 1)
+    if kind == "all_to_all":
+        return total // 2 * (ranks - 1) // ranks
+    return (2 if kind == "all_reduce" else 1) * total * (ranks - 1) // ranks
 
 
 def _group_size(args: tuple) -> int:
@@ -72,6 +79,18 @@ def _group_size(args: tuple) -> int:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()
     return 1
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python knows and that has memory, or is a view of some."""
+    # By type: isinstance would ask torch's deprecated objects for their class, and they warn.
+    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and _has_storage(value)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    # A wrapper such as DTensor reports memory that it does not have; the tensors inside are seen by themselves.
+    wraps = is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and not wraps
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -112,7 +131,7 @@ class PeakMemory(TorchDispatchMode):
 
     def _see(self, values: Any) -> None:
         for leaf in tree_leaves(values):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+            if isinstance(leaf, torch.Tensor) and _has_storage(leaf):
                 storage = leaf.untyped_storage()
                 known = self._storages.get(storage._cdata)
                 # An address may serve another storage after the first is gone.

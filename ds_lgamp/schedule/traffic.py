@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ds_lgamp.schedule.actions import RECEIVES, SENDS, Action, Kind
+from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
+from ds_lgamp.schedule.memory import ElementBytes, UnitSize
 
 
 @dataclass
@@ -56,3 +57,26 @@ def predict_traffic(
         traffic.sends += action.kind in SENDS
         traffic.receives += action.kind in RECEIVES
     return traffic
+
+
+def collective_bytes(
+    actions: Sequence[Action], unit: UnitSize, zero_stage: int, data_ranks: int, size: ElementBytes
+) -> int:
+    """Bytes a rank sends for one unit in a step.
+
+    With W data-parallel ranks, a gather sends W-1 parts, a reduce-scatter (W-1)/W of the gradient, an all-reduce
+    2(W-1)/W of it, the sum of T copies of a tied unit T-1 parts (as ``CollectiveCounter`` counts).
+    """
+    own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
+    traffic = predict_traffic([action for action in actions if action.kind in PARTITION], zero_stage, own, tied)
+    part = unit.part(zero_stage, data_ranks)
+    gather = size.weights * part * (data_ranks - 1)
+    if zero_stage == 0:
+        reduce = 2 * size.gradients * unit.parameters * (data_ranks - 1) // data_ranks
+    else:
+        reduce = size.gradients * part * (data_ranks - 1)
+    return (
+        (traffic.gathers + traffic.tied_gathers) * gather
+        + (traffic.reduces + traffic.tied_reduces) * reduce
+        + (unit.copies - 1) * size.master * part
+    )

@@ -29,13 +29,13 @@ from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_unsupported
 from ds_lgamp.runtime.random_state import read_states, replayed
-from ds_lgamp.schedule.actions import PARTITION, Action
+from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.memory import ElementBytes, Memory, UnitSize, rank_memory
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.traffic import Traffic, predict_traffic
+from ds_lgamp.schedule.traffic import Traffic, collective_bytes, predict_traffic
 from ds_lgamp.schedule.validate import validate
 
 
@@ -294,29 +294,9 @@ def _rank_facts(
         traffic=traffic,
         tied_sums=sum(unit.copies > 1 for unit in units),
         collective_bytes_sent=sum(
-            _collective_bytes(actions, unit, spec.zero_stage, data_ranks, size) for unit in units
+            collective_bytes(actions, unit, spec.zero_stage, data_ranks, size) for unit in units
         ),
         memory=rank_memory(actions, units, spec.zero_stage, data_ranks, spec.resident_chunks, size),
-    )
-
-
-def _collective_bytes(
-    actions: Sequence[Action], unit: UnitSize, zero_stage: int, data_ranks: int, size: ElementBytes
-) -> int:
-    """Bytes a rank sends for one unit in a step (formulas: ``CollectiveCounter``): a gather W-1 parts, a reduce-scatter
-    (W-1)/W of the gradient, an all-reduce 2(W-1)/W of it, the sum of T copies of a tied unit T-1 parts."""
-    own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
-    traffic = predict_traffic([action for action in actions if action.kind in PARTITION], zero_stage, own, tied)
-    part = unit.part(zero_stage, data_ranks)
-    gather = size.weights * part * (data_ranks - 1)
-    if zero_stage == 0:
-        reduce = 2 * size.gradients * unit.parameters * (data_ranks - 1) // data_ranks
-    else:
-        reduce = size.gradients * part * (data_ranks - 1)
-    return (
-        (traffic.gathers + traffic.tied_gathers) * gather
-        + (traffic.reduces + traffic.tied_reduces) * reduce
-        + (unit.copies - 1) * size.master * part
     )
 
 

@@ -1,6 +1,5 @@
 """``ds_lgamp run --measure``: what a training run does and costs, with a ``ds_lgamp`` block or without."""
 
-import gc
 import json
 import statistics
 import time
@@ -14,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
-from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory
+from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
 
@@ -68,7 +67,7 @@ class TrainingMeasurement:
         return loss
 
     def _count(self, engine: PipelineEngine, *arguments: Any, **options: Any) -> torch.Tensor:
-        with PeakMemory(_live_tensors()) as memory, CollectiveCounter() as counter:
+        with PeakMemory(live_tensors()) as memory, CollectiveCounter() as counter:
             loss = self._stock_train_batch(engine, *arguments, **options)
         own = (counter.collectives(), counter.calls["send"], counter.bytes_sent.total(), memory.peak)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -93,7 +92,3 @@ def simulated_bubble(engine: PipelineEngine) -> float:
         ranks = tuple(range(engine.num_stages))
         spec = ProgramSpec(ranks, "1f1b", engine.micro_batches, engine.micro_batches, zero_stage=0)
     return simulate(spec, build_program(spec)).bubble
-
-
-def _live_tensors() -> list[torch.Tensor]:
-    return [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]

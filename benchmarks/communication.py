@@ -1,0 +1,152 @@
+"""Collectives and bytes that one step costs a rank, counted at dispatch: ``python -m benchmarks run communication``.
+
+Every contender trains the same model with one block per chunk and recomputes every block. Ours runs through
+``deepspeed.initialize``; each of its counts is compared with the formulas of ``ds_lgamp/schedule/traffic.py``.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.contenders import Layout
+from benchmarks.contenders.field import ours, peers
+from benchmarks.counting import Counted, Step, count
+from benchmarks.model import Block, ModelSize
+from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from ds_lgamp.schedule.memory import ElementBytes, UnitSize
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.traffic import collective_bytes, predict_traffic
+
+NAME = "communication"
+SIZE = ModelSize(sequence=4)
+LAYOUTS = ((1, 2), (2, 2))
+"""Pipeline and data-parallel ranks."""
+MICRO_BATCHES = (1, 4, 8, 32)
+REDUCTIONS = ("all_to_all", "reduce_scatter", "all_reduce", "reduce")
+SMALL_BYTES = 1000
+"""Of all that is neither parameters nor gradients nor activations: norm, loss, and ours that all ranks have data."""
+
+
+class Moved(NamedTuple):
+    """What one step moves on one rank."""
+
+    gathers: int
+    reductions: int
+    collective_bytes: int
+    messages: int
+    message_bytes: int
+
+
+def run(
+    size: ModelSize = SIZE,
+    layouts: Sequence[tuple[int, int]] = LAYOUTS,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+    repetitions: int = REPETITIONS,
+) -> Record:
+    """Counts every contender in every layout, for every number of micro-batches per step."""
+    record = begin(NAME)
+    deviations = 0
+    for pipeline_ranks, data_ranks in layouts:
+        layout = Layout(pipeline_ranks, data_ranks, size)
+        own = ours(layout)
+        counted = count([*own.values(), *peers(layout)], layout, micro_batches, repetitions=repetitions)
+        for name, on_ranks in counted.items():
+            _enter(record, name, layout, on_ranks)
+        for (stage, resident), contender in own.items():
+            deviations += count_deviations(counted[contender.name], layout, stage, resident)
+    record.aim("counts of ds_lgamp that differ from the formula", deviations, 0)
+    _compare(record)
+    return record
+
+
+def moved(step: Step) -> Moved:
+    """Sorts what was counted. Reductions are those of gradients: a small all-reduce is none."""
+    sent = step.bytes_sent
+    return Moved(
+        gathers=step.calls.get("all_gather", 0),
+        reductions=sum(step.calls.get(kind, 0) for kind in REDUCTIONS if sent.get(kind, 0) > SMALL_BYTES),
+        collective_bytes=sum(amount for kind, amount in sent.items() if kind != "send"),
+        messages=step.calls.get("send", 0),
+        message_bytes=sent.get("send", 0),
+    )
+
+
+def predicted(layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int) -> Moved:
+    """What the formulas say that a step moves on a global rank, small collectives aside."""
+    size = layout.size
+    placement = place_chunks("modular", size.blocks, layout.pipeline_ranks)
+    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    pipeline_rank = rank // layout.data_ranks
+    actions = build_rank_program(spec, pipeline_rank)
+    chunks = chunks_of(placement, pipeline_rank)
+    traffic = predict_traffic(actions, zero_stage, chunks, [])
+    parameters = sum(parameter.numel() for parameter in Block(0, size.width).parameters())
+    units = [UnitSize(parameters, parameters, (chunk,)) for chunk in chunks]
+    activation = ElementBytes().weights * size.samples * size.sequence * size.width
+    return Moved(
+        traffic.gathers,
+        traffic.reduces,
+        sum(collective_bytes(actions, unit, zero_stage, layout.data_ranks, ElementBytes()) for unit in units),
+        traffic.sends,
+        traffic.sends * activation,
+    )
+
+
+def count_deviations(on_ranks: Sequence[Counted], layout: Layout, zero_stage: int, resident_chunks: int) -> int:
+    """How many counts of ours differ from the formula, over ranks, steps and kinds. Small collectives may add up to
+    ``SMALL_BYTES``; at stage 3 no more than ``resident_chunks`` are held."""
+    deviations = 0
+    for rank, counted in enumerate(on_ranks):
+        for micro_batches, steps in counted.steps.items():
+            right = predicted(layout, rank, micro_batches, zero_stage, resident_chunks)
+            deviations += zero_stage == 3 and counted.held[micro_batches] != min(
+                resident_chunks, layout.chunks_per_rank
+            )
+            for step in steps:
+                found = moved(step)
+                extra = found.collective_bytes - right.collective_bytes
+                deviations += not 0 <= extra <= SMALL_BYTES
+                deviations += sum(
+                    getattr(found, kind) != getattr(right, kind)
+                    for kind in ("gathers", "reductions", "messages", "message_bytes")
+                )
+    return deviations
+
+
+def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted]) -> None:
+    """Rows of one contender; of every step, the rank that has most."""
+    for micro_batches in on_ranks[0].steps:
+        config: Config = {
+            "pipeline_ranks": layout.pipeline_ranks,
+            "data_ranks": layout.data_ranks,
+            "chunks_per_rank": layout.chunks_per_rank,
+            "micro_batches": micro_batches,
+        }
+        repetitions = list(zip(*(counted.steps[micro_batches] for counted in on_ranks)))
+        for metric in Moved._fields:
+            samples = [max(getattr(moved(step), metric) for step in steps) for steps in repetitions]
+            record.add(name, config, metric, samples, "bytes" if "bytes" in metric else "count")
+        record.add(name, config, "held", [max(counted.held[micro_batches] for counted in on_ranks)], "chunks")
+
+
+def _compare(record: Record) -> None:
+    """Every peer beside our stage 3 that holds as many chunks, or fewer."""
+    found = {(row.contender, tuple(row.config.items()), row.metric): row.median for row in record.rows}
+    no_fewer = more = 0
+    for (name, config, metric), theirs in found.items():
+        if metric != "collective_bytes" or name.startswith(OURS):
+            continue
+        held, chunks = found[name, config, "held"], dict(config)["chunks_per_rank"]
+        own = min(
+            value
+            for (other, where, kind), value in found.items()
+            if other.startswith(f"{OURS}, ZeRO-3") and where == config and kind == metric
+            if found[other, where, "held"] <= held
+        )
+        if held < chunks:
+            no_fewer += theirs <= own
+        else:
+            more += theirs < own - SMALL_BYTES
+    record.aim("rows of peers that hold fewer chunks than there are and send no more than ds_lgamp", no_fewer, 0)
+    record.aim("rows of peers that hold all chunks and send less than ds_lgamp, small collectives aside", more, 0)

@@ -1,0 +1,35 @@
+"""What is measured: ways to train the model of ``benchmarks.model`` on several ranks."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from benchmarks.model import ModelSize
+
+
+class Layout(NamedTuple):
+    """How ranks are arranged; data-parallel ranks are neighbours. The model has one chunk per block."""
+
+    pipeline_ranks: int
+    data_ranks: int
+    size: ModelSize
+
+    @property
+    def chunks_per_rank(self) -> int:
+        return self.size.blocks // self.pipeline_ranks
+
+
+class Training(Protocol):
+    """A training on this rank."""
+
+    def step(self, step: int, micro_batches: int) -> float | None:
+        """Trains one batch; its mean loss over all ranks' micro-batches, None where this rank does not know it."""
+
+    def held(self) -> int:
+        """Blocks whose full parameters this rank holds now."""
+
+
+class Contender(NamedTuple):
+    """A training by name; ``build`` must be picklable."""
+
+    name: str
+    build: Callable[[Layout], Training]

@@ -1,0 +1,46 @@
+"""ds_lgamp through ``deepspeed.initialize``, as a script uses it."""
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+import ds_lgamp
+from benchmarks.contenders import Layout
+from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function, micro_batch
+from tests.engine.running import quiet
+
+
+class Layered:
+    """Layered schedule, modular placement, one block per chunk."""
+
+    def __init__(self, layout: Layout, zero_stage: int, resident_chunks: int) -> None:
+        self.layout = layout
+        ds_lgamp.install()
+        config = {
+            "train_micro_batch_size_per_gpu": layout.size.samples,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": zero_stage},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": LEARNING_RATE, "eps": ADAM_EPSILON, "weight_decay": 0.01, "torch_adam": True},
+            },
+            "ds_lgamp": {"layers_per_chunk": 1, "resident_chunks": resident_chunks},
+        }
+        with quiet():
+            module = PipelineModule(
+                [LayerSpec(Block, index, layout.size.width) for index in range(layout.size.blocks)],
+                num_stages=layout.pipeline_ranks,
+                loss_fn=loss_function,
+            )
+            self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+
+    def step(self, step: int, micro_batches: int) -> float:
+        layout = self.layout
+        self.engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
+        first = micro_batches * (dist.get_rank() % layout.data_ranks)
+        batch = [micro_batch(layout.size, step, first + index) for index in range(micro_batches)]
+        return self.engine.train_batch(iter(batch)).item()
+
+    def held(self) -> int:
+        return sum(unit.resident for unit in self.engine.optimizer.partition.units)

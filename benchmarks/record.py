@@ -1,0 +1,106 @@
+"""What a benchmark found: rows, and targets with what was reached, as JSON under benchmarks/results."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = "ds_lgamp"
+"""The contender that is this project; more words may follow."""
+REPETITIONS = 5
+PACKAGES = ("torch", "deepspeed")
+
+Config = dict[str, int | float | str]
+"""What one row was measured with, such as {"pipeline_ranks": 4, "micro_batches": 8}."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric of one contender."""
+
+    contender: str
+    config: Config
+    metric: str
+    median: float
+    spread: float
+    """Largest minus smallest of the repetitions."""
+    unit: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was aimed at; met if ``value`` is at most ``limit``."""
+
+    text: str
+    value: float
+    limit: float
+    met: bool
+
+
+@dataclass
+class Record:
+    """One run of a benchmark."""
+
+    name: str
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+    def add(self, contender: str, config: Config, metric: str, samples: Sequence[float], unit: str) -> None:
+        """Enters the median and the spread of ``samples``, which have the unit ``unit``."""
+        spread = max(samples) - min(samples)
+        self.rows.append(Row(contender, config, metric, statistics.median(samples), spread, unit))
+
+    def aim(self, text: str, value: float, limit: float) -> None:
+        """Enters a target: ``value`` is to be at most ``limit``."""
+        self.targets.append(Target(text, value, limit, value <= limit))
+
+    def to_json(self) -> str:
+        """One row per line."""
+        rows, targets = (
+            ",\n".join(f"  {json.dumps(asdict(item))}" for item in items) for items in (self.rows, self.targets)
+        )
+        name, machine = json.dumps(self.name), json.dumps(self.machine)
+        return f'{{"name": {name},\n"machine": {machine},\n"rows": [\n{rows}\n],\n"targets": [\n{targets}\n]}}\n'
+
+
+def begin(name: str) -> Record:
+    """An empty record with the machine as it is now."""
+    return Record(name, machine())
+
+
+def finish(record: Record) -> None:
+    """Notes the load at the end and writes the record to its file."""
+    record.machine["load_after"] = load()
+    (RESULTS / f"{record.name}.json").write_text(record.to_json())
+
+
+def read(name: str) -> Record:
+    """The recorded run of a benchmark. Raises FileNotFoundError if there is none."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    content["rows"] = [Row(**row) for row in content["rows"]]
+    content["targets"] = [Target(**target) for target in content["targets"]]
+    return Record(**content)
+
+
+def machine() -> dict[str, Any]:
+    """Cores, system, versions, and the load average before the run."""
+    return {
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "load_before": load(),
+    }
+
+
+def load() -> float:
+    """The load average of the last minute."""
+    return round(os.getloadavg()[0], 2)
