@@ -1,1 +1,4 @@
 """Measurements and the reports made from them."""
+
+NAMES = ("communication", "memory", "schedule", "overhead", "programs")
+"""The benchmarks of ``python -m benchmarks run``, in the order of docs/benchmarks.md."""

@@ -1,48 +1,49 @@
-"""How long the programs of a large job take to build and to validate: ``python -m benchmarks.programs``.
+"""How long the programs of a large job take to build and to validate: ``python -m benchmarks run programs``."""
 
-Limits a launch can live with, on one core: one rank's program in 1 s, the proof of all 64 in 60 s.
-"""
-
-import json
-import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.report import RESULTS
+from benchmarks.record import REPETITIONS, Config, Record, begin
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
 from ds_lgamp.schedule.validate import validate
 
+NAME = "programs"
 RANKS, CHUNKS_PER_RANK, MICRO_BATCHES = 64, 16, 512
-REPETITIONS = 5
+BUILD_SECONDS, VALIDATE_SECONDS = 1, 60
+"""Limits a launch can live with: one rank's program, the proof of all."""
 
 
-def median_seconds(function: Callable[[], object], repetitions: int = REPETITIONS) -> float:
-    seconds = []
+def run(
+    ranks: int = RANKS,
+    chunks_per_rank: int = CHUNKS_PER_RANK,
+    micro_batches: int = MICRO_BATCHES,
+    repetitions: int = REPETITIONS,
+) -> Record:
+    """Builds one rank's program, and validates those of all ranks."""
+    record = begin(NAME)
+    placement = place_chunks("modular", ranks * chunks_per_rank, ranks)
+    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage=3)
+    program = build_program(spec)
+    build = _seconds(lambda: build_rank_program(spec, 0), repetitions)
+    proof = _seconds(lambda: validate(spec, program), repetitions)
+    config: Config = {
+        "pipeline_ranks": ranks,
+        "chunks_per_rank": chunks_per_rank,
+        "micro_batches": micro_batches,
+        "actions": sum(map(len, program)),
+    }
+    record.add("ds_lgamp", config, "build one rank", build, "seconds")
+    record.add("ds_lgamp", config, "validate all ranks", proof, "seconds")
+    record.aim("seconds to build one rank's program", record.rows[0].median, BUILD_SECONDS)
+    record.aim("seconds to validate all ranks' programs", record.rows[1].median, VALIDATE_SECONDS)
+    return record
+
+
+def _seconds(function: Callable[[], object], repetitions: int) -> list[float]:
+    samples = []
     for _ in range(repetitions):
         start = time.perf_counter()
         function()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def main() -> None:
-    placement = place_chunks("modular", RANKS * CHUNKS_PER_RANK, RANKS)
-    spec = ProgramSpec(placement, "layered", MICRO_BATCHES, MICRO_BATCHES, zero_stage=3)
-    one = median_seconds(lambda: build_rank_program(spec, 0))
-    program = build_program(spec)
-    proof = median_seconds(lambda: validate(spec, program), repetitions=1)
-    record = {
-        "pipeline_ranks": RANKS,
-        "chunks_per_rank": CHUNKS_PER_RANK,
-        "micro_batches": MICRO_BATCHES,
-        "actions": sum(map(len, program)),
-        "build_one_rank_seconds": round(one, 3),
-        "validate_all_ranks_seconds": round(proof, 1),
-    }
-    (RESULTS / "programs.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+        samples.append(time.perf_counter() - start)
+    return samples

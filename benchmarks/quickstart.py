@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import quickstart_rows
+from benchmarks.tables import quickstart_rows
 
 CONTENDERS = ("stock", "lgamp")
 

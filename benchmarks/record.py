@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "ds_lgamp"
 """The contender that is this project; more words may follow."""
+TYPICAL = f"{OURS}, ZeRO-3, 2 resident"
+"""What a block without settings gives at ZeRO stage 3."""
 REPETITIONS = 5
 PACKAGES = ("torch", "deepspeed")
 

@@ -15,15 +15,25 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed"])
 
 
-def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> list[Any]:
+def run_on_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = 300,
+    before_init: Callable[[int], None] | None = None,
+) -> list[Any]:
     """Calls ``function(*arguments)`` on ``world_size`` ranks inside one process group; returns the results by rank.
+
+    ``before_init`` is called in every process with its rank, before the process group exists.
 
     Raises AssertionError with the rank's traceback as soon as one fails, or when ``seconds`` are over.
     """
     with tempfile.TemporaryDirectory() as folder:
         results: Any = _context.Queue()
         ranks = [
-            _context.Process(target=_rank_main, args=(rank, world_size, folder, results, function, arguments))
+            _context.Process(
+                target=_rank_main, args=(rank, world_size, folder, results, function, arguments, before_init)
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -51,12 +61,22 @@ def _collect(ranks: list, results: Any, deadline: float) -> list[Any]:
     return [collected[rank] for rank in range(len(ranks))]
 
 
-def _rank_main(rank: int, world_size: int, folder: str, results: Any, function: Callable, arguments: tuple) -> None:
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    results: Any,
+    function: Callable,
+    arguments: tuple,
+    before_init: Callable[[int], None] | None,
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
+        if before_init is not None:
+            before_init(rank)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{Path(folder) / 'rendezvous'}",

@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.quickstart import summarise
-from benchmarks.report import ROOT, with_blocks
+from benchmarks.record import ROOT
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
 
@@ -78,8 +77,3 @@ def test_the_measurement_counts_what_the_layout_costs(runs):
 def test_a_run_too_short_to_be_counted_says_so(tmp_path):
     with pytest.raises(ConfigError, match="needs 4 training steps or more, the script made 0; train longer"):
         TrainingMeasurement().write(tmp_path / "numbers.json")
-
-
-def test_the_readme_shows_the_recorded_run():
-    readme = (Path(ROOT) / "README.md").read_text()
-    assert with_blocks(readme) == readme, "run python -m benchmarks.report"

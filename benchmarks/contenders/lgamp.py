@@ -13,7 +13,7 @@ from tests.engine.running import quiet
 class Layered:
     """Layered schedule, modular placement, one block per chunk."""
 
-    def __init__(self, layout: Layout, zero_stage: int, resident_chunks: int) -> None:
+    def __init__(self, layout: Layout, zero_stage: int, resident_chunks: int, recompute: str = "full") -> None:
         self.layout = layout
         ds_lgamp.install()
         config = {
@@ -25,7 +25,7 @@ class Layered:
                 "type": "AdamW",
                 "params": {"lr": LEARNING_RATE, "eps": ADAM_EPSILON, "weight_decay": 0.01, "torch_adam": True},
             },
-            "ds_lgamp": {"layers_per_chunk": 1, "resident_chunks": resident_chunks},
+            "ds_lgamp": {"layers_per_chunk": 1, "resident_chunks": resident_chunks, "recompute": recompute},
         }
         with quiet():
             module = PipelineModule(
@@ -39,8 +39,8 @@ class Layered:
         layout = self.layout
         self.engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
         first = micro_batches * (dist.get_rank() % layout.data_ranks)
-        batch = [micro_batch(layout.size, step, first + index) for index in range(micro_batches)]
-        return self.engine.train_batch(iter(batch)).item()
+        batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))
+        return self.engine.train_batch(batch).item()
 
     def held(self) -> int:
         return sum(unit.resident for unit in self.engine.optimizer.partition.units)

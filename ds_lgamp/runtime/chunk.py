@@ -65,19 +65,24 @@ class Chunk:
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:
     """``value`` as a tuple of tensors; raises TypeError for anything a link cannot carry."""
     members = (value,) if isinstance(value, torch.Tensor) else value
-    if not isinstance(members, tuple) or not all(isinstance(member, torch.Tensor) for member in members):
-        raise TypeError(f"a chunk must return a tensor or a tuple of tensors, not {_describe(value)}")
-    if any(member.is_complex() for member in members):
-        raise TypeError("a chunk returned a complex tensor; return real ones, as from torch.view_as_real")
+    if not isinstance(members, tuple):
+        raise TypeError(_refusal(value))
+    for member in members:
+        if not isinstance(member, torch.Tensor):
+            raise TypeError(_refusal(value))
+        if member.is_complex():
+            raise TypeError("a chunk returned a complex tensor; return real ones, as from torch.view_as_real")
     return members
 
 
 def differentiable(value: Tensors) -> list[torch.Tensor]:
     """The members of ``value`` that carry gradients: the floating-point ones."""
-    return [member for member in as_tuple(value) if member.is_floating_point()]
+    members = value if isinstance(value, tuple) else (value,)
+    return [member for member in members if member.is_floating_point()]
 
 
-def _describe(value: object) -> str:
+def _refusal(value: object) -> str:
+    described = type(value).__name__
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {', '.join(sorted({type(member).__name__ for member in value}))}"
-    return type(value).__name__
+        described += f" of {', '.join(sorted({type(member).__name__ for member in value}))}"
+    return f"a chunk must return a tensor or a tuple of tensors, not {described}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.links import Links
-from ds_lgamp.runtime.random_state import RandomSource, read_states, replayed
+from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
@@ -54,14 +54,12 @@ class Executor:
         self.placement, self.rank = placement, rank
         self.chunks, self.partition, self.links = chunks, partition, links
         self.loss_function, self.apply_step = loss_function, apply_step
-        self.random_sources = random_sources
+        self.draws = Draws(random_sources)
         self.recompute = recompute
         self.trace = trace
         self.stopwatch = Stopwatch(partition.device)
         self.current: Action | None = None
         self._broken = False
-        self._states: list[Any] | None = None
-        """The random states stored last."""
         self.losses: list[torch.Tensor] = []
         """Losses of the last run, on the rank of the last chunk, by micro-batch."""
         self._last_chunk = len(placement) - 1
@@ -96,8 +94,7 @@ class Executor:
         self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
         self._saved: dict[tuple[int, int], tuple[Any, Any]] = {}
-        """By chunk and micro-batch: the input, and random states and buffers, or the result where nothing is
-        recomputed."""
+        """By chunk and micro-batch: the input, and the buffers, or the result where nothing is recomputed."""
         self._results: dict[tuple[Kind, int, int], Any] = {}
         self._labels: dict[int, Any] = {}
         self.losses = []
@@ -139,18 +136,19 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         if self._training and self.recompute:
-            self._states = read_states(self.random_sources, self._states)
+            self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
         elif self._training:
             inputs = _as_leaves(inputs) if chunk > 0 else inputs
         with self.stopwatch.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
             result = self._compute(chunk, micro_batch, inputs)
         if self._training and self.recompute:
-            self._saved[chunk, micro_batch] = inputs, (self._states, self.chunks[chunk].changed(buffers))
+            self._saved[chunk, micro_batch] = inputs, self.chunks[chunk].changed(buffers)
         elif self._training:
             self._saved[chunk, micro_batch] = inputs, result
         if chunk == self._last_chunk:
-            self.losses.append(_detached(result))
+            # A scalar may be a view of something as large as the input.
+            self.losses.append(_cloned(_detached(result)))
             if not self._training:
                 self._labels.pop(micro_batch, None)
         else:
@@ -166,7 +164,7 @@ class Executor:
         inputs, stored = self._saved.pop((chunk, micro_batch))
         with self.stopwatch.time("backward"):
             if self.recompute:
-                inputs, result, buffers = self._recomputed(chunk, micro_batch, inputs, *stored)
+                inputs, result, buffers = self._recomputed(chunk, micro_batch, inputs, stored)
             else:
                 result, buffers = stored, []
         if chunk == self._last_chunk:
@@ -251,14 +249,14 @@ class Executor:
         return cut if isinstance(result, tuple) else cut[0]
 
     def _recomputed(
-        self, chunk: int, micro_batch: int, inputs: Tensors, states: list[Any], buffers: Buffers
+        self, chunk: int, micro_batch: int, inputs: Tensors, buffers: Buffers
     ) -> tuple[Tensors, Any, Buffers]:
         """Input and result of a chunk's second forward pass, connected by autograd, and the buffers as they were before
         it. It starts from the random states and buffers of the first."""
         inputs = _as_leaves(inputs) if chunk > 0 else inputs
         current = self.chunks[chunk].read_buffers()
         self.chunks[chunk].write_buffers(buffers)
-        with torch.enable_grad(), replayed(self.random_sources, states):
+        with torch.enable_grad(), self.draws.again(chunk, micro_batch):
             return inputs, self._compute(chunk, micro_batch, inputs), current
 
     def _take_gradients(self, chunk: int, micro_batch: int, result: Any) -> Sequence[torch.Tensor]:
@@ -292,8 +290,11 @@ def _detached(value: Any) -> Any:
 
 def _as_leaves(inputs: Tensors) -> Tensors:
     """Fresh leaves of the same data, so that their gradients can be read after the backward pass."""
-    leaves = tuple(member.detach().requires_grad_(member.is_floating_point()) for member in as_tuple(inputs))
-    return leaves if isinstance(inputs, tuple) else leaves[0]
+    return tuple(map(_as_leaf, inputs)) if isinstance(inputs, tuple) else _as_leaf(inputs)
+
+
+def _as_leaf(member: torch.Tensor) -> torch.Tensor:
+    return member.detach().requires_grad_(member.is_floating_point())
 
 
 def _place_of(error: BaseException) -> str:

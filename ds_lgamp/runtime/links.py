@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
-
-SENDS_IN_FLIGHT = 2
-"""Sends of a link that may be under way, their tensors kept alive, before the oldest is awaited. The receiver holds at
-least two receives posted, so that wait is short."""
+from ds_lgamp.schedule.activations import SENDS_IN_FLIGHT
 
 _HEADER_ELEMENTS = 128
 _DTYPES = [

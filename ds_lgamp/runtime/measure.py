@@ -41,8 +41,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes_sent: Counter[str] = Counter()
+        self.log: list[tuple[str, int]] = []
+        """Kind and bytes sent of every call, in order."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         namespace, name = function._schema.name.split("::")
@@ -50,9 +50,21 @@ class CollectiveCounter(TorchDispatchMode):
             ranks = _group_size(args)
             if ranks > 1:
                 kind = _KINDS.get(name, name)
-                self.calls[kind] += 1
-                self.bytes_sent[kind] += _bytes_sent(kind, args, ranks)
+                self.log.append((kind, _bytes_sent(kind, args, ranks)))
         return function(*args, **(kwargs or {}))
+
+    @property
+    def calls(self) -> Counter[str]:
+        """By kind."""
+        return Counter(kind for kind, _ in self.log)
+
+    @property
+    def bytes_sent(self) -> Counter[str]:
+        """By kind."""
+        sent: Counter[str] = Counter()
+        for kind, amount in self.log:
+            sent[kind] += amount
+        return sent
 
     def collectives(self) -> int:
         """Everything but point-to-point messages."""

@@ -1,29 +1,49 @@
-"""The memory formula: bytes of weights, gradients and optimizer state on one pipeline rank, by following its program.
+"""The memory formula: bytes on one pipeline rank, by following its program.
 
-A unit is a chunk's own parameters or a tied module. It has n parameters and S parts of m = ceil(n / S) elements: S is
-the number of data-parallel ranks W at stages 1, 2 and 3, and 1 at stage 0. An element takes w bytes as a weight, g as a
-gradient and u, the larger of w and 4, as a master weight. A rank holds, summed over its units:
+**State.** A unit is a chunk's own parameters or a tied module. It has n parameters and S parts of m = ceil(n / S)
+elements: S is the number of data-parallel ranks W at stages 1, 2 and 3, and 1 at stage 0. An element takes w bytes as a
+weight, g as a gradient and u, the larger of w and 4, as a master weight. A rank holds, summed over its units:
 
 - weights: w S m; at stage 3 w m.
 - resident weights, at stage 3 and S > 1: w S m between gather and release. A tied unit is there while a user is.
 - master weights: u m if w < u. Optimizer state: of at most m elements, those the optimizer owns.
 - gradients, S > 1: u m from the reduction to the end of the step. S = 1: g n for good; from the step's beginning to its
   end u n more if g < u.
-- gradient buffers, S > 1: g S m from the first backward until the reduction is awaited, g m beside it while it is under
-  way, and u m at its end if g differs from u.
+- gradient buffers, S > 1: g S m from the first backward until the reduction is awaited; beside it, while it is under
+  way, what it receives: g m, or g S m where an all-to-all stands for the reduce-scatter; and u m at its end, if g
+  differs from u or parts are summed here.
 - copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
+- the optimizer's temporaries: of one unit's part after another, or of all together.
 
-Source: ``ds_lgamp/partition``, which a test compares with this. A reduction is awaited as late as possible: at stages
-2 and 3 when another chunk's backward begins and ``resident_chunks`` buffers are held, at stage 1 at the step. Not
-covered: activations (:attr:`Memory.stored_activations` counts them), posted receives, buffers of layers, temporaries of
-layers, optimizer and norm, step counters, and a second copy of a gradient buffer while gloo reduces it.
+A reduction is awaited as late as possible: at stages 2 and 3 when another chunk's backward begins and
+``resident_chunks`` buffers are held, at stage 1 at the step.
+
+**Activations**, of every micro-batch:
+
+- batch: all micro-batches from the beginning, on a rank that owns an end of the model. Of one that chunk 0, or else the
+  last chunk, has taken, inputs stay until the backward of chunk 0, labels until that of the last chunk, on their ranks.
+- inputs of chunks, from the forward to the end of the backward.
+- results and gradients of results that a chunk of the same rank takes, from when they are computed until then.
+- receives, from when they are posted until they are taken; sends, from when the tensor is computed until they are
+  awaited: two per link and kind are under way until the end of the batch.
+- saved: without recomputation, what autograd keeps from the forward to the backward, and a copy of the input.
+- working memory: what the forward or backward that runs takes beside all that, and a copy of the input that it computes
+  on.
+- random states, with recomputation: one set until the last backward begins; where layers draw, one more for every
+  visit, a run of forwards of one chunk, until its last backward begins.
+
+Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``, which tests compare with this. It holds from the second step on
+(the first learns shapes) and where shapes do not change. Not covered: scalars, buffers of layers, the copy of
+labels that a repeated loss is computed on, memory inside a kernel, and what a script holds of its data itself.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.activations import ActivationBytes, ActivationMemory, ActivationWalk
+from ds_lgamp.schedule.ledger import Ledger
 from ds_lgamp.schedule.simulate import peak_live_activations
 
 _MASTER_BYTES = 4
@@ -60,6 +80,10 @@ class ElementBytes:
     """In which gradients accumulate and travel."""
     optimizer: int | None = 0
     """Optimizer state per element, without master weights; None if unknown."""
+    update: int | None = 0
+    """What the optimizer takes for the moment per element it updates at once; None if unknown."""
+    updates_together: bool = False
+    """Whether it updates all elements at once (torch's ``foreach``) or those of one unit after another."""
 
     @property
     def master(self) -> int:
@@ -82,11 +106,15 @@ class Memory:
     gradient_buffers: int
     """Full gradients and what their reductions receive."""
     tied_copies: int
+    update: int | None
+    """What the optimizer takes for the moment; None if unknown."""
     peak: int
-    """The most of all kinds together at any moment; without optimizer state if that is unknown."""
+    """The most of all kinds together at any moment; without what is unknown."""
     stored_activations: int
     """Forwards whose backward is still to come, each of one chunk and micro-batch: with full recomputation, as many
-    chunk inputs are stored. A number, not bytes: shapes are unknown before a batch is seen."""
+    chunk inputs are stored. A number, not bytes."""
+    activations: ActivationMemory | None
+    """None if shapes are unknown."""
 
 
 def rank_memory(
@@ -96,12 +124,16 @@ def rank_memory(
     data_ranks: int,
     gradient_buffers: int,
     element_bytes: ElementBytes,
+    all_to_all: bool = False,
+    activation_bytes: ActivationBytes | None = None,
 ) -> Memory:
     """What a pipeline rank holds while it runs ``actions``, a training step's program.
 
     Args:
         units: those of the rank.
         gradient_buffers: how many full gradients of chunks are held before a reduction is awaited (stages 2 and 3).
+        all_to_all: whether that stands for the reduce-scatter, as on gloo.
+        activation_bytes: None if shapes are unknown; the peak is without activations then.
     """
     size = element_bytes
     weights = master = trainable = 0
@@ -112,47 +144,52 @@ def rank_memory(
         master += size.master * part if size.weights < size.master else 0
         trainable += min(part, unit.trainable)
     optimizer = None if size.optimizer is None else size.optimizer * trainable
-    walk = _Walk(units, zero_stage, data_ranks, gradient_buffers, size)
+    ledger = Ledger()
+    walks: list[_StateWalk | ActivationWalk] = [
+        _StateWalk(units, zero_stage, data_ranks, gradient_buffers, size, all_to_all, ledger)
+    ]
+    if activation_bytes is not None:
+        walks.append(ActivationWalk(actions, activation_bytes, ledger))
     for action in actions:
-        walk.follow(action)
+        for walk in walks:
+            walk.follow(action)
     return Memory(
         weights=weights,
-        resident_weights=walk.most["resident"],
+        resident_weights=ledger.most["resident"],
         master_weights=master,
         optimizer_state=optimizer,
-        gradients=walk.most["gradients"],
-        gradient_buffers=walk.most["buffers"],
-        tied_copies=walk.most["copies"],
-        peak=weights + master + (optimizer or 0) + walk.most_together,
+        gradients=ledger.most["gradients"],
+        gradient_buffers=ledger.most["buffers"],
+        tied_copies=ledger.most["copies"],
+        update=None if size.update is None else ledger.most["update"],
+        peak=weights + master + (optimizer or 0) + ledger.most_together,
         stored_activations=peak_live_activations(actions),
+        activations=None if activation_bytes is None else ActivationMemory.of(ledger),
     )
 
 
-class _Walk:
+class _StateWalk:
     """Takes and frees on paper what ``ZeroPartition`` takes and frees."""
 
     def __init__(
-        self, units: Sequence[UnitSize], zero_stage: int, data_ranks: int, gradient_buffers: int, size: ElementBytes
+        self,
+        units: Sequence[UnitSize],
+        zero_stage: int,
+        data_ranks: int,
+        gradient_buffers: int,
+        size: ElementBytes,
+        all_to_all: bool,
+        ledger: Ledger,
     ) -> None:
         self.units = [_Unit(unit, zero_stage, data_ranks) for unit in units]
         self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
         self.partitioned = zero_stage > 0 and data_ranks > 1
         self.zero_stage, self.gradient_buffers, self.size = zero_stage, gradient_buffers, size
+        self.all_to_all, self.ledger = all_to_all, ledger
         self.reducing: deque[_Unit] = deque()
-        self.held: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
-        self.most_together = 0
         if not self.partitioned:
             for unit in self.units:
-                self.take("gradients", size.gradients * unit.part)
-
-    def take(self, kind: str, amount: int) -> None:
-        self.held[kind] += amount
-        self.most[kind] = max(self.most[kind], self.held[kind])
-        self.most_together = max(self.most_together, self.held.total())
-
-    def free(self, kind: str, amount: int) -> None:
-        self.held[kind] -= amount
+                ledger.take("gradients", size.gradients * unit.part)
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
@@ -170,14 +207,14 @@ class _Walk:
     def gather(self, units: Sequence["_Unit"], chunk: int) -> None:
         for unit in units:
             if not unit.holders and self.partitioned and self.zero_stage == 3:
-                self.take("resident", self.size.weights * unit.full)
+                self.ledger.take("resident", self.size.weights * unit.full)
             unit.holders.add(chunk)
 
     def release(self, units: Sequence["_Unit"], chunk: int) -> None:
         for unit in units:
             unit.holders.discard(chunk)
             if not unit.holders and self.partitioned and self.zero_stage == 3:
-                self.free("resident", self.size.weights * unit.full)
+                self.ledger.free("resident", self.size.weights * unit.full)
 
     def begin_backward(self, units: Sequence["_Unit"]) -> None:
         beginning = [unit for unit in units if not unit.accumulating]
@@ -188,7 +225,7 @@ class _Walk:
                 while self.reducing and self.buffers_of_chunks() >= self.gradient_buffers:
                     self.await_oldest_reduction()
         for unit in beginning:
-            self.take("buffers", self.size.gradients * unit.full)
+            self.ledger.take("buffers", self.size.gradients * unit.full)
             unit.accumulating = True
 
     def buffers_of_chunks(self) -> int:
@@ -200,19 +237,23 @@ class _Walk:
             if unit.users_done == len(unit.size.chunks):
                 unit.users_done = 0
                 unit.accumulating = False
-                self.take("buffers", self.size.gradients * unit.part)
+                self.ledger.take("buffers", self.received(unit))
                 self.reducing.append(unit)
+
+    def received(self, unit: "_Unit") -> int:
+        """Bytes a reduction receives."""
+        return self.size.gradients * (unit.full if self.all_to_all else unit.part)
 
     def await_oldest_reduction(self) -> None:
         unit = self.reducing.popleft()
-        done_with = self.size.gradients * (unit.full + unit.part)
-        if self.size.gradients != self.size.master:
-            self.take("buffers", self.size.master * unit.part)
+        done_with = self.size.gradients * unit.full + self.received(unit)
+        if self.all_to_all or self.size.gradients != self.size.master:
+            self.ledger.take("buffers", self.size.master * unit.part)
             done_with += self.size.master * unit.part
-        self.free("buffers", done_with)
+        self.ledger.free("buffers", done_with)
         if not unit.reduced:
             # A later group's gradient is added to this one.
-            self.take("gradients", self.size.master * unit.part)
+            self.ledger.take("gradients", self.size.master * unit.part)
         unit.reduced = True
 
     def step(self) -> None:
@@ -221,10 +262,12 @@ class _Walk:
         # Tied units are summed last, one after another.
         for unit in sorted(self.units, key=lambda unit: unit.size.tied):
             if not self.partitioned and self.size.gradients != self.size.master:
-                self.take("gradients", self.size.master * unit.part)
+                self.ledger.take("gradients", self.size.master * unit.part)
             if unit.size.copies > 1:
-                self.take("copies", self.size.master * unit.part * unit.size.copies)
-                self.free("copies", self.size.master * unit.part * unit.size.copies)
+                self.ledger.pass_by("copies", self.size.master * unit.part * unit.size.copies)
+        owned = [min(unit.part, unit.size.trainable) for unit in self.units]
+        at_once = sum(owned) if self.size.updates_together else max(owned, default=0)
+        self.ledger.pass_by("update", (self.size.update or 0) * at_once)
 
 
 class _Unit:

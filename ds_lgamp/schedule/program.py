@@ -16,6 +16,10 @@ from ds_lgamp.schedule.residency import chunk_visits, resident_windows
 Program = list[list[Action]]
 """The actions of every pipeline rank."""
 
+RECEIVES_POSTED = 3
+"""Of one kind on a rank, where nothing piles up: the one that computes next, one in flight, and one whose sender may
+learn early that it may send. With two, large messages on a slow link wait for that news (docs/performance.md)."""
+
 
 @dataclass(frozen=True)
 class ProgramSpec:
@@ -111,8 +115,8 @@ class ProgramSpec:
         return source if 0 <= source < len(self.placement) else None
 
     def receive_window(self, rank: int, kind: Kind) -> int:
-        """How many receives of one kind ``rank`` holds posted: the one that computes next, one in flight, and what
-        piles up on its wrap-around link while a group larger than the ring passes."""
+        """How many receives of one kind ``rank`` holds posted: ``RECEIVES_POSTED``, or more where messages pile up on
+        its wrap-around link while a group larger than the ring passes."""
         forward = kind is Kind.FORWARD
         # Evaluation sends all micro-batches through a chunk, whatever the group.
         group = self.micro_batches if self.forward_only else min(self.micro_batch_group, self.micro_batches)
@@ -121,8 +125,8 @@ class ProgramSpec:
             if owner == rank and 0 <= source < len(self.placement):
                 wraps = self.placement[source] > rank if forward else self.placement[source] < rank
                 if wraps:
-                    return max(2, group - self.pipeline_ranks + 2)
-        return 2
+                    return max(RECEIVES_POSTED, group - self.pipeline_ranks + 2)
+        return RECEIVES_POSTED
 
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action. Stages 2 and 3 keep no full gradient between

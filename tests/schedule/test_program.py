@@ -126,6 +126,6 @@ def test_impossible_combinations_are_refused(changes, message):
 
 
 def test_a_thousand_gpu_program_is_valid():
-    """How long this takes is a benchmark: python -m benchmarks.programs."""
+    """How long this takes is a benchmark: python -m benchmarks run programs."""
     spec = layered(ranks=64, chunks=64 * 4, micro_batches=64)
     validate(spec, build_program(spec))

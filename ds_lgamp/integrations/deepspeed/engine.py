@@ -299,7 +299,7 @@ class LgampEngine(PipelineEngine):
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {name: getattr(self, name) for name in _COUNTERS},
             "micro_offset": self.module.micro_offset,
-            "random": checkpoint.random_state(self.executor.random_sources),
+            "random": checkpoint.random_state(self.executor.draws.sources),
             "client_state": client_state,
         }
 
@@ -365,7 +365,7 @@ class LgampEngine(PipelineEngine):
                 # At the end of an epoch, not at the beginning of the next, which draws random numbers.
                 position = (self._pulled_of_training_data - 1) % len(self.training_dataloader.loader) + 1
                 next(islice(self.data_iterator, position, position), None)
-        checkpoint.load_random_state(self.executor.random_sources, state["random"])
+        checkpoint.load_random_state(self.executor.draws.sources, state["random"])
 
     def _checkpoint_layout(self) -> dict[str, Any]:
         spec, layout = self.program_spec, self.module.layout

@@ -28,7 +28,7 @@ from ds_lgamp.integrations.deepspeed.install import install, partition_method_of
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_unsupported
-from ds_lgamp.runtime.random_state import read_states, replayed
+from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.memory import ElementBytes, Memory, UnitSize, rank_memory
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
@@ -208,7 +208,7 @@ class _Model:
         """By layer, or by key for tied modules."""
         device = torch.device(get_accelerator().current_device_name())
         sources = layer_sources(device)
-        with replayed(sources, read_states(sources)):
+        with undisturbed(sources):
             for layer, key in enumerate(self.keys):
                 name = layer if key is None else key
                 if name not in self.sizes:
@@ -293,10 +293,16 @@ def _rank_facts(
         parameters=sum(unit.parameters for unit in units),
         traffic=traffic,
         tied_sums=sum(unit.copies > 1 for unit in units),
-        collective_bytes_sent=sum(
-            collective_bytes(actions, unit, spec.zero_stage, data_ranks, size) for unit in units
+        collective_bytes_sent=sum(collective_bytes(actions, unit, spec.zero_stage, data_ranks, size) for unit in units),
+        memory=rank_memory(
+            actions,
+            units,
+            spec.zero_stage,
+            data_ranks,
+            spec.resident_chunks,
+            size,
+            all_to_all=get_accelerator().communication_backend_name() == "gloo",
         ),
-        memory=rank_memory(actions, units, spec.zero_stage, data_ranks, spec.resident_chunks, size),
     )
 
 
@@ -323,7 +329,7 @@ def _element_bytes(config: Any, state_tensors: int | None) -> tuple[str, Element
     gradients = weights if named is None else DtypeEnum(named).value.itemsize
     size = ElementBytes(weights, gradients)
     state = None if state_tensors is None else state_tensors * size.master
-    return half or "fp32", ElementBytes(weights, gradients, state)
+    return half or "fp32", ElementBytes(weights, gradients, state, update=None)
 
 
 def _optimizer_state(optimizer: Any, config: Any) -> tuple[str, int | None]:
@@ -427,7 +433,10 @@ def _words(facts: Explanation) -> str:
             f"not {gathers}."
         )
     kept = "inputs of chunks" if facts.recompute == "full" else "chunks with all that autograd saves of them"
-    sentences.append(f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen.")
+    sentences.append(
+        f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen. The peak leaves "
+        "them out, and what layers and the optimizer take for the moment."
+    )
     if facts.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them, none frozen.")
     if any(rank.memory.optimizer_state is None for rank in facts.ranks):

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
-from ds_lgamp.runtime.random_state import read_states, replayed
+from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
 
@@ -96,7 +96,7 @@ def layer_weights(module: PipelineModule, method: str) -> list[float]:
     if method == "parameters":
         device = torch.device(get_accelerator().current_device_name())
         sources = layer_sources(device)
-        with replayed(sources, read_states(sources)):
+        with undisturbed(sources):
             return [float(count) for count in module._count_layer_params()]
     if method.startswith("type:"):
         chosen = set(module._find_layer_type(method.split(":", 1)[1]))
@@ -121,7 +121,7 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     infos = announced_tensors(module)
     device = torch.device(get_accelerator().device_name(module.local_rank))
     sources = layer_sources(device)
-    with replayed(sources, read_states(sources)):
+    with undisturbed(sources):
         built = {
             layer: _obtain(module, layer, previous_owner[layer], layout.owner(layer), infos, device)
             for layer in range(module._num_layers)

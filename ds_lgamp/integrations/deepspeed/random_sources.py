@@ -20,7 +20,8 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None and megatron.get_cuda_rng_tracker().get_states():
         tracker = megatron.get_cuda_rng_tracker()
-        sources.append(RandomSource(tracker.get_states, tracker.set_states, _same_tracked))
+        # A copy: the tracker goes on with the very dictionary it gets.
+        sources.append(RandomSource(tracker.get_states, lambda states: tracker.set_states(dict(states)), _same_tracked))
     return sources
 
 

@@ -1,0 +1,42 @@
+"""``python -m benchmarks run NAME [--json]`` measures and records; ``python -m benchmarks report`` writes the pages."""
+
+import argparse
+import importlib
+
+from benchmarks import NAMES
+from benchmarks.record import Record, finish
+from benchmarks.report import write_pages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure, and write benchmarks/results/NAME.json")
+    run.add_argument("name", choices=NAMES)
+    run.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
+    commands.add_parser("report", help="write tables and plots of README.md and docs/ from benchmarks/results")
+    options = parser.parse_args()
+    if options.command == "report":
+        write_pages()
+    else:
+        record: Record = importlib.import_module(f"benchmarks.{options.name}").run()
+        finish(record)
+        print(record.to_json() if options.json else as_text(record))
+
+
+def as_text(record: Record) -> str:
+    """Rows and targets in columns."""
+    rows = [("contender", "configuration", "metric", "median", "spread", "unit")]
+    for row in record.rows:
+        config = " ".join(f"{key}={value}" for key, value in row.config.items())
+        rows.append((row.contender, config, row.metric, f"{row.median:.6g}", f"{row.spread:.3g}", row.unit))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    for target in record.targets:
+        verdict = "met" if target.met else "MISSED"
+        lines.append(f"{verdict}: {target.text}: {target.value:.6g}, limit {target.limit:.6g}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

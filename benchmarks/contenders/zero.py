@@ -1,0 +1,93 @@
+"""Stock DeepSpeed's ZeRO stages 2 and 3 with gradient accumulation."""
+
+from contextlib import nullcontext
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from benchmarks.contenders import Layout
+from benchmarks.model import build_blocks, build_optimizer, loss_function, micro_batch
+
+
+class Zero:
+    """DeepSpeed's plain engine, every block recomputed.
+
+    Args:
+        stage: 2 or 3.
+        resident_chunks: at stage 3, how many blocks DeepSpeed is told to hold at most; None for its defaults.
+        deferred_reduce: whether gradients are reduced after the last micro-batch only; full ones are held until then.
+    """
+
+    def __init__(
+        self, layout: Layout, stage: int, resident_chunks: int | None = None, deferred_reduce: bool = False
+    ) -> None:
+        self.layout, self.deferred_reduce = layout, deferred_reduce
+        self.blocks = build_blocks(layout.size, range(layout.size.blocks), recompute=True)
+        elements = sum(parameter.numel() for parameter in self.blocks[0].parameters())
+        zero: dict = {
+            "stage": stage,
+            # One block, as in every other contender. The defaults of 5e8 elements are made for models that are larger
+            # than such a bucket; here they would be a buffer of 2 GB.
+            "reduce_bucket_size": elements,
+            "allgather_bucket_size": elements,
+        }
+        if resident_chunks is not None:
+            zero |= hold_at_most(resident_chunks, elements)
+        model = nn.Sequential(*self.blocks)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": layout.size.samples,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": 0.0,
+                "zero_optimization": zero,
+            },
+        )
+
+    def step(self, step: int, micro_batches: int) -> float:
+        layout, engine = self.layout, self.engine
+        engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
+        total = torch.zeros(())
+        first = micro_batches * dist.get_rank()
+        with engine.coalesce_grad_reduction() if self.deferred_reduce else nullcontext():
+            for index in range(micro_batches):
+                last = index == micro_batches - 1
+                # By itself the engine counts micro-batches from its first step on, as if all steps had equally many.
+                engine.set_gradient_accumulation_boundary(last)
+                inputs, target = micro_batch(layout.size, step, first + index)
+                # As behind an embedding: DeepSpeed reduces a leaf module's gradients when that of its input is there.
+                loss = loss_function(engine(inputs.requires_grad_()), target)
+                engine.backward(loss)
+                total += loss.detach()
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        dist.all_reduce(total)
+        return total.item() / (micro_batches * layout.data_ranks)
+
+    def held(self) -> int:
+        return sum(any(map(is_gathered, block.parameters())) for block in self.blocks)
+
+
+def hold_at_most(chunks: int, elements: int) -> dict:
+    """DeepSpeed's configuration to have ``chunks`` blocks of ``elements`` parameters each at a time, by its own
+    accounting."""
+    return {
+        # A block is gathered as a whole, not layer by layer.
+        "leaf_module": {"classes": ["benchmarks.model.Block"]},
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": chunks * elements,
+        "stage3_prefetch_bucket_size": (chunks - 1) * elements,
+        # The optimizer's temporary tensors are as large as what it updates at once.
+        "sub_group_size": elements,
+        # What is used again within so many parameters is kept: the last ``chunks`` blocks of the forward pass.
+        "stage3_max_reuse_distance": chunks * elements,
+    }
+
+
+def is_gathered(parameter: nn.Parameter) -> bool:
+    """Whether the full parameter is there or on its way. Stage 2 has it always."""
+    return getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) != ZeroParamStatus.NOT_AVAILABLE

@@ -1,0 +1,160 @@
+"""Peak bytes of live tensors on a rank in one step, counted at dispatch: ``python -m benchmarks run memory``.
+
+Ours runs through ``deepspeed.initialize`` and is compared with the formula of ``ds_lgamp/schedule/memory.py``. What one
+micro-batch takes on a chunk is an input of the formula, measured on a block by itself, in one process.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+
+from benchmarks.contenders import Layout
+from benchmarks.contenders.field import ours, peers
+from benchmarks.counting import Counted, count
+from benchmarks.model import Block, ModelSize, loss_function, micro_batch
+from benchmarks.record import Config, Record, begin
+from ds_lgamp.runtime.measure import PeakMemory
+from ds_lgamp.runtime.random_state import default_sources, read_states
+from ds_lgamp.schedule.activations import ActivationBytes, ChunkBytes
+from ds_lgamp.schedule.memory import ElementBytes, Memory, UnitSize, rank_memory
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+
+NAME = "memory"
+SIZE = ModelSize(blocks=8, width=128, sequence=64)
+"""Quick to measure, and with 32 micro-batches activations matter beside weights, gradients and optimizer state."""
+LAYOUTS = ((1, 2), (2, 2))
+"""Pipeline and data-parallel ranks."""
+MICRO_BATCHES = (1, 4, 8, 32)
+REPETITIONS = 2
+"""Memory does not vary, but gloo's threads may let go of tensors a while after the collective was awaited."""
+LARGEST_DEVIATION = 0.01
+ADAMW = ElementBytes(weights=4, gradients=4, optimizer=8, update=8)
+"""In fp32 without ``foreach``: two moments; a square root and what it is divided to."""
+
+
+def run(
+    size: ModelSize = SIZE,
+    layouts: Sequence[tuple[int, int]] = LAYOUTS,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+    repetitions: int = REPETITIONS,
+) -> Record:
+    """Measures every contender in every layout, for every number of micro-batches per step."""
+    record = begin(NAME)
+    deviation = 0.0
+    for pipeline_ranks, data_ranks in layouts:
+        layout = Layout(pipeline_ranks, data_ranks, size)
+        own = ours(layout)
+        counted = count([*own.values(), *peers(layout)], layout, micro_batches, memory=True, repetitions=repetitions)
+        for (stage, resident), contender in own.items():
+            on_ranks = counted.pop(contender.name)
+            policy = {"zero_stage": stage, "resident_chunks": resident}
+            _enter(record, contender.name, layout, on_ranks, policy)
+            for number in micro_batches:
+                formula = [predicted(layout, rank, number, stage, resident).peak for rank in range(len(on_ranks))]
+                config = _config(layout, number, policy)
+                record.add(contender.name, config, "formula", [max(formula)], "bytes")
+                deviation = max(deviation, largest_deviation(on_ranks, number, formula))
+        for name, on_ranks in counted.items():
+            _enter(record, name, layout, on_ranks, {})
+    record.aim("largest |measured - formula| / formula of ds_lgamp", deviation, LARGEST_DEVIATION)
+    return record
+
+
+def predicted(
+    layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int, recompute: bool = True
+) -> Memory:
+    """What the formula says that a global rank holds."""
+    size = layout.size
+    placement = place_chunks("modular", size.blocks, layout.pipeline_ranks)
+    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    pipeline_rank = rank // layout.data_ranks
+    parameters = sum(parameter.numel() for parameter in Block(0, size.width).parameters())
+    return rank_memory(
+        build_rank_program(spec, pipeline_rank),
+        [UnitSize(parameters, parameters, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)],
+        zero_stage,
+        layout.data_ranks,
+        resident_chunks,
+        ADAMW,
+        all_to_all=True,
+        activation_bytes=activation_bytes(size, recompute),
+    )
+
+
+@cache
+def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes:
+    """Measured on the first, the second and the last block, each by itself."""
+    inputs, labels = micro_batch(size, 0, 0)
+    first, middle, last = (
+        chunk_bytes(size, is_first, is_last, recompute)
+        for is_first, is_last in ((True, False), (False, False), (False, True))
+    )
+    states = read_states(default_sources(inputs.device))
+    return ActivationBytes(
+        inputs.nbytes,
+        labels.nbytes,
+        [first, *[middle] * (size.blocks - 2), last],
+        sum(state.nbytes for state in states),
+        recompute=recompute,
+    )
+
+
+def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool) -> ChunkBytes:
+    """What a micro-batch takes on one block, without ranks, chunks or a schedule."""
+    block = Block(0, size.width)
+    hidden, labels = micro_batch(size, 0, 0)
+    hidden.requires_grad_(not is_first)
+    gradient = torch.ones(()) if is_last else torch.ones_like(hidden)
+    parameters = list(block.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def compute() -> torch.Tensor:
+        return loss_function(block(hidden), labels) if is_last else block(hidden)
+
+    with PeakMemory([hidden, labels, gradient, *parameters, *(parameter.grad for parameter in parameters)]) as memory:
+        before = memory.live()
+        with torch.set_grad_enabled(not recompute):
+            result = compute()
+        forward, kept, memory.peak = memory.peak - before, memory.live() - before, 0
+        if recompute:
+            del result
+            kept, result = 0, compute()
+        torch.autograd.backward(result, gradient)
+    handed_on = 0 if is_last else hidden.nbytes
+    saved = 0 if recompute else kept - handed_on
+    return ChunkBytes(handed_on, forward, memory.peak - before - kept, saved)
+
+
+def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:
+    """Of what ranks measured, each in its best step, from what the formula says, as a share of that."""
+    return max(
+        abs(smallest_peak(counted, micro_batches) - expected) / expected
+        for counted, expected in zip(on_ranks, formula, strict=True)
+    )
+
+
+def smallest_peak(counted: Counted, micro_batches: int) -> int:
+    """Of all steps: what gloo's threads hold too long comes on top in some."""
+    return min(step.peak_bytes for step in counted.steps[micro_batches])
+
+
+def _config(layout: Layout, micro_batches: int, policy: Mapping[str, int]) -> Config:
+    return {
+        "pipeline_ranks": layout.pipeline_ranks,
+        "data_ranks": layout.data_ranks,
+        "chunks_per_rank": layout.chunks_per_rank,
+        "micro_batches": micro_batches,
+        **policy,
+    }
+
+
+def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted], policy: Mapping[str, int]) -> None:
+    """Rows of one contender; of every step, the rank that holds most."""
+    for micro_batches in on_ranks[0].steps:
+        repetitions = zip(*(counted.steps[micro_batches] for counted in on_ranks))
+        samples = [max(step.peak_bytes for step in steps) for steps in repetitions]
+        record.add(name, _config(layout, micro_batches, policy), "peak", samples, "bytes")

@@ -1,0 +1,93 @@
+"""How close a step comes to the simulated time of its order: ``python -m benchmarks run schedule``.
+
+Compute is virtual (every chunk sleeps), messages are real gloo. Every contender's step is divided by what
+``ds_lgamp/schedule/simulate.py`` says for its own order. On loopback a hop counts as nothing. On the slow link it
+counts as one message's way alone, calibrated in the same run. What a message waits for others, or for news that the
+receiver is ready, is left to the contenders; messages both ways at once are calibrated beside it.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from statistics import median
+
+from benchmarks.network import NetworkUnavailable, throttled_network
+from benchmarks.record import REPETITIONS, Record, begin
+from benchmarks.virtual.chunk import Setting
+from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender
+from benchmarks.virtual.steps import Measured, measure
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.simulate import Timeline, simulate
+
+NAME = "schedule"
+LOOPBACK, SLOW = "loopback", "1 Gbit/s"
+SLOW_RATE = "1gbit"
+MEGABYTE = 1 << 20
+SETTINGS = [Setting(*numbers) for numbers in product((4, 8), (1, 2, 4, 8), (8, 16))]
+SLOW_SETTINGS = [Setting(4, chunks, 8, elements=MEGABYTE // 4) for chunks in (1, 2, 4)]
+RATIO = "step / simulated"
+LIMIT, LIMIT_MANY_RANKS = 1.03, 1.05
+"""Of the ratio, up to 4 ranks and with more."""
+
+
+def run(
+    settings: Sequence[Setting] = SETTINGS,
+    slow_settings: Sequence[Setting] = SLOW_SETTINGS,
+    contenders: Sequence[Contender] = CONTENDERS,
+    repetitions: int = REPETITIONS,
+) -> Record:
+    """Measures ``settings`` on loopback and ``slow_settings`` over the slow link; says so where there can be none."""
+    record = begin(NAME)
+    for members in _by_ranks(settings):
+        _enter(record, LOOPBACK, contenders, members, measure(members, contenders, repetitions))
+    for members in _by_ranks(slow_settings):
+        try:
+            with throttled_network(members[0].pipeline_ranks, SLOW_RATE) as network:
+                measured = measure(members, contenders, repetitions, network.enter)
+        except NetworkUnavailable as reason:
+            record.machine["network"] = f"nothing measured at {SLOW}: {reason}"
+            print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+            break
+        _enter(record, SLOW, contenders, members, measured)
+    return record
+
+
+def simulated(contender: Contender, setting: Setting, hop: float = 0.0) -> Timeline:
+    """The order of ``contender`` on paper; ``hop`` in seconds."""
+    spec = contender.spec(setting)
+    return simulate(spec, build_program(spec), setting.durations(hop))
+
+
+def _by_ranks(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """One spawn's settings each."""
+    numbers = dict.fromkeys(setting.pipeline_ranks for setting in settings)
+    return [[setting for setting in settings if setting.pipeline_ranks == number] for number in numbers]
+
+
+def _enter(
+    record: Record, link: str, contenders: Sequence[Contender], settings: Sequence[Setting], measured: Measured
+) -> None:
+    """The rows of one spawn and its target."""
+    record.machine["scheduling"] = "real-time (SCHED_RR)" if measured.precise else "time-sharing"
+    largest = 0.0
+    for setting, hop, seconds in zip(settings, measured.hops, measured.seconds):
+        config = {
+            "pipeline_ranks": setting.pipeline_ranks,
+            "chunks_per_rank": setting.chunks_per_rank,
+            "micro_batches": setting.micro_batches,
+            "link": link,
+        }
+        record.add("gloo", config, "hop", [sample * 1000 for sample in hop.one_way], "ms")
+        record.add("gloo", config, "hop, both ways at once", [sample * 1000 for sample in hop.two_way], "ms")
+        for contender in contenders:
+            if contender.suits(setting):
+                timeline = simulated(contender, setting, median(hop.one_way) if link == SLOW else 0.0)
+                steps = seconds[contender.name]
+                record.add(contender.name, config, RATIO, [step / timeline.step_time for step in steps], "ratio")
+                record.add(contender.name, config, "bubble", [step / timeline.ideal - 1 for step in steps], "ratio")
+                record.add(contender.name, config, "simulated bubble", [timeline.bubble], "ratio")
+                if contender.name == LAYERED.name:
+                    largest = max(largest, median(steps) / timeline.step_time)
+    ranks = settings[0].pipeline_ranks
+    limit = LIMIT if ranks <= 4 else LIMIT_MANY_RANKS
+    record.aim(f"largest {RATIO} of {LAYERED.name}, {ranks} pipeline ranks, {link}", largest, limit)

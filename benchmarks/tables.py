@@ -1,0 +1,152 @@
+"""Tables of the pages, as Markdown, from recorded runs."""
+
+import json
+from typing import Any
+
+from benchmarks import NAMES
+from benchmarks.record import OURS, RESULTS, TYPICAL, Config, read
+from docs.blocks import table
+
+
+def machine(name: str) -> str:
+    """The command, the machine and the load of a recorded run."""
+    facts = dict(read(name).machine)
+    sentence = (
+        f"`python -m benchmarks run {name}` on {facts.pop('cores')} cores, {facts.pop('system')}, "
+        f"Python {facts.pop('python')}, torch {facts.pop('torch')}, DeepSpeed {facts.pop('deepspeed')}; "
+        f"load average {facts.pop('load_before')} before, {facts.pop('load_after')} after"
+    )
+    return "; ".join([sentence, *(f"{key}: {value}" for key, value in facts.items())]) + "."
+
+
+def targets() -> str:
+    """What was aimed at and what was reached, of all benchmarks."""
+    rows = [
+        [name, target.text, f"{target.value:.4g}", f"{target.limit:.4g}", "yes" if target.met else "**no**"]
+        for name in NAMES
+        for target in read(name).targets
+    ]
+    return table(["benchmark", "target", "value", "limit", "met"], rows, numbers_from=2)
+
+
+def communication(pipeline_ranks: int) -> str:
+    """Of every contender in one layout: chunks held, gathers + reductions, MB sent by collectives."""
+    record = read("communication")
+    rows = [row for row in record.rows if row.config["pipeline_ranks"] == pipeline_ranks]
+    found = {(row.contender, row.config["micro_batches"], row.metric): row.median for row in rows}
+    counts = list(dict.fromkeys(row.config["micro_batches"] for row in rows))
+    lines = []
+    for contender in dict.fromkeys(row.contender for row in rows if _is_shown(row.contender)):
+        measured = [count for count in counts if (contender, count, "held") in found]
+        cells = {
+            count: f"{found[contender, count, 'gathers']:.0f} + {found[contender, count, 'reductions']:.0f}: "
+            f"{found[contender, count, 'collective_bytes'] / 1e6:.1f}"
+            for count in measured
+        }
+        held = max(found[contender, count, "held"] for count in measured)
+        lines.append([contender, f"{held:.0f}", *(cells.get(count, "") for count in counts)])
+    return table(["", "chunks held", *(f"M = {count}" for count in counts)], lines, numbers_from=1)
+
+
+def _is_shown(contender: str) -> bool:
+    """Below stage 3, resident chunks do not change what is sent: one row stands for all."""
+    return not contender.startswith((f"{OURS}, ZeRO-1", f"{OURS}, ZeRO-2")) or contender.endswith(" 2 resident")
+
+
+def memory(pipeline_ranks: int) -> str:
+    """Peak MB of every contender in one layout, by micro-batches; of ours, what the formula says behind it."""
+    rows = [row for row in read("memory").rows if row.config["pipeline_ranks"] == pipeline_ranks]
+    found = {(row.contender, row.config["micro_batches"], row.metric): row.median / 1e6 for row in rows}
+    counts = list(dict.fromkeys(row.config["micro_batches"] for row in rows))
+    lines = []
+    for contender in dict.fromkeys(row.contender for row in rows):
+        cells = []
+        for count in counts:
+            peak, formula = (found.get((contender, count, metric)) for metric in ("peak", "formula"))
+            cells.append(("" if peak is None else f"{peak:.2f}") + ("" if formula is None else f" ({formula:.2f})"))
+        lines.append([contender, *cells])
+    return table(["", *(f"M = {count}" for count in counts)], lines, numbers_from=1)
+
+
+def schedule(link: str) -> str:
+    """Step / simulated of every contender on one kind of link."""
+    rows = [row for row in read("schedule").rows if row.config["link"] == link and row.metric == "step / simulated"]
+    contenders = list(dict.fromkeys(row.contender for row in rows))
+    found: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        setting = tuple(f"{row.config[key]}" for key in ("pipeline_ranks", "chunks_per_rank", "micro_batches"))
+        found.setdefault(setting, {})[row.contender] = f"{row.median:.3f} ± {row.spread / 2:.3f}"
+    lines = [[*setting, *(cells.get(name, "") for name in contenders)] for setting, cells in found.items()]
+    return table(["P", "N", "M", *contenders], lines, numbers_from=0)
+
+
+def overhead() -> str:
+    """Every row of the record."""
+    return table(
+        ["", "metric", "what", "median", "spread", "unit"],
+        [
+            [row.contender, row.metric, _words(row.config), f"{row.median:.2f}", f"{row.spread:.2f}", row.unit]
+            for row in read("overhead").rows
+        ],
+        numbers_from=3,
+    )
+
+
+def _words(config: Config) -> str:
+    return ", ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in config.items())
+
+
+def peers() -> str:
+    """Of the contenders at 8 micro-batches: chunks held, gathers, reductions, MB sent and peak MB."""
+    traffic, peaks = read("communication"), read("memory")
+    found = {
+        (row.contender, row.config["pipeline_ranks"], row.metric): row.median
+        for row in (*traffic.rows, *peaks.rows)
+        if row.config["micro_batches"] == 8
+    }
+    lines = []
+    for contender, ranks in dict.fromkeys((contender, ranks) for contender, ranks, _ in found):
+        if contender.startswith(OURS) and contender != TYPICAL:
+            continue
+        held, gathers, reductions, sent, peak = (
+            found[contender, ranks, metric] for metric in ("held", "gathers", "reductions", "collective_bytes", "peak")
+        )
+        counts = (f"{number:.0f}" for number in (held, gathers, reductions))
+        lines.append([f"{ranks} x 2", contender, *counts, f"{sent / 1e6:.1f}", f"{peak / 1e6:.1f}"])
+    header = ["P x W", "", "chunks held", "gathers", "reductions", "MB sent", "peak MB"]
+    return table(header, lines, numbers_from=2)
+
+
+def programs() -> str:
+    """Seconds to build and to validate the programs of a large job."""
+    return table(
+        ["", "median, s", "spread, s"],
+        [[row.metric, f"{row.median:.2f}", f"{row.spread:.2f}"] for row in read("programs").rows],
+        numbers_from=1,
+    )
+
+
+def quickstart() -> str:
+    """Both runs of launch/quickstart.sh, side by side."""
+    header, *rows = quickstart_rows(json.loads((RESULTS / "quickstart.json").read_text()))
+    return table(header, rows, numbers_from=1)
+
+
+def quickstart_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, stock and ds_lgamp of every row of the quickstart's table, the header first."""
+    stock, lgamp = summary["stock"], summary["lgamp"]
+
+    def row(label: str, key: str, form: str, scale: float = 1) -> tuple[str, str, str]:
+        return label, format(stock[key] * scale, form), format(lgamp[key] * scale, form)
+
+    return [
+        ("", "stock", "ds_lgamp"),
+        ("loss, first step", f"{stock['losses'][0]:.4f}", f"{lgamp['losses'][0]:.4f}"),
+        ("loss, last step", f"{stock['losses'][-1]:.4f}", f"{lgamp['losses'][-1]:.4f}"),
+        row("collectives per step and rank", "collectives_per_step", "d"),
+        row("pipeline messages sent per step and rank", "messages_per_step", "d"),
+        row("MB sent per step and rank", "bytes_per_step", ".2f", 1e-6),
+        row("peak memory of tensors, MB", "peak_bytes", ".1f", 1e-6),
+        row("pipeline bubble, simulated", "bubble", ".1%"),
+        row("seconds per step", "step_seconds", ".2f"),
+    ]

@@ -1,0 +1,190 @@
+"""The contenders: ways to run a pipeline of virtual chunks. Every one ends its step with a plain optimizer's.
+
+The learning rate is zero, so that every step has the same numbers.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import NamedTuple, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from benchmarks.record import OURS
+from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function
+from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.zero_partition import build_partition
+from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.links import ring_links
+from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from tests.engine.running import quiet
+
+DEVICE = torch.device("cpu")
+LABELS = torch.zeros(1)
+"""What no loss looks at."""
+
+
+class Pipeline(Protocol):
+    """A pipeline on this rank."""
+
+    chunks: Mapping[int, VirtualChunk]
+    """Those of this rank."""
+
+    def step(self) -> float | None:
+        """Runs one batch; its mean loss, None where this rank does not know it."""
+
+
+class Contender(NamedTuple):
+    """A pipeline by name; ``build`` must be picklable and is collective over all ranks."""
+
+    name: str
+    schedule: str
+    """Its order, as ds_lgamp calls it; the simulated time is that order's."""
+    build: Callable[[Setting], Pipeline]
+
+    def spec(self, setting: Setting) -> ProgramSpec:
+        return spec_of(self.schedule, setting)
+
+    def suits(self, setting: Setting) -> bool:
+        """Whether its order is for so many chunks per rank: with one, interleaved is the same as 1F1B."""
+        if self.schedule == "interleaved_1f1b":
+            return setting.chunks_per_rank > 1 and setting.micro_batches % setting.pipeline_ranks == 0
+        return self.schedule not in SINGLE_CHUNK_SCHEDULES or setting.chunks_per_rank == 1
+
+
+def spec_of(schedule: str, setting: Setting) -> ProgramSpec:
+    return ProgramSpec(setting.placement, schedule, setting.micro_batches, setting.micro_batches, zero_stage=0)
+
+
+class Executed:
+    """Our executor, without recomputation: a simulated backward is a backward alone."""
+
+    def __init__(self, setting: Setting, schedule: str) -> None:
+        rank = dist.get_rank()
+        self.setting = setting
+        self.chunks = setting.chunks_of(rank)
+        self.program = build_rank_program(spec_of(schedule, setting), rank)
+        parameters = {
+            index: [UnitParameter(f"{index}.weight", chunk.weight, 0)] for index, chunk in self.chunks.items()
+        }
+        partition = build_partition(parameters, [], alone(), 0, 2, DEVICE)
+        optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
+        self.executor = Executor(
+            setting.placement,
+            rank,
+            {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
+            partition,
+            ring_links([range(setting.pipeline_ranks)], DEVICE),
+            loss_function,
+            optimizer.step,
+            default_sources(DEVICE),
+            recompute=False,
+        )
+
+    def step(self) -> float | None:
+        with self.executor.batch(self.setting.micro_batches, self._load):
+            self.executor.run(self.program)
+        losses = self.executor.losses
+        return torch.stack(losses).mean().item() if losses else None
+
+    def _load(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.setting.micro_batch(index), LABELS
+
+
+class Torch:
+    """A schedule of ``torch.distributed.pipelining``; shapes are given, so that stages need not infer them."""
+
+    def __init__(self, setting: Setting, schedule: Callable) -> None:
+        self.chunks = setting.chunks_of(dist.get_rank())
+        stages = [
+            PipelineStage(
+                chunk,
+                index,
+                setting.chunks,
+                DEVICE,
+                input_args=torch.zeros(1, setting.elements, requires_grad=index > 0),
+                output_args=torch.zeros(1, setting.elements, requires_grad=True),
+            )
+            for index, chunk in self.chunks.items()
+        ]
+        # The mean over micro-batches is taken at the loss, as everywhere else.
+        self.schedule = schedule(
+            stages[0] if schedule is Schedule1F1B else stages,
+            setting.micro_batches,
+            loss_fn=lambda output, labels: loss_function(output, labels) / setting.micro_batches,
+            scale_grads=False,
+        )
+        self.is_first, self.is_last = 0 in self.chunks, setting.chunks - 1 in self.chunks
+        self.inputs = torch.cat([setting.micro_batch(index) for index in range(setting.micro_batches)])
+        self.labels = torch.cat([LABELS] * setting.micro_batches)
+        self.optimizer = torch.optim.SGD([chunk.weight for chunk in self.chunks.values()], lr=0.0)
+
+    def step(self) -> float | None:
+        losses: list[torch.Tensor] = []
+        self.schedule.step(
+            *([self.inputs] if self.is_first else []),
+            target=self.labels if self.is_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).sum().item() if losses else None
+
+
+class Stock:
+    """DeepSpeed's own pipeline engine."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        with quiet():
+            module = PipelineModule(
+                [LayerSpec(VirtualChunk, index, setting.forward, setting.backward) for index in range(setting.chunks)],
+                num_stages=setting.pipeline_ranks,
+                loss_fn=loss_function,
+                partition_method="uniform",
+            )
+            self.engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=torch.optim.SGD(module.parameters(), lr=0.0),
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "gradient_accumulation_steps": setting.micro_batches,
+                    "steps_per_print": 1 << 30,
+                },
+            )
+        self.chunks = {dist.get_rank(): module.forward_funcs[0]}
+
+    def step(self) -> float:
+        batch = [(self.setting.micro_batch(index), LABELS) for index in range(self.setting.micro_batches)]
+        return self.engine.train_batch(iter(batch)).item()
+
+
+@cache
+def alone() -> dist.ProcessGroup:
+    """A group of this rank alone, the same at every call."""
+    return dist.new_subgroups(1)[0]
+
+
+LAYERED = Contender(f"{OURS} layered", "layered", partial(Executed, schedule="layered"))
+CONTENDERS = (
+    LAYERED,
+    Contender(f"{OURS} interleaved_1f1b", "interleaved_1f1b", partial(Executed, schedule="interleaved_1f1b")),
+    Contender(f"{OURS} 1f1b", "1f1b", partial(Executed, schedule="1f1b")),
+    # LoopedBFS differs in its backward, which takes the last micro-batch first; equal chunks make that equally long.
+    Contender("torch LoopedBFS", "layered", partial(Torch, schedule=ScheduleLoopedBFS)),
+    Contender("torch Interleaved1F1B", "interleaved_1f1b", partial(Torch, schedule=ScheduleInterleaved1F1B)),
+    Contender("torch 1F1B", "1f1b", partial(Torch, schedule=Schedule1F1B)),
+    Contender("DeepSpeed 1F1B", "1f1b", Stock),
+)

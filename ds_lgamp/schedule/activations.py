@@ -1,0 +1,192 @@
+"""What micro-batches take on a pipeline rank, by following its program; the formula is in ``memory.py``."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.ledger import Ledger
+
+SENDS_IN_FLIGHT = 2
+"""Messages of a link and kind that may be under way, kept alive, before the oldest is awaited. The receiver holds
+more receives posted, so that wait is short."""
+
+Tensor = tuple[Kind, int, int]
+"""What crosses a chunk boundary: FORWARD and a chunk for its result, BACKWARD and a chunk for the gradient of its
+result; then the micro-batch."""
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """What one micro-batch takes on a chunk, a property of its layers. The last chunk includes the loss."""
+
+    result: int
+    """What the next chunk gets, and the gradient of it; 0 for the last chunk."""
+    forward: int
+    """The most its forward takes at once beside its input, result included."""
+    backward: int
+    """The most its backward takes at once beside input, gradient of the result and ``saved``, gradient of the input
+    included: with recomputation from the beginning of the forward that is repeated."""
+    saved: int = 0
+    """Without recomputation: what autograd keeps of the forward beside input and result."""
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What one micro-batch takes on the way through the model."""
+
+    inputs: int
+    """Of the first chunk, as the script's data give them."""
+    labels: int
+    chunks: Sequence[ChunkBytes]
+    """All of the model, in order."""
+    random_states: int = 0
+    """One state of every generator that recomputation restores; 0 where they lie in other memory, as beside a GPU."""
+    draws: bool = False
+    """Whether layers draw random numbers: then every visit, a run of forwards of one chunk, has states of its own."""
+    recompute: bool = True
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Bytes on one rank by kind, each at its highest in a step."""
+
+    batch: int
+    """Inputs and labels of micro-batches."""
+    inputs: int
+    """Of chunks, stored for their backward; those of chunk 0 belong to the batch."""
+    handed_over: int
+    """Results and gradients of results that a chunk of the same rank takes."""
+    receives: int
+    sends: int
+    saved: int
+    """Without recomputation: what autograd keeps, results included."""
+    working: int
+    """Of the one forward or backward that runs."""
+    random_states: int
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> "ActivationMemory":
+        return cls(**{kind.name: ledger.most[kind.name] for kind in fields(cls)})
+
+
+class ActivationWalk:
+    """Takes and frees on paper what the executor and its links take and free."""
+
+    def __init__(self, actions: Sequence[Action], size: ActivationBytes, ledger: Ledger) -> None:
+        self.size, self.ledger = size, ledger
+        self.own = {action.chunk for action in actions if action.kind in COMPUTE}
+        self.last = len(size.chunks) - 1
+        self.holders: dict[Tensor, list[str]] = defaultdict(list)
+        self.visited: list[tuple[int, int]] = []
+        """Chunk and micro-batch of the forwards of the visit under way."""
+        self.visits: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """By chunk and micro-batch, those forwards of its visit whose backward is still to come."""
+        self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
+        if self.own & {0, self.last}:
+            micro_batches = 1 + max(action.micro_batch for action in actions)
+            ledger.take("batch", micro_batches * (size.inputs + size.labels))
+
+    def follow(self, action: Action) -> None:
+        kind, chunk, micro_batch = action
+        if kind is Kind.FORWARD:
+            self.forward(chunk, micro_batch)
+        elif kind is Kind.BACKWARD:
+            self.backward(chunk, micro_batch)
+        elif kind is Kind.RECV_FORWARD:
+            self.hold((Kind.FORWARD, chunk - 1, micro_batch), "receives")
+        elif kind is Kind.RECV_BACKWARD:
+            self.hold((Kind.BACKWARD, chunk, micro_batch), "receives")
+        elif kind is Kind.SEND_FORWARD:
+            self.send((Kind.FORWARD, chunk, micro_batch))
+        elif kind is Kind.SEND_BACKWARD:
+            self.send((Kind.BACKWARD, chunk - 1, micro_batch))
+
+    def hold(self, tensor: Tensor, kind: str) -> None:
+        """A tensor with several holders counts once, where it was first."""
+        holders = self.holders[tensor]
+        if not holders:
+            self.ledger.take(kind, self.size.chunks[tensor[1]].result)
+        holders.append(kind)
+
+    def drop(self, tensor: Tensor, kind: str) -> None:
+        holders, amount = self.holders[tensor], self.size.chunks[tensor[1]].result
+        counted = holders[0]
+        holders.remove(kind)
+        if not holders:
+            del self.holders[tensor]
+            self.ledger.free(counted, amount)
+        elif holders[0] != counted:
+            self.ledger.free(counted, amount)
+            self.ledger.take(holders[0], amount)
+
+    def forward(self, chunk: int, micro_batch: int) -> None:
+        self.take_input(chunk, micro_batch)
+        if self.size.recompute:
+            self.visit(chunk, micro_batch)
+        self.ledger.pass_by("working", self.input_bytes(chunk) + self.size.chunks[chunk].forward)
+        result = Kind.FORWARD, chunk, micro_batch
+        if not self.size.recompute:
+            self.ledger.take("saved", self.saved(chunk))
+            self.hold(result, "saved")
+        if chunk < self.last:
+            self.hold(result, "handed_over" if chunk + 1 in self.own else "sends")
+
+    def take_input(self, chunk: int, micro_batch: int) -> None:
+        if chunk == min(self.own & {0, self.last}, default=None):
+            # The rest of the micro-batch is for other ranks.
+            self.ledger.free("batch", self.size.inputs * (0 not in self.own))
+            self.ledger.free("batch", self.size.labels * (self.last not in self.own))
+        if chunk > 0:
+            taken = Kind.FORWARD, chunk - 1, micro_batch
+            self.hold(taken, "inputs")
+            self.drop(taken, "handed_over" if chunk - 1 in self.own else "receives")
+
+    def backward(self, chunk: int, micro_batch: int) -> None:
+        copy = self.input_bytes(chunk) if self.size.recompute else 0
+        if self.size.recompute:
+            self.leave(chunk, micro_batch)
+        if chunk == self.last:
+            self.ledger.free("batch", self.size.labels)
+        self.ledger.pass_by("working", copy + self.size.chunks[chunk].backward)
+        if not self.size.recompute:
+            self.ledger.free("saved", self.saved(chunk))
+            self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
+        if chunk < self.last:
+            self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
+        if chunk > 0:
+            self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
+            self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
+        else:
+            self.ledger.free("batch", self.size.inputs)
+
+    def visit(self, chunk: int, micro_batch: int) -> None:
+        if not self.visits:
+            self.ledger.take("random_states", self.size.random_states)
+        if not self.visited or self.visited[-1][0] != chunk:
+            self.visited = []
+            self.ledger.take("random_states", self.size.random_states * self.size.draws)
+        self.visited.append((chunk, micro_batch))
+        self.visits[chunk, micro_batch] = self.visited
+
+    def leave(self, chunk: int, micro_batch: int) -> None:
+        self.visited = []
+        members = self.visits.pop((chunk, micro_batch))
+        members.remove((chunk, micro_batch))
+        if not members:
+            self.ledger.free("random_states", self.size.random_states * self.size.draws)
+        if not self.visits:
+            self.ledger.free("random_states", self.size.random_states)
+
+    def send(self, tensor: Tensor) -> None:
+        under_way = self.under_way[tensor[0]]
+        under_way.append(tensor)
+        if len(under_way) > SENDS_IN_FLIGHT:
+            self.drop(under_way.popleft(), "sends")
+
+    def input_bytes(self, chunk: int) -> int:
+        return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs
+
+    def saved(self, chunk: int) -> int:
+        """Of one forward; autograd keeps the copy of the input that layers compute on."""
+        return self.input_bytes(chunk) + self.size.chunks[chunk].saved

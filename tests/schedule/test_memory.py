@@ -1,0 +1,131 @@
+"""The memory formula, by hand. Tests that compare it with what is measured: tests/test_explain.py (state),
+tests/test_benchmark_memory.py (all)."""
+
+from dataclasses import replace
+
+import pytest
+
+from ds_lgamp.schedule.activations import ActivationBytes, ActivationMemory, ChunkBytes
+from ds_lgamp.schedule.memory import ElementBytes, UnitSize, rank_memory
+from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+
+SIZE = ActivationBytes(
+    inputs=10,
+    labels=1,
+    chunks=[
+        ChunkBytes(result=100, forward=150, backward=1000, saved=40),
+        ChunkBytes(result=0, forward=30, backward=700, saved=7),
+    ],
+    random_states=5,
+)
+FP32 = ElementBytes()
+
+
+def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunks=2):
+    placement = (0, 1) if pipeline_ranks == 2 else (0, 0)
+    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    return build_rank_program(spec, rank)
+
+
+def memory_of(actions, size, units=(), element=FP32):
+    return rank_memory(actions, units, 0, 1, 2, element, activation_bytes=size)
+
+
+def test_recomputation_stores_inputs():
+    """B0.0 takes most: inputs of both micro-batches (20), two gradients (200), random states (5), a copy of the input
+    (10) and what it works with (1000)."""
+    told = memory_of(two_chunks(1, 0, 2), SIZE)
+    assert told.peak == 20 + 200 + 5 + 10 + 1000
+    assert told.activations == ActivationMemory(
+        batch=2 * 11,
+        inputs=2 * 100,
+        handed_over=2 * 100,
+        receives=0,
+        sends=0,
+        saved=0,
+        working=10 + 1000,
+        random_states=5,
+    )
+
+
+def test_a_forward_may_take_most():
+    """F0.1: the batch (22), random states (5), a result (100), a copy of the input (10) and what it works with."""
+    first, last = SIZE.chunks
+    told = memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=[replace(first, forward=5000), last]))
+    assert told.peak == 22 + 5 + 100 + 10 + 5000
+
+
+def test_without_recomputation_autograd_keeps_results_and_copies():
+    """B0.0 takes most: inputs of both micro-batches (20), of chunk 0 twice a result (100), a copy of the input (10) and
+    what autograd saved (40), two gradients (200), and what it works with (1000). The result of chunk 0 is the input of
+    chunk 1 and counts once."""
+    told = memory_of(two_chunks(1, 0, 2), replace(SIZE, recompute=False))
+    assert told.peak == 20 + 2 * (100 + 10 + 40) + 200 + 1000
+    assert told.activations == ActivationMemory(
+        batch=2 * 11,
+        inputs=0,
+        handed_over=2 * 100,
+        receives=0,
+        sends=0,
+        saved=2 * (100 + 10 + 40) + 2 * (100 + 7),
+        working=1000,
+        random_states=0,
+    )
+
+
+def test_layers_that_draw_have_random_states_for_every_visit():
+    drawing = replace(SIZE, draws=True)
+    assert memory_of(two_chunks(1, 0, 3), drawing).activations.random_states == (1 + 2) * 5
+    # Groups of two: four visits, but the first group's are over when the second's begin.
+    groups = build_rank_program(ProgramSpec((0, 0), "layered", 4, 2, zero_stage=0), 0)
+    assert memory_of(groups, drawing).activations.random_states == (1 + 2) * 5
+    # The first rank is one forward ahead of its backwards, the last none.
+    for rank, visits in ((0, 2), (1, 1)):
+        one_each = build_rank_program(ProgramSpec((0, 1), "1f1b", 4, 4, zero_stage=0), rank)
+        assert memory_of(one_each, drawing).activations.random_states == (1 + visits) * 5
+
+
+def test_three_receives_are_posted_and_a_third_send_waits_for_the_first():
+    first, last = (memory_of(two_chunks(2, rank, 4), SIZE).activations for rank in (0, 1))
+    assert (first.batch, first.inputs, first.handed_over) == (4 * 11, 0, 0)
+    assert (last.batch, last.inputs, last.handed_over) == (4 * 11, 4 * 100, 0)
+    assert first.sends == last.sends == 3 * 100
+    assert first.receives == last.receives == 3 * 100
+
+
+def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
+    """Rank 0 needs no labels from F0 on, rank 1 no inputs from F1 on. One backward takes most; before it, four
+    micro-batches were taken."""
+    heavy = replace(SIZE, chunks=[replace(chunk, backward=10**6) for chunk in SIZE.chunks], random_states=0)
+    actions = two_chunks(2, 0, 4)
+    assert memory_of(actions, heavy).peak == 4 * 10 + 2 * 100 + 3 * 100 + 10 + 10**6, "sends and receives"
+    actions = two_chunks(2, 1, 4)
+    assert memory_of(actions, heavy).peak == 3 * 1 + 4 * 100 + 100 + 10**6, "inputs and a copy of one"
+
+
+def test_two_sends_are_under_way_until_the_end():
+    told = memory_of(two_chunks(2, 0, 4), SIZE, [UnitSize(10, 10, (0,))], ElementBytes(update=1000))
+    assert told.peak == 10 * 4 + 10 * 4 + 2 * 100 + 10 * 1000, "weights, gradients, sends, update"
+
+
+@pytest.mark.parametrize(("all_to_all", "received"), [(False, 5), (True, 10 + 5)])
+def test_an_all_to_all_receives_a_whole_gradient_and_sums_it(all_to_all, received):
+    units = [UnitSize(10, 10, (chunk,)) for chunk in (0, 1)]
+    told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, 1, FP32, all_to_all)
+    assert told.gradient_buffers == 4 * (10 + received)
+
+
+@pytest.mark.parametrize(
+    ("element", "update"),
+    [
+        (ElementBytes(update=8), 8 * 10),
+        (ElementBytes(update=8, updates_together=True), 8 * 16),
+        (ElementBytes(update=None), None),
+    ],
+)
+def test_an_optimizer_updates_unit_by_unit_or_all_at_once(element, update):
+    """Of 30 and 6 elements, 10 and 6 have an optimizer."""
+    units = [UnitSize(30, 10, (0,)), UnitSize(6, 6, (1,))]
+    told = memory_of(two_chunks(1, 0, 2), None, units, element)
+    assert told.update == update
+    assert told.peak == 4 * 36 + 4 * 36 + (update or 0) and told.activations is None

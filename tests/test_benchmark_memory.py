@@ -1,0 +1,54 @@
+"""What the memory benchmark measures of ds_lgamp is what the memory formula says, scalars aside."""
+
+from functools import partial
+
+import pytest
+
+from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders.lgamp import Layered
+from benchmarks.counting import count
+from benchmarks.memory import activation_bytes, predicted, smallest_peak
+from benchmarks.model import ModelSize
+
+SCALAR_BYTES = 500
+"""Losses, step counters, the norm."""
+WIDTH, SEQUENCE, SAMPLES = 64, 128, 2
+ACTIVATION = 4 * WIDTH * SEQUENCE * SAMPLES
+"""As much as a third of a block's parameters: one too many would show."""
+
+
+@pytest.mark.parametrize(
+    ("pipeline_ranks", "blocks", "micro_batches", "policies"),
+    [
+        (1, 4, (1, 8), [(2, 1, "full"), (3, 2, "full")]),
+        (2, 6, (5,), [(1, 2, "full"), (3, 1, "none")]),
+    ],
+)
+def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, policies):
+    """By ZeRO stage, resident chunks and recomputation, on every rank."""
+    layout = Layout(pipeline_ranks, 2, ModelSize(blocks, WIDTH, SEQUENCE, SAMPLES))
+    contenders = [
+        Contender(str(policy), partial(Layered, zero_stage=policy[0], resident_chunks=policy[1], recompute=policy[2]))
+        for policy in policies
+    ]
+    counted = count(contenders, layout, micro_batches, memory=True, repetitions=2)
+    for stage, resident, recompute in policies:
+        for rank, on_rank in enumerate(counted[str((stage, resident, recompute))]):
+            for number in micro_batches:
+                told = predicted(layout, rank, number, stage, resident, recompute == "full")
+                label = (
+                    f"stage {stage}, {resident} resident, recompute {recompute}, {number} micro-batches, rank {rank}"
+                )
+                assert 0 <= smallest_peak(on_rank, number) - told.peak <= SCALAR_BYTES, label
+
+
+def test_what_a_block_takes_is_measured_alone():
+    """Its forward takes most when GELU has run: the sum with the attention's output, query, key and value, what they
+    attended to, and twice a four times wider hidden state. Autograd keeps those, what both norms return, and for every
+    token two numbers of each norm and one of each of the two heads."""
+    size = ModelSize(4, WIDTH, SEQUENCE, SAMPLES)
+    _, middle, _, last = activation_bytes(size).chunks
+    assert (middle.result, last.result) == (ACTIVATION, 0)
+    assert (middle.forward, middle.saved) == ((1 + 3 + 1 + 4 + 4) * ACTIVATION, 0)
+    kept = activation_bytes(size, recompute=False).chunks[1].saved
+    assert kept == (2 + 1 + 3 + 1 + 4 + 4) * ACTIVATION + 4 * (2 + 2 + 2) * SEQUENCE * SAMPLES
