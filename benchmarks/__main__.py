@@ -2,6 +2,10 @@
 
 import argparse
 import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from benchmarks import NAMES
 from benchmarks.record import Record, finish
@@ -18,10 +22,27 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "report":
         write_pages()
-    else:
+        return
+    with others_on_stderr():
+        # Every contender runs on gloo and the CPU, whatever the machine has.
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
         record: Record = importlib.import_module(f"benchmarks.{options.name}").run()
-        finish(record)
-        print(record.to_json() if options.json else as_text(record))
+    finish(record)
+    print(record.to_json() if options.json else as_text(record))
+
+
+@contextmanager
+def others_on_stderr() -> Iterator[None]:
+    """Sends to stderr what frameworks, here and in the ranks, write to stdout."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def as_text(record: Record) -> str:

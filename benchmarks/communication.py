@@ -9,19 +9,15 @@ from typing import NamedTuple
 
 from benchmarks.contenders import Layout
 from benchmarks.contenders.field import ours, peers
+from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, Step, count
-from benchmarks.model import Block, ModelSize
-from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
-from ds_lgamp.schedule.memory import ElementBytes, UnitSize
-from ds_lgamp.schedule.orders import chunks_of
-from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from benchmarks.model import ModelSize
+from benchmarks.record import OURS, REPETITIONS, Record, begin
+from ds_lgamp.schedule.memory import ElementBytes
 from ds_lgamp.schedule.traffic import collective_bytes, predict_traffic
 
 NAME = "communication"
-SIZE = ModelSize(sequence=4)
-LAYOUTS = ((1, 2), (2, 2))
-"""Pipeline and data-parallel ranks."""
+SIZE = ModelSize()
 MICRO_BATCHES = (1, 4, 8, 32)
 REDUCTIONS = {"all_to_all", "reduce_scatter", "all_reduce", "reduce"}
 SMALL_BYTES = 100
@@ -51,13 +47,16 @@ def run(
     for pipeline_ranks, data_ranks in layouts:
         layout = Layout(pipeline_ranks, data_ranks, size)
         own = ours(layout)
-        counted = count([*own.values(), *peers(layout)], layout, micro_batches, repetitions=repetitions)
+        counted = {
+            **count(list(own.values()), layout, micro_batches, repetitions=repetitions),
+            **count(peers(layout), layout, micro_batches, repetitions=repetitions),
+        }
         for name, on_ranks in counted.items():
             _enter(record, name, layout, on_ranks)
         for (stage, resident), contender in own.items():
             deviations += count_deviations(counted[contender.name], layout, stage, resident)
     record.aim("counts of ds_lgamp that differ from the formula", deviations, 0)
-    _compare(record)
+    compare(record)
     return record
 
 
@@ -76,22 +75,15 @@ def moved(step: Step) -> Moved:
 
 def predicted(layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int) -> Moved:
     """What the formulas say that a step moves on a global rank."""
-    size = layout.size
-    placement = place_chunks("modular", size.blocks, layout.pipeline_ranks)
-    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
-    pipeline_rank = rank // layout.data_ranks
-    actions = build_rank_program(spec, pipeline_rank)
-    chunks = chunks_of(placement, pipeline_rank)
-    traffic = predict_traffic(actions, zero_stage, chunks, [])
-    parameters = sum(parameter.numel() for parameter in Block(0, size.width).parameters())
-    units = [UnitSize(parameters, parameters, (chunk,)) for chunk in chunks]
-    activation = ElementBytes().weights * size.samples * size.sequence * size.width
+    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks)
+    traffic = predict_traffic(actions, zero_stage, [chunk for unit in units for chunk in unit.chunks], [])
+    size, element = layout.size, ElementBytes()
     return Moved(
         traffic.gathers,
         traffic.reduces,
-        sum(collective_bytes(actions, unit, zero_stage, layout.data_ranks, ElementBytes()) for unit in units),
+        sum(collective_bytes(actions, unit, zero_stage, layout.data_ranks, element) for unit in units),
         traffic.sends,
-        traffic.sends * activation,
+        traffic.sends * element.weights * size.samples * size.sequence * size.width,
     )
 
 
@@ -111,12 +103,7 @@ def count_deviations(on_ranks: Sequence[Counted], layout: Layout, zero_stage: in
 def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted]) -> None:
     """Rows of one contender; of every step, the rank that has most."""
     for micro_batches in on_ranks[0].steps:
-        config: Config = {
-            "pipeline_ranks": layout.pipeline_ranks,
-            "data_ranks": layout.data_ranks,
-            "chunks_per_rank": layout.chunks_per_rank,
-            "micro_batches": micro_batches,
-        }
+        config = layout.config(micro_batches)
         repetitions = list(zip(*(counted.steps[micro_batches] for counted in on_ranks)))
         for metric in Moved._fields:
             samples = [max(getattr(moved(step), metric) for step in steps) for steps in repetitions]
@@ -124,23 +111,19 @@ def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted
         record.add(name, config, "held", [max(counted.held[micro_batches] for counted in on_ranks)], "chunks")
 
 
-def _compare(record: Record) -> None:
+def compare(record: Record) -> None:
     """Every peer beside our stage 3 that holds as many chunks, or fewer."""
     found = {(row.contender, tuple(row.config.items()), row.metric): row.median for row in record.rows}
-    not_more = fewer = 0
+    less = not_more = 0
     for (name, config, metric), theirs in found.items():
-        if metric != "collective_bytes" or name.startswith(OURS):
-            continue
-        held, chunks = found[name, config, "held"], dict(config)["chunks_per_rank"]
-        own = min(
-            value
-            for (other, where, kind), value in found.items()
-            if other.startswith(f"{OURS}, ZeRO-3") and where == config and kind == metric
-            if found[other, where, "held"] <= held
-        )
-        if held < chunks:
+        if metric == "collective_bytes" and not name.startswith(OURS):
+            own = min(
+                value
+                for (other, where, kind), value in found.items()
+                if other.startswith(f"{OURS}, ZeRO-3") and where == config and kind == metric
+                if found[other, where, "held"] <= found[name, config, "held"]
+            )
+            less += theirs < own
             not_more += theirs <= own
-        else:
-            fewer += theirs < own
-    record.aim("rows of peers that hold fewer chunks than there are and send no more than ds_lgamp", not_more, 0)
-    record.aim("rows of peers that hold all chunks and send less than ds_lgamp", fewer, 0)
+    record.aim("rows of peers that send no more than ds_lgamp with as many chunks held, or fewer", not_more, 0)
+    record.aim("rows of peers that send less than ds_lgamp with as many chunks held, or fewer", less, 0)

@@ -16,7 +16,7 @@ from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from tests.engine.running import prepare_rank
 from tests.ranks import run_on_ranks
 
-ENGINES_PER_SPAWN = 6
+ENGINES_PER_SPAWN = 10
 """Every engine has process groups of its own; with very many in one process, gloo stalls."""
 SPAWN_SECONDS = 1200
 WARM_UP = 2
@@ -87,6 +87,10 @@ def count(
     for name, on_ranks in found.items():
         for counted in on_ranks:
             check_losses(name, counted.losses, expected)
+        unknown = [
+            step for step, losses in enumerate(zip(*(counted.losses for counted in on_ranks))) if not any(losses)
+        ]
+        assert not unknown, f"no rank knows the loss of {name} in steps {unknown}"
     return found
 
 

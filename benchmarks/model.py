@@ -17,8 +17,8 @@ class ModelSize(NamedTuple):
     """A model and its micro-batches."""
 
     blocks: int = 8
-    width: int = 256
-    sequence: int = 16
+    width: int = 128
+    sequence: int = 32
     samples: int = 1
     """Sequences of a micro-batch."""
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -85,22 +86,37 @@ def finish(record: Record) -> None:
 
 
 def read(name: str) -> Record:
-    """The recorded run of a benchmark. Raises FileNotFoundError if there is none."""
-    content = json.loads((RESULTS / f"{name}.json").read_text())
+    """The recorded run of a benchmark. Raises SystemExit with the command that makes it if there is none."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.name} is missing; make it with python -m benchmarks run {name}")
+    content = json.loads(path.read_text())
     content["rows"] = [Row(**row) for row in content["rows"]]
     content["targets"] = [Target(**target) for target in content["targets"]]
     return Record(**content)
 
 
 def machine() -> dict[str, Any]:
-    """Cores, system, versions, and the load average before the run."""
+    """Cores, processor, system, versions, the commit, and the load average before the run."""
     return {
         "cores": os.cpu_count(),
+        "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
+        "commit": _output_of("git", "describe", "--always", "--dirty"),
         "load_before": load(),
     }
+
+
+def _processor() -> str:
+    """Its name as Linux tells it, else its architecture."""
+    names = _output_of("sh", "-c", "grep -m 1 'model name' /proc/cpuinfo").partition(":")[2].strip()
+    return names or platform.machine()
+
+
+def _output_of(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def load() -> float:

@@ -35,7 +35,7 @@ def with_blocks(page: str, text: str) -> str:
 
 
 def write_pages() -> None:
-    for page in BLOCKS:
-        path = ROOT / page
-        path.write_text(with_blocks(page, path.read_text()))
+    pages = {ROOT / page: with_blocks(page, (ROOT / page).read_text()) for page in BLOCKS}
+    for path, text in pages.items():
+        path.write_text(text)
     plots.write()

@@ -69,7 +69,7 @@ def _enter(
 ) -> None:
     """The rows of one spawn and its target."""
     record.machine["scheduling"] = "real-time (SCHED_RR)" if measured.precise else "time-sharing"
-    largest = 0.0
+    ratios = []
     for setting, hop, seconds in zip(settings, measured.hops, measured.seconds):
         config = {
             "pipeline_ranks": setting.pipeline_ranks,
@@ -87,7 +87,8 @@ def _enter(
                 record.add(contender.name, config, "bubble", [step / timeline.ideal - 1 for step in steps], "ratio")
                 record.add(contender.name, config, "simulated bubble", [timeline.bubble], "ratio")
                 if contender.name == LAYERED.name:
-                    largest = max(largest, median(steps) / timeline.step_time)
+                    ratios.append(median(steps) / timeline.step_time)
     ranks = settings[0].pipeline_ranks
     limit = LIMIT if ranks <= 4 else LIMIT_MANY_RANKS
-    record.aim(f"largest {RATIO} of {LAYERED.name}, {ranks} pipeline ranks, {link}", largest, limit)
+    if ratios:
+        record.aim(f"largest {RATIO} of {LAYERED.name}, {ranks} pipeline ranks, {link}", max(ratios), limit)

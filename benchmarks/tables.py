@@ -12,9 +12,10 @@ def machine(name: str) -> str:
     """The command, the machine and the load of a recorded run."""
     facts = dict(read(name).machine)
     sentence = (
-        f"`python -m benchmarks run {name}` on {facts.pop('cores')} cores, {facts.pop('system')}, "
-        f"Python {facts.pop('python')}, torch {facts.pop('torch')}, DeepSpeed {facts.pop('deepspeed')}; "
-        f"load average {facts.pop('load_before')} before, {facts.pop('load_after')} after"
+        f"`python -m benchmarks run {name}` at commit {facts.pop('commit')} on {facts.pop('cores')} cores "
+        f"({facts.pop('processor')}, {facts.pop('system')}), Python {facts.pop('python')}, torch {facts.pop('torch')}, "
+        f"DeepSpeed {facts.pop('deepspeed')}; load average {facts.pop('load_before')} before, "
+        f"{facts.pop('load_after')} after"
     )
     return "; ".join([sentence, *(f"{key}: {value}" for key, value in facts.items())]) + "."
 

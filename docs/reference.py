@@ -18,7 +18,7 @@ HEADINGS = {
 }
 
 
-def blocktable() -> str:
+def block_table() -> str:
     """The keys of the ``ds_lgamp`` block as a Markdown table."""
     properties = LgampConfig.model_json_schema()["properties"]
     rows = [
@@ -28,7 +28,7 @@ def blocktable() -> str:
     return table(("key", "value", "default", "meaning"), rows)
 
 
-def keystable() -> str:
+def keys_table() -> str:
     """DeepSpeed's keys as a Markdown table per treatment."""
     return "\n\n".join(
         f"### {heading}\n\n{table(('key', 'note'), _rows(treatment))}" for treatment, heading in HEADINGS.items()
@@ -37,7 +37,7 @@ def keystable() -> str:
 
 def with_tables(text: str) -> str:
     """``text`` with both tables brought up to date."""
-    return with_block(with_block(text, "block", blocktable()), "keys", keystable())
+    return with_block(with_block(text, "block", block_table()), "keys", keys_table())
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import count
-from benchmarks.memory import activation_bytes, predicted, smallest_peak
+from benchmarks.memory import activation_bytes, predicted, typical_peak
 from benchmarks.model import ModelSize
 
 SCALAR_BYTES = 500
@@ -31,7 +31,7 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
         Contender(str(policy), partial(Layered, zero_stage=policy[0], resident_chunks=policy[1], recompute=policy[2]))
         for policy in policies
     ]
-    counted = count(contenders, layout, micro_batches, memory=True, repetitions=2)
+    counted = count(contenders, layout, micro_batches, memory=True, repetitions=3)
     for stage, resident, recompute in policies:
         for rank, on_rank in enumerate(counted[str((stage, resident, recompute))]):
             for number in micro_batches:
@@ -39,7 +39,7 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
                 label = (
                     f"stage {stage}, {resident} resident, recompute {recompute}, {number} micro-batches, rank {rank}"
                 )
-                assert 0 <= smallest_peak(on_rank, number) - told.peak <= SCALAR_BYTES, label
+                assert 0 <= typical_peak(on_rank, number) - told.peak <= SCALAR_BYTES, label
 
 
 def test_what_a_block_takes_is_measured_alone():

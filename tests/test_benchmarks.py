@@ -1,17 +1,27 @@
 """What is recorded and what the pages show of it; the benchmarks' counts, on a small subset, as exact assertions."""
 
 import json
+import os
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import NAMES, plots
+from benchmarks import NAMES, plots, tables
+from benchmarks.__main__ import main
+from benchmarks.communication import compare, count_deviations, predicted
 from benchmarks.communication import run as run_communication
-from benchmarks.counting import check_losses
+from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders.fsdp import Accumulation
+from benchmarks.contenders.lgamp import Layered
+from benchmarks.counting import Counted, Step, check_losses
+from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
+from benchmarks.programs import BUILD_SECONDS, VALIDATE_SECONDS
 from benchmarks.programs import run as run_programs
-from benchmarks.record import RESULTS, ROOT, Record, machine, read
+from benchmarks.record import OURS, RESULTS, ROOT, TYPICAL, Record, finish, machine, read
 from benchmarks.report import BLOCKS, with_blocks
 
 
@@ -39,14 +49,13 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     assert content["rows"] and content["targets"]
 
 
-def test_a_record_survives_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+def test_a_record_survives_its_file(results):
     record = Record("sample", machine())
     record.add("ds_lgamp", {"micro_batches": 4}, "time", [3.0, 1.0, 2.0], "seconds")
     record.aim("time", 2.0, 1.5)
-    (tmp_path / "sample.json").write_text(record.to_json())
+    finish(record)
     again = read("sample")
-    assert again == record
+    assert again == record and "load_after" in again.machine
     assert (again.rows[0].median, again.rows[0].spread, again.targets[0].met) == (2.0, 2.0, False)
 
 
@@ -60,20 +69,107 @@ def test_losses_that_differ_fail_a_run():
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 2)])
-def test_what_is_sent_is_what_the_formula_says_and_less_than_peers_send(ranks):
-    record = run_communication(ModelSize(blocks=4, width=32), [ranks], micro_batches=(2, 4), repetitions=1)
-    assert [target for target in record.targets if not target.met] == []
+def test_what_is_sent_is_what_the_formula_says_and_no_peer_sends_less(ranks):
+    record = run_communication(ModelSize(blocks=4, width=32), [ranks], micro_batches=(4,), repetitions=2)
+    assert [target.text for target in record.targets if target.value and "formula" in target.text] == []
+    assert [target.text for target in record.targets if target.value and "send less" in target.text] == []
     assert {row.spread for row in record.rows} == {0}
 
 
 def test_programs_are_timed():
     record = run_programs(ranks=4, chunks_per_rank=2, micro_batches=8, repetitions=2)
     assert [row.metric for row in record.rows] == ["build one rank", "validate all ranks"]
-    assert all(target.met for target in record.targets)
+    assert [target.limit for target in record.targets] == [BUILD_SECONDS, VALIDATE_SECONDS]
+
+
+def test_counts_that_differ_from_the_formula_are_counted():
+    layout = Layout(1, 2, ModelSize(blocks=4, width=32))
+    right = predicted(layout, 0, 4, zero_stage=3, resident_chunks=2)
+    shard = right.collective_bytes // (right.gathers + right.reductions)
+    log = [("all_gather", shard)] * right.gathers + [("all_to_all", shard)] * right.reductions + [("all_reduce", 8)]
+    counted = Counted(steps={4: [Step(log, 0)]}, held={4: 2})
+    assert count_deviations([counted], layout, 3, 2) == 0
+    assert count_deviations([counted], layout, 3, 1) == 3, "gathers, bytes and chunks held"
+
+
+def peer_record(sent, held):
+    record = Record("communication", {})
+    for name, amount, chunks in ((f"{OURS}, ZeRO-3, 1 resident", 15, 1), (TYPICAL, 14, 2), ("peer", sent, held)):
+        record.add(name, {"micro_batches": 4}, "collective_bytes", [amount], "bytes")
+        record.add(name, {"micro_batches": 4}, "held", [chunks], "chunks")
+    compare(record)
+    return [target.value for target in record.targets]
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "values"),
+    [(15, 1, [1, 0]), (16, 1, [0, 0]), (14, 1, [1, 1]), (15, 2, [0, 0]), (14, 3, [1, 0]), (13, 3, [1, 1])],
+)
+def test_a_peer_is_compared_with_ours_that_holds_no_more(sent, held, values):
+    """Values of the targets: peers that send no more than ours, peers that send less."""
+    assert peer_record(sent, held) == values
+
+
+def test_memory_has_rows_of_all_and_the_formula_of_ours(monkeypatch):
+    chosen = {(3, 2): Contender(TYPICAL, partial(Layered, zero_stage=3, resident_chunks=2))}
+    monkeypatch.setattr("benchmarks.memory.ours", lambda layout: chosen)
+    monkeypatch.setattr("benchmarks.memory.peers", lambda layout: [Contender("FSDP2", Accumulation)])
+    record = run_memory(ModelSize(blocks=3, width=64), [(1, 2)], (2,), repetitions=1)
+    rows = {(row.contender, row.metric): row.median for row in record.rows}
+    assert rows.keys() == {(TYPICAL, "peak"), ("FSDP2", "peak"), (TYPICAL, "formula")}
+    (target,) = record.targets
+    assert target.value == pytest.approx(abs(rows[TYPICAL, "peak"] / rows[TYPICAL, "formula"] - 1), rel=0.5)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_tables_show_each_number_in_its_place(results):
+    record, config = Record("communication", {}), {"pipeline_ranks": 1, "micro_batches": 8}
+    for metric, value in (("gathers", 14), ("reductions", 8), ("collective_bytes", 2_500_000), ("held", 2)):
+        record.add(TYPICAL, config, metric, [value], "")
+    (results / "communication.json").write_text(record.to_json())
+    record = Record("memory", {})
+    record.add(TYPICAL, config, "peak", [3_000_000], "bytes")
+    record.add(TYPICAL, config, "formula", [4_000_000], "bytes")
+    (results / "memory.json").write_text(record.to_json())
+    assert tables.communication(1).splitlines()[-1] == f"| {TYPICAL} | 2 | 14 + 8: 2.5 |"
+    assert tables.memory(1).splitlines()[-1] == f"| {TYPICAL} | 3.00 (4.00) |"
+    assert tables.peers().splitlines()[-1] == f"| 1 x 2 | {TYPICAL} | 2 | 14 | 8 | 2.5 | 3.0 |"
+
+
+def test_a_missing_record_names_the_command_that_makes_it(results):
+    with pytest.raises(SystemExit, match="memory.json is missing; make it with python -m benchmarks run memory"):
+        read("memory")
+
+
+def run_cli(*words):
+    return subprocess.run([sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_command_line_lists_the_benchmarks():
-    shown = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "run", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert all(name in shown.stdout for name in NAMES)
+    shown = run_cli("run", "--help").stdout
+    assert all(name in shown for name in NAMES)
+    assert run_cli("run", "nonsense").returncode == 2
+
+
+def test_with_json_stdout_is_the_record_whatever_others_write(results, monkeypatch, capfd):
+    def run():
+        os.write(1, b"a framework's word")
+        record = Record("programs", {})
+        record.add("ds_lgamp", {}, "time", [1.0], "seconds")
+        return record
+
+    monkeypatch.setitem(sys.modules, "benchmarks.programs", SimpleNamespace(run=run))
+    for words in (["--json"], []):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "run", "programs", *words])
+        main()
+        captured = capfd.readouterr()
+        assert "a framework's word" in captured.err
+        if words:
+            assert captured.out.strip() == (results / "programs.json").read_text().strip()
+        else:
+            assert captured.out.splitlines()[1].split() == ["ds_lgamp", "time", "1", "0", "seconds"]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from benchmarks.model import ModelSize
+from benchmarks.record import Config
 
 
 class Layout(NamedTuple):
@@ -16,6 +17,15 @@ class Layout(NamedTuple):
     @property
     def chunks_per_rank(self) -> int:
         return self.size.blocks // self.pipeline_ranks
+
+    def config(self, micro_batches: int) -> Config:
+        """What a row says of it."""
+        return {
+            "pipeline_ranks": self.pipeline_ranks,
+            "data_ranks": self.data_ranks,
+            "chunks_per_rank": self.chunks_per_rank,
+            "micro_batches": micro_batches,
+        }
 
 
 class Training(Protocol):

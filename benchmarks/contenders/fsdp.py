@@ -24,7 +24,8 @@ class Accumulation:
         blocks = build_blocks(layout.size, range(layout.size.blocks), recompute=True)
         self.model = nn.Sequential(*blocks)
         for block in blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
+            # The backward pass begins with the last block: to free that would only gather it again.
+            fully_shard(block, mesh=mesh, reshard_after_forward=not kept and block is not blocks[-1])
         fully_shard(self.model, mesh=mesh, reshard_after_forward=not kept)
         self.optimizer = build_optimizer(self.model.parameters())
 

@@ -7,20 +7,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
 from benchmarks.contenders import Layout
 from benchmarks.contenders.fsdp import is_gathered
 from benchmarks.model import build_blocks, build_optimizer, loss_function, micro_batch
 
-MULTIPLE_STAGES = {"looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B}
-SCHEDULES = {**MULTIPLE_STAGES, "1f1b": Schedule1F1B}
+SCHEDULES = {"looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B}
 
 
 class Pipeline:
     """One ``fully_shard`` group per block, every block recomputed.
 
-    A stage has one block, stage s is on rank s mod P; under 1f1b a rank has one stage with all its blocks.
+    A stage has one block, stage s is on rank s mod P.
 
     Args:
         schedule: a key of ``SCHEDULES``.
@@ -32,29 +31,30 @@ class Pipeline:
         shape = (layout.pipeline_ranks, layout.data_ranks)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data"))
         self.pipeline, self.data = mesh.get_group("pipeline"), mesh.get_group("data")
-        length = 1 if schedule in MULTIPLE_STAGES else layout.chunks_per_rank
-        self.stage_count = layout.size.blocks // length
         self.modules: dict[int, nn.Sequential] = {}
-        for stage in range(dist.get_rank(self.pipeline), self.stage_count, layout.pipeline_ranks):
-            blocks = build_blocks(layout.size, range(stage * length, (stage + 1) * length), recompute=True)
-            for block in blocks:
-                fully_shard(block, mesh=mesh["data"], reshard_after_forward=reshard)
-            self.modules[stage] = fully_shard(nn.Sequential(*blocks), mesh=mesh["data"], reshard_after_forward=reshard)
+        for stage in range(dist.get_rank(self.pipeline), layout.size.blocks, layout.pipeline_ranks):
+            (block,) = build_blocks(layout.size, [stage], recompute=True)
+            fully_shard(block, mesh=mesh["data"], reshard_after_forward=reshard)
+            self.modules[stage] = fully_shard(nn.Sequential(block), mesh=mesh["data"], reshard_after_forward=reshard)
         self.optimizer = build_optimizer(nn.ModuleList(self.modules.values()).parameters())
         self.built_for = 0
 
     def step(self, step: int, micro_batches: int) -> float | None:
-        """Raises ValueError for numbers of micro-batches that :func:`accepts` does not."""
         layout = self.layout
         if self.built_for != micro_batches:
             # Only the latest is kept: its stages have receive buffers for all micro-batches.
             self.schedule, self.built_for = self._build(micro_batches), micro_batches
         first = micro_batches * dist.get_rank(self.data)
-        batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))
-        inputs, target = map(torch.cat, zip(*batch))
+        inputs, targets = (
+            torch.cat([micro_batch(layout.size, step, first + index)[part] for index in range(micro_batches)])
+            if stage in self.modules
+            else None
+            for part, stage in enumerate((0, layout.size.blocks - 1))
+        )
         losses: list[torch.Tensor] = []
-        arguments = (inputs,) if 0 in self.modules else ()
-        self.schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
+        arguments = () if inputs is None else (inputs,)
+        self.schedule.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        del arguments, inputs, targets
         self.optimizer.step()
         self.optimizer.zero_grad()
         if not losses:
@@ -68,8 +68,7 @@ class Pipeline:
 
     def _build(self, micro_batches: int) -> Any:
         stages = [self._stage(index, module) for index, module in self.modules.items()]
-        given = stages if self.schedule_name in MULTIPLE_STAGES else stages[0]
-        return SCHEDULES[self.schedule_name](given, micro_batches, loss_fn=loss_function)
+        return SCHEDULES[self.schedule_name](stages, micro_batches, loss_fn=loss_function)
 
     def _stage(self, index: int, module: nn.Sequential) -> PipelineStage:
         size = self.layout.size
@@ -78,11 +77,4 @@ class Pipeline:
             torch.empty(size.samples, size.sequence, size.width, device="meta", requires_grad=needed)
             for needed in (index > 0, True)
         )
-        return PipelineStage(module, index, self.stage_count, torch.device("cpu"), inputs, outputs, group=self.pipeline)
-
-
-def accepts(schedule: str, pipeline_ranks: int, micro_batches: int) -> bool:
-    """Whether PyTorch has the schedule for so many micro-batches."""
-    if schedule == "interleaved_1f1b":
-        return micro_batches % max(1, micro_batches // pipeline_ranks) == 0
-    return schedule != "1f1b" or micro_batches >= pipeline_ranks
+        return PipelineStage(module, index, size.blocks, torch.device("cpu"), inputs, outputs, group=self.pipeline)

@@ -33,6 +33,10 @@ class Zero:
             # than such a bucket; here they would be a buffer of 2 GB.
             "reduce_bucket_size": elements,
             "allgather_bucket_size": elements,
+            # Gradients go to the rank that owns them; the default all-reduces, which sends twice as much.
+            "use_multi_rank_bucket_allreduce": False,
+            # The default keeps tensors of up to 1e5 elements on all ranks; in a small model that is every one.
+            "stage3_param_persistence_threshold": 0,
         }
         if resident_chunks is not None:
             zero |= hold_at_most(resident_chunks, elements)
@@ -78,7 +82,6 @@ def hold_at_most(chunks: int, elements: int) -> dict:
     return {
         # A block is gathered as a whole, not layer by layer.
         "leaf_module": {"classes": ["benchmarks.model.Block"]},
-        "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": chunks * elements,
         "stage3_prefetch_bucket_size": (chunks - 1) * elements,
         # The optimizer's temporary tensors are as large as what it updates at once.

@@ -147,8 +147,7 @@ class Executor:
         elif self._training:
             self._saved[chunk, micro_batch] = inputs, result
         if chunk == self._last_chunk:
-            # A scalar may be a view of something as large as the input.
-            self.losses.append(_cloned(_detached(result)))
+            self.losses.append(_loss_alone(result))
             if not self._training:
                 self._labels.pop(micro_batch, None)
         else:
@@ -279,6 +278,13 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_cloned, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _loss_alone(result: Any) -> Any:
+    """The loss without its graph, and without the memory that a scalar may be a view of. In evaluation it may be the
+    model's output."""
+    detached = _detached(result)
+    return detached.clone() if isinstance(detached, torch.Tensor) and detached.numel() == 1 else detached
 
 
 def _detached(value: Any) -> Any:

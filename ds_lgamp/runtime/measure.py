@@ -4,11 +4,13 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _KINDS = {
@@ -33,10 +35,11 @@ _KINDS = {
 class CollectiveCounter(TorchDispatchMode):
     """Counts what this rank's collectives and point-to-point messages are and how much they send.
 
-    Everything passes the dispatcher, also what runs inside backward; wrappers around ``torch.distributed`` would miss
-    calls whose names change between releases. Bytes are those a rank sends in the usual algorithms, with W ranks:
-    all-gather (W-1) shards, reduce-scatter and all-to-all (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast and
-    reduce (W-1)/W on average, send all of it. A group of one rank moves nothing and is not counted.
+    What ``torch.distributed`` calls passes the dispatcher, also inside backward; wrappers around it would miss calls
+    whose names change between releases. Functional collectives, which DTensor redistributes with, are left out. Bytes
+    are those a rank sends in the usual algorithms, with W ranks: all-gather (W-1) shards, reduce-scatter and all-to-all
+    (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast and reduce (W-1)/W on average, send all of it. A group of one
+    rank moves nothing and is not counted.
     """
 
     def __init__(self) -> None:
@@ -82,7 +85,8 @@ def _bytes_sent(kind: str, args: tuple, ranks: int) -> int:
         # One shard of each tensor on one side, all W on the other.
         return total // (ranks + 1) * (ranks - 1)
     if kind == "all_to_all":
-        return total // 2 * (ranks - 1) // ranks
+        # Outputs come first, then as many inputs.
+        return sum(map(_nbytes, tensors[len(tensors) // 2 :])) * (ranks - 1) // ranks
     return (2 if kind == "all_reduce" else 1) * total * (ranks - 1) // ranks
 
 
@@ -91,22 +95,6 @@ def _group_size(args: tuple) -> int:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()
     return 1
-
-
-def live_tensors() -> list[torch.Tensor]:
-    """Every tensor that Python knows and that has memory, or is a view of some."""
-    # By type: isinstance would ask torch's deprecated objects for their class, and they warn.
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and _has_storage(value)]
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    # A wrapper such as DTensor reports memory that it does not have; the tensors inside are seen by themselves.
-    wraps = is_traceable_wrapper_subclass(tensor)
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and not wraps
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class PeakMemory(TorchDispatchMode):
@@ -119,33 +107,64 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.peak = 0
-        self._storages: dict[int, weakref.ref] = {}
+        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+        """By address, a storage and its bytes when it was looked at last."""
+        self._total = 0
+        """Of those bytes. Too high where storages were shrunk since, which no operation tells."""
         self._see(list(existing))
         self.peak = self.live()
 
     def live(self) -> int:
         """Bytes alive now."""
-        total = 0
-        for key, reference in list(self._storages.items()):
+        for key, (reference, known) in list(self._storages.items()):
             storage = reference()
-            if storage is None:
-                del self._storages[key]
-            else:
-                total += storage.nbytes()
-        return total
+            if storage is not None:
+                self._storages[key] = reference, storage.nbytes()
+                self._total += storage.nbytes() - known
+        return self._total
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(map(_wraps, types)):
+            # It unfolds into operations on the tensors inside, and those come by.
+            return NotImplemented
         self._see(args)
         result = function(*args, **(kwargs or {}))
         self._see(result)
-        self.peak = max(self.peak, self.live())
+        if self._total > self.peak:
+            self.peak = max(self.peak, self.live())
         return result
 
     def _see(self, values: Any) -> None:
         for leaf in tree_leaves(values):
             if isinstance(leaf, torch.Tensor) and _has_storage(leaf):
                 storage = leaf.untyped_storage()
-                known = self._storages.get(storage._cdata)
-                # An address may serve another storage after the first is gone.
-                if known is None or known() is None:
-                    self._storages[storage._cdata] = weakref.ref(storage)
+                key, now = storage._cdata, storage.nbytes()
+                reference, known = self._storages.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
+                self._storages[key] = reference, now
+                self._total += now - known
+
+    def _forget(self, key: int, reference: weakref.ref) -> None:
+        """A storage is gone; its address may serve another one already."""
+        if key in self._storages and self._storages[key][0] is reference:
+            self._total -= self._storages.pop(key)[1]
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python knows and that has memory, or is a view of some."""
+    # By type: isinstance would ask torch's deprecated objects for their class, and they warn.
+    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and _has_storage(value)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    # Wrappers and fake tensors report memory that they do not have.
+    real = not _wraps(type(tensor)) and not isinstance(tensor, FakeTensor)
+    return real and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _wraps(kind: type) -> bool:
+    """Whether tensors of this type consist of others, as DTensors do."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -55,9 +55,11 @@ def undisturbed(sources: Sequence[RandomSource]) -> Iterator[None]:
 class Draws:
     """What chunks drew in their forwards, for recomputations to draw it again.
 
-    States take microseconds to read and kilobytes to store, so they are read for every visit, a run of forwards of one
-    chunk, not for every micro-batch. Backwards of a chunk come in the order of its forwards, in every schedule, so
-    each recomputation goes on drawing from where the one before stopped.
+    A state is read before every forward. Some generators take long to tell theirs, though, and few layers draw from
+    them: one that was left alone by a visit of a chunk, a run of its forwards, is read only before and after the
+    chunk's next visit. Should that one draw from it after all, its recomputations, which come in the order of its
+    forwards in every schedule, go on drawing each from where the one before stopped; that they arrive where the
+    forwards did is checked.
     """
 
     def __init__(self, sources: Sequence[RandomSource]) -> None:
@@ -65,51 +67,95 @@ class Draws:
         self._visits: dict[tuple[int, int], _Visit] = {}
         """By chunk and micro-batch."""
         self._open: _Visit | None = None
+        self._left_alone: dict[int, frozenset[int]] = {}
+        """By chunk, the numbers of the sources that its last visit did not draw from."""
+        self._last: list[Any] | None = None
+        """The states read last: an equal one is not stored again."""
 
     def forward(self, chunk: int, micro_batch: int) -> None:
         """Before a forward that will be recomputed."""
-        if self._open is None or self._open.chunk != chunk:
-            self._open = _Visit(chunk, self._close() or read_states(self.sources))
-        self._visits[chunk, micro_batch] = self._open
+        visit = self._open
+        if visit is None or visit.chunk != chunk:
+            before = self._close() or self._read()
+            visit = self._open = _Visit(chunk, self._left_alone.get(chunk, frozenset()), before)
+        visit.states[micro_batch] = {
+            index: self._read_one(index) if visit.states else visit.before[index]
+            for index in range(len(self.sources))
+            if index not in visit.unread
+        }
+        self._visits[chunk, micro_batch] = visit
 
     @contextmanager
     def again(self, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Draws inside the block what the forward drew, then goes on as if nothing had been drawn."""
+        """Draws inside the block what the forward drew, then goes on as if nothing had been drawn. Raises RuntimeError
+        if a layer draws more or less often than in its forward, where that cannot be made good."""
         self._close()
         visit = self._visits.pop((chunk, micro_batch))
         if visit.repeated is None:
             visit.repeated = self._differing(visit)
-        if not visit.repeated:
+        states = {**visit.states.pop(micro_batch), **visit.repeated}
+        if not states:
             yield
             return
-        sources = [self.sources[index] for index in visit.repeated]
+        sources = [self.sources[index] for index in states]
         with undisturbed(sources):
-            write_states(sources, list(visit.repeated.values()))
+            write_states(sources, list(states.values()))
             yield
-            visit.repeated = dict(zip(visit.repeated, read_states(sources)))
+            visit.repeated = {index: self.sources[index].read() for index in visit.repeated}
+        if not visit.states:
+            self._check(visit)
 
-    def _close(self) -> list[Any] | None:
-        """Ends the visit if one is open, and returns the states then."""
+    def _close(self) -> Sequence[Any] | None:
+        """Ends the visit if one is open, and finds out what it drew from. Returns the states then."""
         visit, self._open = self._open, None
         if visit is None:
             return None
-        visit.after = read_states(self.sources, visit.before)
+        visit.after = tuple(self._read())
+        pairs = enumerate(zip(visit.before, visit.after))
+        self._left_alone[visit.chunk] = frozenset(index for index, (before, after) in pairs if before is after)
         return visit.after
 
     def _differing(self, visit: "_Visit") -> dict[int, Any]:
-        """By number of the source, the state before the visit; without those that nobody has drawn from since."""
-        now = read_states(self.sources, visit.before)
-        states = enumerate(zip(visit.before, visit.after, now))
-        return {index: before for index, (before, *later) in states if any(state is not before for state in later)}
+        """The state before the visit of sources that were not read during it, but drawn from then or since."""
+        now = self._read()
+        return {
+            index: visit.before[index]
+            for index in visit.unread
+            if not (visit.before[index] is visit.after[index] is now[index])
+        }
+
+    def _check(self, visit: "_Visit") -> None:
+        for index, state in (visit.repeated or {}).items():
+            if not self.sources[index].same(state, visit.after[index]):
+                raise RuntimeError(
+                    f"chunk {visit.chunk} drew other random numbers when it was recomputed: a layer began to draw, and "
+                    "not as often in both passes; let it draw alike in both, or set ds_lgamp.recompute to 'none'"
+                )
+
+    def _read(self) -> list[Any]:
+        self._last = read_states(self.sources, self._last)
+        return self._last
+
+    def _read_one(self, index: int) -> Any:
+        assert self._last is not None, "a visit begins with a reading"
+        source, state = self.sources[index], self.sources[index].read()
+        if not source.same(self._last[index], state):
+            self._last[index] = state
+        return self._last[index]
 
 
 class _Visit:
-    """Forwards of ``chunk``, one after another."""
+    """Forwards of ``chunk``, one after another.
 
-    def __init__(self, chunk: int, before: list[Any]) -> None:
-        self.chunk = chunk
-        self.before = before
-        """The states before the first."""
-        self.after: list[Any] = []
+    Args:
+        unread: numbers of the sources that are not read between them.
+        before: the states ahead of the first.
+    """
+
+    def __init__(self, chunk: int, unread: frozenset[int], before: Sequence[Any]) -> None:
+        self.chunk, self.unread, self.before = chunk, unread, tuple(before)
+        self.after: tuple[Any, ...] = ()
+        self.states: dict[int, dict[int, Any]] = {}
+        """By micro-batch and number of the source, the states ahead of a forward that is still to be recomputed."""
         self.repeated: dict[int, Any] | None = None
-        """The states the next recomputation starts from, by number of the source; None before the first one."""
+        """Of the others, as far as they were drawn from: where the next recomputation goes on; None ahead of it."""

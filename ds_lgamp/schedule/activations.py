@@ -43,7 +43,7 @@ class ActivationBytes:
     random_states: int = 0
     """One state of every generator that recomputation restores; 0 where they lie in other memory, as beside a GPU."""
     draws: bool = False
-    """Whether layers draw random numbers: then every visit, a run of forwards of one chunk, has states of its own."""
+    """Whether layers draw random numbers: then every stored input has states of its own."""
     recompute: bool = True
 
 
@@ -78,14 +78,12 @@ class ActivationWalk:
         self.own = {action.chunk for action in actions if action.kind in COMPUTE}
         self.last = len(size.chunks) - 1
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
-        self.visited: list[tuple[int, int]] = []
-        """Chunk and micro-batch of the forwards of the visit under way."""
-        self.visits: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """By chunk and micro-batch, those forwards of its visit whose backward is still to come."""
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
         if self.own & {0, self.last}:
             micro_batches = 1 + max(action.micro_batch for action in actions)
             ledger.take("batch", micro_batches * (size.inputs + size.labels))
+        if size.recompute:
+            ledger.take("random_states", size.random_states)
 
     def follow(self, action: Action) -> None:
         kind, chunk, micro_batch = action
@@ -122,13 +120,13 @@ class ActivationWalk:
 
     def forward(self, chunk: int, micro_batch: int) -> None:
         self.take_input(chunk, micro_batch)
-        if self.size.recompute:
-            self.visit(chunk, micro_batch)
         self.ledger.pass_by("working", self.input_bytes(chunk) + self.size.chunks[chunk].forward)
         result = Kind.FORWARD, chunk, micro_batch
         if not self.size.recompute:
             self.ledger.take("saved", self.saved(chunk))
             self.hold(result, "saved")
+        elif self.size.draws:
+            self.ledger.take("random_states", self.size.random_states)
         if chunk < self.last:
             self.hold(result, "handed_over" if chunk + 1 in self.own else "sends")
 
@@ -144,14 +142,14 @@ class ActivationWalk:
 
     def backward(self, chunk: int, micro_batch: int) -> None:
         copy = self.input_bytes(chunk) if self.size.recompute else 0
-        if self.size.recompute:
-            self.leave(chunk, micro_batch)
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)
         self.ledger.pass_by("working", copy + self.size.chunks[chunk].backward)
         if not self.size.recompute:
             self.ledger.free("saved", self.saved(chunk))
             self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
+        elif self.size.draws:
+            self.ledger.free("random_states", self.size.random_states)
         if chunk < self.last:
             self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
         if chunk > 0:
@@ -159,24 +157,6 @@ class ActivationWalk:
             self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
         else:
             self.ledger.free("batch", self.size.inputs)
-
-    def visit(self, chunk: int, micro_batch: int) -> None:
-        if not self.visits:
-            self.ledger.take("random_states", self.size.random_states)
-        if not self.visited or self.visited[-1][0] != chunk:
-            self.visited = []
-            self.ledger.take("random_states", self.size.random_states * self.size.draws)
-        self.visited.append((chunk, micro_batch))
-        self.visits[chunk, micro_batch] = self.visited
-
-    def leave(self, chunk: int, micro_batch: int) -> None:
-        self.visited = []
-        members = self.visits.pop((chunk, micro_batch))
-        members.remove((chunk, micro_batch))
-        if not members:
-            self.ledger.free("random_states", self.size.random_states * self.size.draws)
-        if not self.visits:
-            self.ledger.free("random_states", self.size.random_states)
 
     def send(self, tensor: Tensor) -> None:
         under_way = self.under_way[tensor[0]]

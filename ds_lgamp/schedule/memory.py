@@ -29,12 +29,13 @@ A reduction is awaited as late as possible: at stages 2 and 3 when another chunk
 - saved: without recomputation, what autograd keeps from the forward to the backward, and a copy of the input.
 - working memory: what the forward or backward that runs takes beside all that, and a copy of the input that it computes
   on.
-- random states, with recomputation: one set until the last backward begins; where layers draw, one more for every
-  visit, a run of forwards of one chunk, until its last backward begins.
+- random states, with recomputation: one set; where layers draw, one more for every input stored.
 
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``, which tests compare with this. It holds from the second step on
 (the first learns shapes) and where shapes do not change. Not covered: scalars, buffers of layers, the copy of
-labels that a repeated loss is computed on, memory inside a kernel, and what a script holds of its data itself.
+labels that a repeated loss is computed on, memory inside a kernel, what a script holds of its data itself, that beside
+a GPU micro-batches wait in the host's memory, members of a result that have no gradient, and that without recomputation
+autograd drops the copy of the input where the first layer does not need it.
 """
 
 from collections import deque

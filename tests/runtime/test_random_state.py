@@ -3,11 +3,13 @@
 import random
 
 import numpy
+import pytest
 import torch
 from torch import nn
 
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import Draws, RandomSource
+from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from tests.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, assemble, build_grid
@@ -126,34 +128,80 @@ class CountingSource:
         return self.state
 
 
-def visits(draws, source, drawing):
-    """Two chunks, three micro-batches each, forward and backward; what was drawn by chunk and micro-batch."""
-    drawn = {}
-    for chunk in (0, 1):
-        for index in range(3):
-            draws.forward(chunk, index)
-            drawn[chunk, index] = source.draw() if chunk in drawing else None
-    for chunk in (1, 0):
-        for index in range(3):
-            with draws.again(chunk, index):
-                again = source.draw() if chunk in drawing else None
-            assert again == drawn[chunk, index]
+class Drawer:
+    """Chunks that draw or do not, forward and backward."""
+
+    def __init__(self):
+        self.source = CountingSource()
+        self.draws = Draws([RandomSource(self.source.read, self.source.write)])
+        self.drawn = {}
+
+    def forward(self, chunk, index, count=1):
+        self.draws.forward(chunk, index)
+        self.drawn[chunk, index] = [self.source.draw() for _ in range(count)]
+
+    def backward(self, chunk, index, count=1):
+        with self.draws.again(chunk, index):
+            again = [self.source.draw() for _ in range(count)]
+        assert again == self.drawn[chunk, index][:count]
+
+    def batch(self, drawing):
+        """Two chunks, three micro-batches each, layered."""
+        for chunk in (0, 1):
+            for index in range(3):
+                self.forward(chunk, index, chunk in drawing)
+        for chunk in (1, 0):
+            for index in range(3):
+                self.backward(chunk, index, chunk in drawing)
 
 
-def test_states_are_read_once_per_visit_where_nothing_draws():
-    source = CountingSource()
-    visits(Draws([RandomSource(source.read, source.write)]), source, drawing=())
+def test_states_are_read_once_per_visit_where_the_last_one_drew_nothing():
+    drawer = Drawer()
+    drawer.batch(drawing=())
+    drawer.source.reads = drawer.source.writes = 0
+    drawer.batch(drawing=())
     # Before the first visit, after each of the forwards, and at the beginning of each of the backwards.
-    assert (source.reads, source.writes) == (1 + 2 + 2, 0)
+    assert (drawer.source.reads, drawer.source.writes) == (1 + 2 + 2, 0)
 
 
-def test_each_recomputation_draws_on_from_where_the_one_before_stopped():
-    source = CountingSource()
-    draws = Draws([RandomSource(source.read, source.write)])
-    for drawing in ((0,), (1,), (0, 1)):
-        before = source.state
-        visits(draws, source, drawing)
-        assert source.state == before + 3 * len(drawing)
+def test_a_chunk_may_begin_and_cease_to_draw_in_any_batch():
+    drawer = Drawer()
+    for drawing in ((), (0,), (1,), (0, 1), (), (1,)):
+        before = drawer.source.state
+        drawer.batch(drawing)
+        assert drawer.source.state == before + 3 * len(drawing)
+
+
+def test_a_layer_that_draws_at_its_first_call_only_moves_nobody_elses_draws():
+    drawer = Drawer()
+    for index in range(3):
+        drawer.forward(0, index, count=2 if index == 0 else 1)
+    drawer.backward(0, 0, count=1)
+    drawer.backward(0, 1)
+    drawer.backward(0, 2)
+
+
+def test_one_that_begins_to_draw_and_not_alike_in_both_passes_is_refused():
+    drawer = Drawer()
+    drawer.batch(drawing=())
+    for index in range(2):
+        drawer.forward(0, index)
+    drawer.backward(0, 0)
+    with pytest.raises(RuntimeError, match="chunk 0 drew other random numbers when it was recomputed"):
+        drawer.backward(0, 1, count=0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_forwards_and_backwards_may_alternate(schedule):
+    placement = (0, 1) if schedule == "1f1b" else (0, 1, 0, 1)
+    program = build_program(ProgramSpec(placement, schedule, 6, 6, zero_stage=0))[0]
+    drawer = Drawer()
+    for drawing in ((0, 2), (), (0,), (2,)):
+        for kind, chunk, index in program:
+            if kind is Kind.FORWARD:
+                drawer.forward(chunk, index, chunk in drawing)
+            elif kind is Kind.BACKWARD:
+                drawer.backward(chunk, index, chunk in drawing)
 
 
 def test_recomputation_repeats_the_masks_and_leaves_the_generator_alone():

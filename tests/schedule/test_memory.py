@@ -73,16 +73,9 @@ def test_without_recomputation_autograd_keeps_results_and_copies():
     )
 
 
-def test_layers_that_draw_have_random_states_for_every_visit():
-    drawing = replace(SIZE, draws=True)
-    assert memory_of(two_chunks(1, 0, 3), drawing).activations.random_states == (1 + 2) * 5
-    # Groups of two: four visits, but the first group's are over when the second's begin.
-    groups = build_rank_program(ProgramSpec((0, 0), "layered", 4, 2, zero_stage=0), 0)
-    assert memory_of(groups, drawing).activations.random_states == (1 + 2) * 5
-    # The first rank is one forward ahead of its backwards, the last none.
-    for rank, visits in ((0, 2), (1, 1)):
-        one_each = build_rank_program(ProgramSpec((0, 1), "1f1b", 4, 4, zero_stage=0), rank)
-        assert memory_of(one_each, drawing).activations.random_states == (1 + visits) * 5
+def test_layers_that_draw_have_random_states_for_every_input():
+    told = memory_of(two_chunks(1, 0, 3), replace(SIZE, draws=True))
+    assert told.activations.random_states == (1 + 2 * 3) * 5
 
 
 def test_three_receives_are_posted_and_a_third_send_waits_for_the_first():
@@ -105,7 +98,7 @@ def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
 
 def test_two_sends_are_under_way_until_the_end():
     told = memory_of(two_chunks(2, 0, 4), SIZE, [UnitSize(10, 10, (0,))], ElementBytes(update=1000))
-    assert told.peak == 10 * 4 + 10 * 4 + 2 * 100 + 10 * 1000, "weights, gradients, sends, update"
+    assert told.peak == 10 * 4 + 10 * 4 + 2 * 100 + 5 + 10 * 1000, "weights, gradients, sends, random states, update"
 
 
 @pytest.mark.parametrize(("all_to_all", "received"), [(False, 5), (True, 10 + 5)])

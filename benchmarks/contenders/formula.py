@@ -1,0 +1,26 @@
+"""What the formulas of ``ds_lgamp/schedule`` need to know of our contender on a rank."""
+
+from collections.abc import Sequence
+
+from benchmarks.contenders import Layout
+from benchmarks.model import Block
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.memory import UnitSize
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+
+LAYOUTS = ((1, 2), (2, 2))
+"""Pipeline and data-parallel ranks in which communication and memory are measured."""
+
+
+def program_of(
+    layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int
+) -> tuple[Sequence[Action], list[UnitSize]]:
+    """The program of a global rank, and the units of its chunks."""
+    placement = place_chunks("modular", layout.size.blocks, layout.pipeline_ranks)
+    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    pipeline_rank = rank // layout.data_ranks
+    parameters = sum(parameter.numel() for parameter in Block(0, layout.size.width).parameters())
+    units = [UnitSize(parameters, parameters, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)]
+    return build_rank_program(spec, pipeline_rank), units
