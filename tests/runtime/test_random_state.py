@@ -181,6 +181,26 @@ def test_a_layer_that_draws_at_its_first_call_only_moves_nobody_elses_draws():
     drawer.backward(0, 2)
 
 
+def test_a_chunk_that_leaves_a_generator_as_it_found_it_leaves_no_seed_behind():
+    drawer = Drawer()
+    source, draws = drawer.source, drawer.draws
+
+    def seed_and_draw():
+        source.state = 100
+        return source.draw()
+
+    for _ in range(3):
+        seed_and_draw()
+        draws.forward(0, 0)
+        seed_and_draw()
+        drawer.forward(1, 0)
+        state = source.state
+        drawer.backward(1, 0)
+        with draws.again(0, 0):
+            assert seed_and_draw() == 101
+        assert source.state == state == 102
+
+
 def test_one_that_begins_to_draw_and_not_alike_in_both_passes_is_refused():
     drawer = Drawer()
     drawer.batch(drawing=())
