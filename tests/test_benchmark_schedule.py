@@ -161,10 +161,10 @@ def is_alive(process):
 
 @pytest.mark.timing
 def test_a_layered_step_takes_little_longer_than_on_paper():
-    """Three attempts: the machine may be busy with something else."""
+    """Three attempts: the machine may be busy with something else. A lost overlap costs more than the limit allows."""
     setting = Setting(4, 2, 8, forward=0.02, backward=0.04)
     ratios = []
-    while len(ratios) < 3 and not (ratios and ratios[-1] <= 1.05):
+    while len(ratios) < 3 and not (ratios and ratios[-1] <= 1.1):
         (seconds,) = measure([setting], [LAYERED], repetitions=1).seconds
         ratios.append(seconds[LAYERED.name][0] / simulated(LAYERED, setting).step_time)
-    assert ratios[-1] <= 1.05, ratios
+    assert ratios[-1] <= 1.1, ratios
