@@ -41,10 +41,8 @@ def run(
     for pipeline_ranks, data_ranks in layouts:
         layout = Layout(pipeline_ranks, data_ranks, size)
         own = ours(layout)
-        counted = {
-            **count(list(own.values()), layout, micro_batches, memory=True, repetitions=repetitions),
-            **count(peers(layout), layout, micro_batches, memory=True, repetitions=repetitions),
-        }
+        contenders = [*own.values(), *peers(layout)]
+        counted = count(contenders, layout, micro_batches, memory=True, repetitions=repetitions)
         for name, on_ranks in counted.items():
             _enter(record, name, layout, on_ranks)
         for (stage, resident), contender in own.items():

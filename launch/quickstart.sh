@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 python launch/prepare_data.py --output-prefix data/pydoc
 for name in stock lgamp; do
     echo "== $name: example_configs/quickstart_$name.json"
-    torchrun --standalone --nproc_per_node 4 -m ds_lgamp run --measure "$runs/$name.json" \
+    python -m torch.distributed.run --standalone --nproc_per_node 4 -m ds_lgamp run --measure "$runs/$name.json" \
         launch/pretrain_gpt.py --deepspeed_config "example_configs/quickstart_$name.json" \
         --pipeline-model-parallel-size 2 --data-path data/pydoc --position-embedding-type rope \
         --hidden-dropout 0 --attention-dropout 0 --train-iters 80 --eval-interval 40 --log-interval 10 "$@"

@@ -1,6 +1,5 @@
-"""The contenders: ways to run a pipeline of virtual chunks. Every one ends its step with a plain optimizer's.
-
-The learning rate is zero, so that every step has the same numbers.
+"""The contenders: ways to run a pipeline of virtual chunks. All but the bare loop end their step with a plain
+optimizer's, whose learning rate is zero, so that every step has the same numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from benchmarks.record import OURS
+from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import build_partition
@@ -171,6 +171,10 @@ class Stock:
         return self.engine.train_batch(iter(batch)).item()
 
 
+def bare_loop(setting: Setting) -> BareLoop:
+    return BareLoop(setting, spec_of("layered", setting))
+
+
 @cache
 def alone() -> dist.ProcessGroup:
     """A group of this rank alone, the same at every call."""
@@ -187,4 +191,5 @@ CONTENDERS = (
     Contender("torch Interleaved1F1B", "interleaved_1f1b", partial(Torch, schedule=ScheduleInterleaved1F1B)),
     Contender("torch 1F1B", "1f1b", partial(Torch, schedule=Schedule1F1B)),
     Contender("DeepSpeed 1F1B", "1f1b", Stock),
+    Contender("bare loop", "layered", bare_loop),
 )
