@@ -43,6 +43,10 @@ class LgampConfig(BaseModel):
     recompute: Literal["full", "none"] = "full"
     """full: chunks are recomputed in the backward pass from their stored input; none: everything autograd saves is kept
     until then."""
+    reproducible: bool = False
+    """true: random numbers and orders of summation depend on step, layer, micro-batch and data-parallel rank alone. In
+    fp32 on CPU a run is then the same to the bit under every schedule, placement, cut into chunks, number of pipeline
+    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks."""
 
     @property
     def one_chunk_per_rank(self) -> bool:

@@ -9,6 +9,7 @@ from ds_lgamp.schedule.memory import UnitSize
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.storage import aligned
 
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline and data-parallel ranks in which communication and memory are measured."""
@@ -21,6 +22,6 @@ def program_of(
     placement = place_chunks("modular", layout.size.blocks, layout.pipeline_ranks)
     spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
     pipeline_rank = rank // layout.data_ranks
-    parameters = sum(parameter.numel() for parameter in Block(0, layout.size.width).parameters())
-    units = [UnitSize(parameters, parameters, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)]
+    stored = sum(aligned(parameter.numel()) for parameter in Block(0, layout.size.width).parameters())
+    units = [UnitSize(stored, stored, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)]
     return build_rank_program(spec, pipeline_rank), units

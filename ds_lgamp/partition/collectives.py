@@ -18,8 +18,20 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.Proces
     return _all_gather(full, shard, group=group, async_op=True)
 
 
-def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
-    """Sums ``full`` over the group in place."""
+def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup, in_rank_order: bool = False) -> Finish:
+    """Sums ``full`` [W * n] over the group in place.
+
+    A library's all-reduce adds in an order of its own, which depends on where in ``full`` an element lies. In rank
+    order, a reduce-scatter is followed by an all-gather when the sum is awaited, which moves as much.
+    """
+    if in_rank_order:
+        part = start_reduce_scatter(full, group, full.dtype, in_rank_order)
+
+        def finish_in_rank_order() -> torch.Tensor:
+            start_all_gather(full, part(), group).wait()
+            return full
+
+        return finish_in_rank_order
     work = dist.all_reduce(full, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
@@ -29,14 +41,16 @@ def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     return finish
 
 
-def start_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Finish:
+def start_reduce_scatter(
+    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype, in_rank_order: bool = False
+) -> Finish:
     """Sums ``full`` [W * n] over the group; the result is this rank's part [n], in ``dtype``.
 
     gloo's reduce-scatter is an all-reduce inside, twice the bytes. There, an all-to-all and a local sum in rank order
-    move the true volume.
+    move the true volume; with ``in_rank_order``, they do on every backend.
     """
     ranks = group.size()
-    if dist.get_backend(group) == "gloo":
+    if in_rank_order or dist.get_backend(group) == "gloo":
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=group, async_op=True)
     else:
@@ -47,7 +61,7 @@ def start_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup, dtype: to
         work.wait()
         if received.numel() < full.numel():
             return received.to(dtype)
-        return received.view(ranks, -1).sum(0, dtype=dtype)
+        return _sum_of(received.view(ranks, -1), torch.empty(full.numel() // ranks, dtype=dtype, device=full.device))
 
     return finish
 
@@ -56,7 +70,13 @@ def sum_in_rank_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sums ``tensor`` over the group in place, in rank order, so that every rank gets the same bits."""
     gathered = tensor.new_empty(group.size() * tensor.numel())
     start_all_gather(gathered, tensor, group).wait()
-    parts = gathered.view(group.size(), -1)
-    tensor.copy_(parts[0])
+    _sum_of(gathered.view(group.size(), -1), tensor)
+
+
+def _sum_of(parts: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Fills ``total`` with the sum of ``parts``, one after another: torch's own sum adds in an order that depends on
+    where an element lies."""
+    total.copy_(parts[0])
     for part in parts[1:]:
-        tensor.add_(part)
+        total.add_(part)
+    return total

@@ -14,6 +14,7 @@ from ds_lgamp.partition.collectives import (
     start_reduce_scatter,
     sum_in_rank_order,
 )
+from ds_lgamp.schedule.storage import offsets, part_size
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
@@ -42,11 +43,11 @@ class Segment(NamedTuple):
 class Unit:
     """Parameters that are gathered, released and reduced together.
 
-    The flat storage has W equal parts, the last one padded. Stage 0 (or W = 1) updates all of it on every rank; stages
-    1 and 2 update this rank's part in place and gather the others'; stage 3 keeps this rank's part in a storage of its
-    own and frees the flat one between uses. It is freed by resizing and refilled in place, so views that autograd saved
-    stay exact. A released parameter has no elements. Half-precision parameters have fp32 master weights, of this rank's
-    part, and the optimizer updates those.
+    The flat storage has W equal parts; ``schedule/storage.py`` says where in it parameters lie. Stage 0 (or W = 1)
+    updates all of it on every rank; stages 1 and 2 update this rank's part in place and gather the others'; stage 3
+    keeps this rank's part in a storage of its own and frees the flat one between uses. It is freed by resizing and
+    refilled in place, so views that autograd saved stay exact. A released parameter has no elements. Half-precision
+    parameters have fp32 master weights, of this rank's part, and the optimizer updates those.
 
     Args:
         name: what errors and traces call it.
@@ -57,6 +58,7 @@ class Unit:
         gradient_dtype: in which gradients accumulate over micro-batches and travel; None is the parameters' own.
         tied: whether the unit is a tied module, which does not count as a chunk.
         tie_group: the pipeline ranks that hold a copy of a tied unit, None if there is no other.
+        in_rank_order: whether gradients add up in the order of data-parallel ranks at every stage and on every backend.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Unit:
         gradient_dtype: torch.dtype | None = None,
         tied: bool = False,
         tie_group: dist.ProcessGroup | None = None,
+        in_rank_order: bool = False,
     ) -> None:
         dtypes = {str(entry.parameter.dtype) for entry in parameters}
         if len(dtypes) != 1:
@@ -78,6 +81,7 @@ class Unit:
         self.gradient_dtype = gradient_dtype or parameters[0].parameter.dtype
         self.tied = tied
         self.tie_group = tie_group
+        self.in_rank_order = in_rank_order
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
         self.holders: set[int] = set()
         """Chunks that need the full parameters now."""
@@ -100,23 +104,20 @@ class Unit:
     def _build_storage(self) -> None:
         ranks, rank = self.data_group.size(), self.data_group.rank()
         self.partitioned = self.zero_stage > 0 and ranks > 1
-        numel = sum(entry.parameter.numel() for entry in self.parameters)
         first = self.parameters[0].parameter
-        parts = ranks if self.partitioned else 1
-        part = -(-numel // parts)
-        self.flat = first.new_zeros(part * parts, requires_grad=False)
+        *self._offsets, self._end = offsets(entry.parameter.numel() for entry in self.parameters)
+        part = part_size(self._end, ranks)
+        self.flat = first.new_zeros(part * ranks, requires_grad=False)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._released = first.new_empty(0, requires_grad=False)
         self._views = []
-        offset = 0
-        for entry in self.parameters:
+        for entry, offset in zip(self.parameters, self._offsets):
             view = self.flat[offset : offset + entry.parameter.numel()].view(entry.parameter.shape)
             view.copy_(entry.parameter.detach())
             entry.parameter.data = view
             self._views.append(view)
-            offset += entry.parameter.numel()
         self.shard_start = rank * part if self.partitioned else 0
-        self.shard = self.flat[self.shard_start : self.shard_start + part]
+        self.shard = self.flat[self.shard_start : self.shard_start + part] if self.partitioned else self.flat
         if self.frees_weights:
             self.shard = self.shard.clone()
         self.master = self.shard.float() if self.shard.itemsize < 4 else self.shard
@@ -140,13 +141,11 @@ class Unit:
         parameter.grad = None
 
     def _build_segments(self) -> list[Segment]:
+        # With the zeros between parameters, which an update leaves alone.
         bounds: dict[int, list[int]] = {}
-        offset = 0
-        for entry in self.parameters:
-            end = offset + entry.parameter.numel()
+        for entry, offset, end in zip(self.parameters, self._offsets, [*self._offsets[1:], self._end]):
             if entry.group is not None:
                 bounds.setdefault(entry.group, [offset, end])[1] = end
-            offset = end
         segments = []
         for group, (start, end) in bounds.items():
             start = max(start - self.shard_start, 0)
@@ -171,10 +170,8 @@ class Unit:
 
     def split(self, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of a tensor laid out like the unit (its weights, gradient or an optimizer state), by parameter name."""
-        offset = 0
-        for entry, view in zip(self.parameters, self._views):
+        for entry, view, offset in zip(self.parameters, self._views, self._offsets):
             yield entry.name, full[offset : offset + view.numel()].view(view.shape)
-            offset += view.numel()
 
     def contents(self) -> list[tuple[str, list[int], int | None]]:
         """Name, shape and optimizer group of the parameters, in the order of the storage."""
@@ -225,8 +222,7 @@ class Unit:
             self._gradient = torch.zeros_like(self.flat, dtype=self.gradient_dtype)
         elif self.shard_gradient is None:
             self._gradient.zero_()
-        offset = 0
-        for entry in self.parameters:
+        for entry, offset in zip(self.parameters, self._offsets):
             if entry.parameter.requires_grad:
                 end = offset + entry.parameter.numel()
                 view = self._gradient[offset:end].view(entry.parameter.shape)
@@ -234,7 +230,6 @@ class Unit:
                     entry.parameter.grad = view
                 else:
                     self._hooked[entry.parameter] = view
-            offset += entry.parameter.numel()
         self.accumulating = True
 
     def user_done(self) -> bool:
@@ -254,9 +249,9 @@ class Unit:
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self.partitioned:
-            self._reducing = start_reduce_scatter(gradient, self.data_group, self.master.dtype)
+            self._reducing = start_reduce_scatter(gradient, self.data_group, self.master.dtype, self.in_rank_order)
         elif self.data_group.size() > 1:
-            self._reducing = start_all_reduce(gradient, self.data_group)
+            self._reducing = start_all_reduce(gradient, self.data_group, self.in_rank_order)
         else:
             self._reducing = lambda: gradient
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,19 +116,14 @@ class ZeroPartition:
         for unit in sorted(self.units, key=lambda unit: unit.name):
             unit.finish_gradient()
 
-    def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared norm of what the optimizer owns, in fp64: the shares of all pipeline and
-        data-parallel ranks add up to the whole, tied units counted once."""
-        shares = [
-            torch.linalg.vector_norm(segment.shard.grad, dtype=torch.float64) ** 2
-            / (1 if unit.partitioned else unit.data_group.size())
-            for unit in self.units
-            if unit.counts_in_norm
-            for segment in unit.segments
-        ]
-        if not shares:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(shares).sum()
+    def counted_gradients(self) -> list[torch.Tensor]:
+        """This rank's share of the gradient of what the optimizer owns: all pipeline and data-parallel ranks' together
+        are the whole, tied units once."""
+        counted = (
+            unit for unit in self.units if unit.counts_in_norm and (unit.partitioned or unit.data_group.rank() == 0)
+        )
+        gradients = (segment.shard.grad for unit in counted for segment in unit.segments)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         for unit in self.units:
@@ -197,24 +193,38 @@ def build_partition(
     device: torch.device,
     gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
+    in_rank_order: bool = False,
 ) -> ZeroPartition:
     """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
+    make = partial(
+        Unit,
+        data_group=data_group,
+        zero_stage=zero_stage,
+        gradient_dtype=gradient_dtype,
+        in_rank_order=in_rank_order,
+    )
     units = {
-        chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage, gradient_dtype)] if parameters else []
+        chunk: [make(f"chunk {chunk}", parameters)] if parameters else []
         for chunk, parameters in chunk_parameters.items()
     }
     for module in tied:
-        name = f"tied {module.key}"
-        unit = Unit(name, module.parameters, data_group, zero_stage, gradient_dtype, True, module.tie_group)
+        unit = make(f"tied {module.key}", module.parameters, tied=True, tie_group=module.tie_group)
         for chunk in module.chunks:
             units[chunk].append(unit)
     return ZeroPartition(units, gradient_buffers, device, trace)
 
 
-def global_norm(partition: ZeroPartition, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The 2-norm of the whole model's gradient (fp64, no elements copied to the host); ``group`` holds all pipeline and
-    data-parallel ranks, None if this rank is alone."""
-    total = partition.squared_norm()
+def global_norm(
+    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """The 2-norm of the gradients of all ranks together (fp64, no elements copied to the host).
+
+    Args:
+        gradients: this rank's.
+        group: all ranks; None if this one is alone.
+    """
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 for gradient in gradients]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     if group is not None and group.size() > 1:
         dist.all_reduce(total, group=group)
     return total.sqrt()

@@ -20,6 +20,7 @@ class Chunk:
         layers: modules or functions; each takes the previous one's result.
         first_layer: index of the first of them in the model.
         before_layer: called with (layer index in the model, micro-batch) ahead of every layer, for seeding.
+        between_layers: what becomes of the input of every layer and of the last one's result; None leaves them alone.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class Chunk:
         layers: Sequence[Callable[[Any], Any]],
         first_layer: int = 0,
         before_layer: Callable[[int, int], None] | None = None,
+        between_layers: Callable[[Any], Any] | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.before_layer = before_layer
+        self.between_layers = between_layers
         self._buffers = [
             buffer for layer in self.layers if isinstance(layer, torch.nn.Module) for buffer in layer.buffers()
         ]
@@ -58,8 +61,10 @@ class Chunk:
         for index, layer in enumerate(self.layers, self.first_layer):
             if self.before_layer is not None:
                 self.before_layer(index, micro_batch)
+            if self.between_layers is not None:
+                inputs = self.between_layers(inputs)
             inputs = layer(inputs)
-        return inputs
+        return inputs if self.between_layers is None else self.between_layers(inputs)
 
 
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:

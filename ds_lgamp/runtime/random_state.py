@@ -9,21 +9,27 @@ import torch
 
 
 class RandomSource(NamedTuple):
-    """A generator somewhere: how to read its state, how to set it, and whether two states are the same."""
+    """A generator somewhere: how to read its state, how to set it, how to make one from a seed of 64 bits, and whether
+    two states are the same."""
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
+    seed: Callable[[int], Any]
     same: Callable[[Any, Any], bool] = eq
 
 
 def default_sources(device: torch.device) -> list[RandomSource]:
     """torch's generators of the CPU and of ``device``."""
-    sources = [RandomSource(torch.get_rng_state, torch.set_rng_state, torch.equal)]
+    cpu = torch.default_generator
+    sources = [RandomSource(torch.get_rng_state, torch.set_rng_state, cpu.manual_seed, torch.equal)]
     if device.type != "cpu":
         module = torch.get_device_module(device)
         sources.append(
             RandomSource(
-                lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device), torch.equal
+                lambda: module.get_rng_state(device),
+                lambda state: module.set_rng_state(state, device),
+                module.manual_seed,
+                torch.equal,
             )
         )
     return sources

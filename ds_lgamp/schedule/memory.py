@@ -1,17 +1,20 @@
 """The memory formula: bytes on one pipeline rank, by following its program.
 
-**State.** A unit is a chunk's own parameters or a tied module. It has n parameters and S parts of m = ceil(n / S)
-elements: S is the number of data-parallel ranks W at stages 1, 2 and 3, and 1 at stage 0. An element takes w bytes as a
-weight, g as a gradient and u, the larger of w and 4, as a master weight. A rank holds, summed over its units:
+**State.** A unit is a chunk's own parameters or a tied module. Its storage has S equal parts of m elements, which
+``storage.py`` counts: S is the number of data-parallel ranks W at stages 1, 2 and 3, and 1 at stage 0. An element takes
+w bytes as a weight, g as a gradient and u, the larger of w and 4, as a master weight. A rank holds, summed over its
+units:
 
 - weights: w S m; at stage 3 w m.
 - resident weights, at stage 3 and S > 1: w S m between gather and release. A tied unit is there while a user is.
 - master weights: u m if w < u. Optimizer state: of at most m elements, those the optimizer owns.
-- gradients, S > 1: u m from the reduction to the end of the step. S = 1: g n for good; from the step's beginning to its
-  end u n more if g < u.
+- gradients, S > 1: u m from the reduction to the end of the step. S = 1: g m for good; from the step's beginning to its
+  end u m more if g < u.
 - gradient buffers, S > 1: g S m from the first backward until the reduction is awaited; beside it, while it is under
   way, what it receives: g m, or g S m where an all-to-all stands for the reduce-scatter; and u m at its end, if g
   differs from u or parts are summed here.
+- gradient buffers, stage 0 and W > 1, where gradients add up in rank order: g m more from the reduction until it is
+  awaited, and g m / W at its end.
 - copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
 - the optimizer's temporaries: of one unit's part after another, or of all together.
 
@@ -46,6 +49,7 @@ from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.activations import ActivationBytes, ActivationMemory, ActivationWalk
 from ds_lgamp.schedule.ledger import Ledger
 from ds_lgamp.schedule.simulate import peak_live_activations
+from ds_lgamp.schedule.storage import part_size
 
 _MASTER_BYTES = 4
 
@@ -55,8 +59,9 @@ class UnitSize:
     """What is gathered, released and reduced together: a chunk's own parameters, or a tied module on one rank."""
 
     parameters: int
+    """Elements its parameters take in its storage, as ``storage.aligned`` rounds them up."""
     trainable: int
-    """Those the optimizer owns."""
+    """Of those the optimizer owns."""
     chunks: tuple[int, ...]
     """The chunks of the rank that use it; one unless the module is tied."""
     tied: bool = False
@@ -69,7 +74,7 @@ class UnitSize:
 
     def part(self, zero_stage: int, data_ranks: int) -> int:
         """Elements of a part, padding included."""
-        return -(-self.parameters // self.parts(zero_stage, data_ranks))
+        return part_size(self.parameters, data_ranks) * (data_ranks // self.parts(zero_stage, data_ranks))
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def rank_memory(
     element_bytes: ElementBytes,
     all_to_all: bool = False,
     activation_bytes: ActivationBytes | None = None,
+    in_rank_order: bool = False,
 ) -> Memory:
     """What a pipeline rank holds while it runs ``actions``, a training step's program.
 
@@ -135,6 +141,7 @@ def rank_memory(
         gradient_buffers: how many full gradients of chunks are held before a reduction is awaited (stages 2 and 3).
         all_to_all: whether that stands for the reduce-scatter, as on gloo.
         activation_bytes: None if shapes are unknown; the peak is without activations then.
+        in_rank_order: whether gradients add up in rank order at stage 0 too; then ``all_to_all`` is true.
     """
     size = element_bytes
     weights = master = trainable = 0
@@ -147,7 +154,7 @@ def rank_memory(
     optimizer = None if size.optimizer is None else size.optimizer * trainable
     ledger = Ledger()
     walks: list[_StateWalk | ActivationWalk] = [
-        _StateWalk(units, zero_stage, data_ranks, gradient_buffers, size, all_to_all, ledger)
+        _StateWalk(units, zero_stage, data_ranks, gradient_buffers, size, all_to_all, in_rank_order, ledger)
     ]
     if activation_bytes is not None:
         walks.append(ActivationWalk(actions, activation_bytes, ledger))
@@ -180,11 +187,13 @@ class _StateWalk:
         gradient_buffers: int,
         size: ElementBytes,
         all_to_all: bool,
+        in_rank_order: bool,
         ledger: Ledger,
     ) -> None:
         self.units = [_Unit(unit, zero_stage, data_ranks) for unit in units]
         self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
         self.partitioned = zero_stage > 0 and data_ranks > 1
+        self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
         self.zero_stage, self.gradient_buffers, self.size = zero_stage, gradient_buffers, size
         self.all_to_all, self.ledger = all_to_all, ledger
         self.reducing: deque[_Unit] = deque()
@@ -200,7 +209,7 @@ class _StateWalk:
             self.release(using, action.chunk)
         elif action.kind is Kind.BACKWARD and self.partitioned:
             self.begin_backward(using)
-        elif action.kind is Kind.REDUCE and self.partitioned:
+        elif action.kind is Kind.REDUCE and self.receives:
             self.reduce(using)
         elif action.kind is Kind.STEP:
             self.step()
@@ -247,7 +256,13 @@ class _StateWalk:
 
     def await_oldest_reduction(self) -> None:
         unit = self.reducing.popleft()
-        done_with = self.size.gradients * unit.full + self.received(unit)
+        done_with = self.received(unit)
+        if not self.partitioned:
+            summed = self.size.gradients * unit.full // self.data_ranks
+            self.ledger.pass_by("buffers", summed)
+            self.ledger.free("buffers", done_with)
+            return
+        done_with += self.size.gradients * unit.full
         if self.all_to_all or self.size.gradients != self.size.master:
             self.ledger.take("buffers", self.size.master * unit.part)
             done_with += self.size.master * unit.part

@@ -65,14 +65,15 @@ def collective_bytes(
     """Bytes a rank sends for one unit in a step.
 
     With W data-parallel ranks, a gather sends W-1 parts, a reduce-scatter (W-1)/W of the gradient, an all-reduce
-    2(W-1)/W of it, the sum of T copies of a tied unit T-1 parts (as ``CollectiveCounter`` counts).
+    2(W-1)/W of it (in rank order an all-to-all and a gather, which send as much), the sum of T copies of a tied unit
+    T-1 parts (as ``CollectiveCounter`` counts).
     """
     own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
     traffic = predict_traffic([action for action in actions if action.kind in PARTITION], zero_stage, own, tied)
     part = unit.part(zero_stage, data_ranks)
     gather = size.weights * part * (data_ranks - 1)
     if zero_stage == 0:
-        reduce = 2 * size.gradients * unit.parameters * (data_ranks - 1) // data_ranks
+        reduce = 2 * size.gradients * part * (data_ranks - 1) // data_ranks
     else:
         reduce = size.gradients * part * (data_ranks - 1)
     return (

@@ -97,28 +97,41 @@ def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
 
 
 def test_two_sends_are_under_way_until_the_end():
-    told = memory_of(two_chunks(2, 0, 4), SIZE, [UnitSize(10, 10, (0,))], ElementBytes(update=1000))
-    assert told.peak == 10 * 4 + 10 * 4 + 2 * 100 + 5 + 10 * 1000, "weights, gradients, sends, random states, update"
+    told = memory_of(two_chunks(2, 0, 4), SIZE, [UnitSize(32, 32, (0,))], ElementBytes(update=1000))
+    assert told.peak == 32 * 4 + 32 * 4 + 2 * 100 + 5 + 32 * 1000, "weights, gradients, sends, random states, update"
 
 
-@pytest.mark.parametrize(("all_to_all", "received"), [(False, 5), (True, 10 + 5)])
+@pytest.mark.parametrize(("all_to_all", "received"), [(False, 32), (True, 64 + 32)])
 def test_an_all_to_all_receives_a_whole_gradient_and_sums_it(all_to_all, received):
-    units = [UnitSize(10, 10, (chunk,)) for chunk in (0, 1)]
+    units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
     told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, 1, FP32, all_to_all)
-    assert told.gradient_buffers == 4 * (10 + received)
+    assert told.gradient_buffers == 4 * (64 + received)
+
+
+def test_in_rank_order_an_all_reduce_receives_whole_gradients_until_the_step():
+    units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
+    told = rank_memory(two_chunks(1, 0, 2), units, 0, 2, 2, FP32, all_to_all=True, in_rank_order=True)
+    assert (told.gradients, told.gradient_buffers) == (4 * 2 * 64, 4 * (2 * 64 + 32))
+
+
+def test_parts_end_where_a_parameter_may_begin():
+    """33 elements have a part of 32 each on two ranks and on one; at stage 0, a rank's part is the whole storage."""
+    unit = UnitSize(33, 33, (0,))
+    assert [unit.part(3, ranks) for ranks in (1, 2, 3)] == [64, 32, 32]
+    assert [unit.part(0, ranks) for ranks in (1, 2, 3)] == [64, 64, 96]
 
 
 @pytest.mark.parametrize(
     ("element", "update"),
     [
-        (ElementBytes(update=8), 8 * 10),
-        (ElementBytes(update=8, updates_together=True), 8 * 16),
+        (ElementBytes(update=8), 8 * 32),
+        (ElementBytes(update=8, updates_together=True), 8 * 64),
         (ElementBytes(update=None), None),
     ],
 )
 def test_an_optimizer_updates_unit_by_unit_or_all_at_once(element, update):
-    """Of 30 and 6 elements, 10 and 6 have an optimizer."""
-    units = [UnitSize(30, 10, (0,)), UnitSize(6, 6, (1,))]
+    """Of 96 and 32 elements, 32 each have an optimizer."""
+    units = [UnitSize(96, 32, (0,)), UnitSize(32, 32, (1,))]
     told = memory_of(two_chunks(1, 0, 2), None, units, element)
     assert told.update == update
-    assert told.peak == 4 * 36 + 4 * 36 + (update or 0) and told.activations is None
+    assert told.peak == 4 * 128 + 4 * 128 + (update or 0) and told.activations is None

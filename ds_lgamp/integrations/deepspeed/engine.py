@@ -1,6 +1,8 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -28,12 +30,14 @@ from ds_lgamp.integrations.deepspeed.optimizer import (
     trainable_parameters,
 )
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.refusals import refuse_unsupported
+from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
+from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.reproducible import hashed_seed, laid_out
 from ds_lgamp.schedule.program import ProgramSpec
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
@@ -55,6 +59,7 @@ class LgampEngine(PipelineEngine):
         """The stage the user asked for; DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings = settings
         refuse_unsupported(config, module, arguments.get("optimizer"))
+        refuse_irreproducible(settings, module)
         layout = layout_of(settings, module, partition_method)
         self.program_spec: ProgramSpec = program_spec(
             settings, layout.placement, config.gradient_accumulation_steps, self.zero_stage
@@ -64,6 +69,7 @@ class LgampEngine(PipelineEngine):
         self._place(module, layout, arguments)
         super().__init__(**arguments)
         self._lgamp_initialising = False
+        self._random_sources = layer_sources(self.device)
         self.executor = self._build_executor()
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device)
@@ -127,6 +133,7 @@ class LgampEngine(PipelineEngine):
             self.module.world_group,
             self.data_parallel_group,
             skips_overflow=self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow,
+            reproducible=self.lgamp_settings.reproducible,
         )
 
     def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
@@ -155,6 +162,7 @@ class LgampEngine(PipelineEngine):
             self.lgamp_settings.resident_chunks,
             self.device,
             self.get_data_types()[1],
+            in_rank_order=self.lgamp_settings.reproducible,
         )
 
     def _users(self, key: str) -> list[int]:
@@ -171,9 +179,10 @@ class LgampEngine(PipelineEngine):
         return tied["group"] if tied is not None and len(tied["ranks"]) > 1 else None
 
     def _build_executor(self) -> Executor:
-        module = self.module
+        module, reproducible = self.module, self.lgamp_settings.reproducible
+        between_layers = laid_out if reproducible else None
         chunks = {
-            chunk: Chunk(functions, module.layout.bounds[chunk], self._seed_layer if module.seed_layers else None)
+            chunk: Chunk(functions, module.layout.bounds[chunk], self._before_layer(), between_layers)
             for chunk, functions in module.chunk_functions.items()
         }
         return Executor(
@@ -184,9 +193,26 @@ class LgampEngine(PipelineEngine):
             ring_links(self.grid.pipe_groups, self.device, module.dynamic_shape),
             self._loss,
             self._exec_optimizer_step,
-            layer_sources(self.device),
+            [] if reproducible else self._random_sources,
             recompute=self.lgamp_settings.recompute == "full",
         )
+
+    def _before_layer(self) -> Callable[[int, int], None] | None:
+        """What seeds generators ahead of a layer, if anything does. What the module asks for has the last word."""
+        seed_layer = self._seed_layer if self.module.seed_layers else None
+        if not self.lgamp_settings.reproducible:
+            return seed_layer
+
+        def seed_everything(layer: int, micro_batch: int) -> None:
+            kind = "training" if self.module.training else "evaluation"
+            where = int(self.module.base_seed), kind, self.global_steps, layer, micro_batch, self.grid.data_parallel_id
+            seed = hashed_seed(*where)
+            for source in self._random_sources:
+                source.seed(seed)
+            if seed_layer is not None:
+                seed_layer(layer, micro_batch)
+
+        return seed_everything
 
     def _seed_layer(self, layer: int, micro_batch: int) -> None:
         """The seed stock DeepSpeed's ``PipelineModule.forward`` gives this layer for this micro-batch."""
@@ -233,7 +259,9 @@ class LgampEngine(PipelineEngine):
             self._loader.pull(spec.micro_batches, self._next_batch)
         if self.data_iterator is self._training_iterator:
             self._pulled_of_training_data += spec.micro_batches
-        with self.executor.batch(spec.micro_batches, self._loader.take, training=not spec.forward_only):
+        # Seeds of layers must not show in what the script draws, such as the order of its data.
+        seeded = undisturbed(self._random_sources) if self.lgamp_settings.reproducible else nullcontext()
+        with seeded, self.executor.batch(spec.micro_batches, self._loader.take, training=not spec.forward_only):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
         self.fwd_outputs = self.executor.losses
@@ -247,6 +275,7 @@ class LgampEngine(PipelineEngine):
     def _loss(self, outputs: Any, labels: Any) -> Any:
         if self.eval_return_logits:
             self.outputs = outputs
+        labels = laid_out(labels) if self.lgamp_settings.reproducible else labels
         computes = self._compute_loss and self.module.loss_fn is not None
         loss = self.module.loss_fn(outputs, labels) if computes else outputs
         if not self.executor.recomputing:
@@ -299,7 +328,7 @@ class LgampEngine(PipelineEngine):
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {name: getattr(self, name) for name in _COUNTERS},
             "micro_offset": self.module.micro_offset,
-            "random": checkpoint.random_state(self.executor.draws.sources),
+            "random": checkpoint.random_state(self._random_sources),
             "client_state": client_state,
         }
 
@@ -365,7 +394,7 @@ class LgampEngine(PipelineEngine):
                 # At the end of an epoch, not at the beginning of the next, which draws random numbers.
                 position = (self._pulled_of_training_data - 1) % len(self.training_dataloader.loader) + 1
                 next(islice(self.data_iterator, position, position), None)
-        checkpoint.load_random_state(self.executor.draws.sources, state["random"])
+        checkpoint.load_random_state(self._random_sources, state["random"])
 
     def _checkpoint_layout(self) -> dict[str, Any]:
         spec, layout = self.program_spec, self.module.layout

@@ -27,7 +27,7 @@ from ds_lgamp.integrations.deepspeed.engine import layout_of
 from ds_lgamp.integrations.deepspeed.install import install, partition_method_of, standing_in
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.refusals import refuse_unsupported
+from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.memory import ElementBytes, Memory, UnitSize, rank_memory
@@ -35,6 +35,7 @@ from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.storage import aligned
 from ds_lgamp.schedule.traffic import Traffic, collective_bytes, predict_traffic
 from ds_lgamp.schedule.validate import validate
 
@@ -157,6 +158,7 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
     if settings is None:
         raise ConfigError(f'there is no enabled {BLOCK} block, stock DeepSpeed would run; add "{BLOCK}": {{}}')
     refuse_unsupported(config_class, module, optimizer)
+    refuse_irreproducible(settings, module)
     layout = layout_of(settings, module, partition_method_of(module))
     stage = int(config_class.zero_optimization_stage)
     spec = program_spec(settings, layout.placement, config_class.gradient_accumulation_steps, stage)
@@ -166,7 +168,10 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
     precision, size = _element_bytes(config_class, state_tensors)
     model = _Model(module, layout)
     data_ranks = module.topology().get_dim("data")
-    ranks = [_rank_facts(model, rank, actions, spec, data_ranks, size) for rank, actions in enumerate(program)]
+    ranks = [
+        _rank_facts(model, rank, actions, spec, data_ranks, size, settings.reproducible)
+        for rank, actions in enumerate(program)
+    ]
     chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
     repeats = stage == 3 and data_ranks > 1
     return Explanation(
@@ -194,7 +199,10 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
 @dataclass(frozen=True)
 class _LayerSize:
     parameters: int
+    stored: int
+    """Elements they take in a unit's storage."""
     trainable: int
+    """Of those, what the optimizer owns."""
 
 
 class _Model:
@@ -223,7 +231,9 @@ class _Model:
     def size(self, chunk: int) -> _LayerSize:
         """Of the chunk's own layers."""
         own = [self.sizes[layer] for layer in self.layout.layers(chunk) if self.keys[layer] is None]
-        return _LayerSize(sum(size.parameters for size in own), sum(size.trainable for size in own))
+        return _LayerSize(
+            sum(size.parameters for size in own), sum(size.stored for size in own), sum(size.trainable for size in own)
+        )
 
     def tied(self, rank: int) -> list[TiedFacts]:
         """The tied modules a pipeline rank holds, by key."""
@@ -258,25 +268,30 @@ def _layer_size(layer: Any) -> _LayerSize:
     parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
     return _LayerSize(
         sum(parameter.numel() for parameter in parameters),
-        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        sum(aligned(parameter.numel()) for parameter in parameters),
+        sum(aligned(parameter.numel()) for parameter in parameters if parameter.requires_grad),
     )
 
 
 def _rank_facts(
-    model: _Model, rank: int, actions: Sequence[Action], spec: ProgramSpec, data_ranks: int, size: ElementBytes
+    model: _Model,
+    rank: int,
+    actions: Sequence[Action],
+    spec: ProgramSpec,
+    data_ranks: int,
+    size: ElementBytes,
+    in_rank_order: bool,
 ) -> RankFacts:
     chunks = [model.chunk(chunk) for chunk in model.layout.chunks_of(rank)]
     tied = model.tied(rank)
     units = [
-        UnitSize(facts.parameters, model.size(facts.chunk).trainable, (facts.chunk,))
-        for facts in chunks
-        if facts.parameters
+        UnitSize(size_of.stored, size_of.trainable, (chunk,))
+        for chunk, size_of in ((facts.chunk, model.size(facts.chunk)) for facts in chunks)
+        if size_of.parameters
     ]
     units += [
-        UnitSize(
-            facts.parameters, model.sizes[facts.key].trainable, tuple(facts.chunks), True, len(facts.pipeline_ranks)
-        )
-        for facts in tied
+        UnitSize(size_of.stored, size_of.trainable, tuple(facts.chunks), True, len(facts.pipeline_ranks))
+        for facts, size_of in ((facts, model.sizes[facts.key]) for facts in tied)
     ]
     traffic = predict_traffic(
         actions,
@@ -290,7 +305,7 @@ def _rank_facts(
         pipeline_rank=rank,
         chunks=chunks,
         tied=tied,
-        parameters=sum(unit.parameters for unit in units),
+        parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in tied),
         traffic=traffic,
         tied_sums=sum(unit.copies > 1 for unit in units),
         collective_bytes_sent=sum(collective_bytes(actions, unit, spec.zero_stage, data_ranks, size) for unit in units),
@@ -301,7 +316,8 @@ def _rank_facts(
             data_ranks,
             spec.resident_chunks,
             size,
-            all_to_all=get_accelerator().communication_backend_name() == "gloo",
+            all_to_all=in_rank_order or get_accelerator().communication_backend_name() == "gloo",
+            in_rank_order=in_rank_order,
         ),
     )
 

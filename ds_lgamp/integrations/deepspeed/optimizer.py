@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.module import global_names, over_pipeline, raise_everywhere
+from ds_lgamp.partition.exact_norm import exact_norm
 from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
 
 ELEMENTWISE = {
@@ -42,6 +43,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         gradient_clipping: the largest norm, 0 for none.
         norm_group: all pipeline and data-parallel ranks.
         skips_overflow: whether a step is skipped, on all ranks, where a gradient is infinite or no number.
+        reproducible: whether the norm must not depend on how gradients are spread over ranks.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         norm_group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup,
         skips_overflow: bool,
+        reproducible: bool,
     ) -> None:
         self.optimizer = optimizer
         self.partition = partition
         self.dp_process_group = data_group
         self.overflow = False
         self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
+        self._norm = exact_norm if reproducible else global_norm
         self._global_grad_norm: torch.Tensor | None = None
         for group in optimizer.param_groups:
             group["params"] = []
@@ -74,7 +78,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     def step(self) -> None:
         """Clips by the norm of the whole model's gradient and updates the shards."""
-        self._global_grad_norm = global_norm(self.partition, self._norm_group)
+        gradients = self.partition.counted_gradients()
+        self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device)
         # The one place where a step waits for the device; the norm is finite if and only if every gradient is.
         self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
         if self.overflow:

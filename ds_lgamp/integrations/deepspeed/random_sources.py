@@ -8,21 +8,36 @@ import numpy
 import torch
 
 from ds_lgamp.runtime.random_state import RandomSource, default_sources
+from ds_lgamp.runtime.reproducible import hashed_seed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:
     """Generators of torch, Python and NumPy and, where Megatron-core is in use, its tracker."""
     sources = [
         *default_sources(device),
-        RandomSource(random.getstate, random.setstate),
-        RandomSource(numpy.random.get_state, numpy.random.set_state, _same_numpy),
+        RandomSource(random.getstate, random.setstate, random.seed),
+        RandomSource(
+            numpy.random.get_state, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32), _same_numpy
+        ),
     ]
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None and megatron.get_cuda_rng_tracker().get_states():
         tracker = megatron.get_cuda_rng_tracker()
-        # A copy: the tracker goes on with the very dictionary it gets.
-        sources.append(RandomSource(tracker.get_states, lambda states: tracker.set_states(dict(states)), _same_tracked))
+        sources.append(
+            RandomSource(
+                tracker.get_states,
+                # A copy: the tracker goes on with the very dictionary it gets.
+                lambda states: tracker.set_states(dict(states)),
+                lambda seed: tracker.set_states(_seeded(tracker.get_states(), seed, device)),
+                _same_tracked,
+            )
+        )
     return sources
+
+
+def _seeded(states: dict[str, torch.Tensor], seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A state for every name, each from a seed of its own."""
+    return {name: torch.Generator(device).manual_seed(hashed_seed(seed, name)).get_state() for name in states}
 
 
 def _same_numpy(first: Any, second: Any) -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from pydantic import ValidationError
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
 from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise, check_optimizer_type
 
@@ -68,6 +68,20 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     for name, info in announced_tensors(module).items():
         if info.is_parameter and info.dtype != torch.float32 and not config.bfloat16_config.enabled:
             raise ConfigError(f"parameter {name} is {info.dtype}, but bf16.enabled is false; set it or remove the cast")
+
+
+def refuse_irreproducible(settings: LgampConfig, module: PipelineModule) -> None:
+    """Raises ConfigError for what ``reproducible`` cannot keep its word on."""
+    users: dict[str, list[int]] = {}
+    for layer, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            users.setdefault(spec.key, []).append(layer)
+    for key, layers in users.items():
+        if settings.reproducible and len(layers) > 1:
+            raise ConfigError(
+                f"{BLOCK}.reproducible is true, but layers {', '.join(map(str, layers))} share the tied module "
+                f"'{key}', whose gradients add up in an order that depends on the layout; untie them or set it to false"
+            )
 
 
 def _try_optimizer(name: str, options: dict[str, Any]) -> None:

@@ -1,0 +1,59 @@
+"""A norm that does not depend on where gradients are cut or in which order their squares are added.
+
+Squares of fp32 numbers are exact in fp64. Each is cut into whole numbers of a few fixed units, the largest of which the
+greatest gradient decides, and whole numbers add up without rounding. After J. Demmel and H. D. Nguyen, "Parallel
+Reproducible Summation", IEEE Transactions on Computers 64(7), 2015, with integers for their bins.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+_BITS, _CUTS = 22, 3
+"""Of a square, the 66 bits below the greatest one's first are counted, 22 at a time: as many as 2^41 numbers of 22 bits
+add up in an int64, and what is left out of them is less than 2^-25 of the greatest square."""
+_BLOCK = 1 << 16
+"""Elements that are worked on at once, so that copies in fp64 stay small."""
+
+
+def exact_norm(
+    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """The 2-norm of the gradients of all ranks together, fp64, the same to the bit however they are spread.
+
+    Infinite where one of them is infinite or no number.
+
+    Args:
+        gradients: this rank's, fp32 or less.
+        group: all ranks; None if this one is alone.
+    """
+    alone = group is None or group.size() == 1
+    greatest = torch.zeros((), dtype=torch.float64, device=device)
+    for block in _blocks(gradients):
+        # Not a number does not survive a maximum over ranks.
+        greatest = torch.maximum(greatest, block.abs().max().double().nan_to_num(nan=torch.inf, posinf=torch.inf))
+    if not alone:
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
+    # Without gradients, or with infinite ones, any unit will do.
+    mantissa = torch.frexp(greatest**2).mantissa
+    unit = torch.where(greatest.isfinite() & (greatest > 0), greatest**2 / mantissa, 1.0)
+    counts = torch.zeros(_CUTS, dtype=torch.int64, device=device)
+    for block in _blocks(gradients):
+        rest = block.double().square_().div_(unit)
+        for cut in range(_CUTS):
+            rest.mul_(2**_BITS)
+            whole = rest.floor()
+            counts[cut] += whole.to(torch.int64).sum()
+            rest.sub_(whole)
+    if not alone:
+        dist.all_reduce(counts, group=group)
+    total = torch.zeros_like(greatest)
+    for cut in reversed(range(_CUTS)):
+        total += counts[cut].double() * 2.0 ** (-_BITS * (cut + 1))
+    return torch.where(greatest.isfinite(), (total * unit).sqrt(), greatest)
+
+
+def _blocks(gradients: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for gradient in gradients:
+        yield from gradient.split(_BLOCK)

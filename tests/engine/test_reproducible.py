@@ -1,0 +1,332 @@
+"""With ``reproducible``, a run is the same to the bit in every layout of as many data-parallel ranks, dropout on."""
+
+import random
+from hashlib import sha256
+from typing import NamedTuple
+
+import deepspeed
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.runtime.reproducible import hashed_seed
+from tests.engine.running import prepare_rank, quiet
+from tests.ranks import run_on_ranks
+from tests.runtime.assembly import gathered
+
+WIDTH, INNER, VOCABULARY = 13, 29, 11
+"""Odd, so that nothing fits into the vectors of a processor."""
+MICRO_BATCHES, STEPS, SAVED, LIMIT = 4, 4, 2, 0.05
+
+
+class Layout(NamedTuple):
+    pipeline_ranks: int
+    stage: int
+    block: dict
+
+
+LAYOUTS = {
+    "layered": Layout(1, 0, {}),
+    "one chunk": Layout(1, 1, {"chunks_per_rank": 1, "recompute": "none"}),
+    "one resident": Layout(1, 2, {"layers_per_chunk": 1, "resident_chunks": 1}),
+    "two resident": Layout(1, 3, {"layers_per_chunk": 3}),
+    "all resident": Layout(1, 3, {"resident_chunks": 12, "recompute": "none"}),
+    "groups": Layout(1, 1, {"micro_batch_group": 3}),
+    "1f1b of one rank": Layout(1, 2, {"schedule": "1f1b"}),
+    "1f1b": Layout(2, 0, {"schedule": "1f1b"}),
+    "gpipe": Layout(2, 1, {"schedule": "gpipe", "recompute": "none"}),
+    "interleaved": Layout(2, 3, {"schedule": "interleaved_1f1b", "layers_per_chunk": 3, "resident_chunks": 1}),
+    "contiguous": Layout(2, 3, {"layers_per_chunk": 2, "placement": "contiguous", "resident_chunks": 6}),
+    "modular": Layout(2, 2, {"layers_per_chunk": 1, "resident_chunks": 1, "recompute": "none"}),
+    "two chunks": Layout(2, 1, {"chunks_per_rank": 2}),
+    "modular of four": Layout(4, 3, {"layers_per_chunk": 1}),
+    "interleaved of four": Layout(4, 0, {"schedule": "interleaved_1f1b", "layers_per_chunk": 3}),
+    "1f1b of four": Layout(4, 2, {"schedule": "1f1b", "recompute": "none"}),
+    "contiguous of four": Layout(4, 1, {"chunks_per_rank": 2, "placement": "contiguous", "resident_chunks": 1}),
+}
+
+
+class Embedding(nn.Embedding):
+    def __init__(self, index):
+        with torch.random.fork_rng():
+            torch.manual_seed(index)
+            super().__init__(VOCABULARY, WIDTH)
+
+
+class Block(nn.Module):
+    """Its weights depend on ``index`` alone."""
+
+    def __init__(self, index, outputs=WIDTH):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(index)
+            self.norm = nn.LayerNorm(WIDTH)
+            self.inner, self.outer = nn.Linear(WIDTH, INNER), nn.Linear(INNER, outputs)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, hidden):
+        change = self.outer(self.dropout(torch.tanh(self.inner(self.norm(hidden)))))
+        return hidden + change if change.shape == hidden.shape else change
+
+
+class Turn(nn.Module):
+    """Returns a view that is not contiguous."""
+
+    def forward(self, hidden):
+        return hidden.transpose(0, 1)
+
+
+class Shift(nn.Module):
+    """Returns a view that begins inside a storage."""
+
+    def forward(self, hidden):
+        return torch.cat([hidden[:1], hidden])[1:]
+
+
+class Scale(nn.Module):
+    """Draws from the generators of Python and NumPy."""
+
+    def forward(self, hidden):
+        return hidden * (0.5 + random.random() + 0.1 * numpy.random.rand()) if self.training else hidden
+
+
+def layer_specs():
+    return [
+        LayerSpec(Embedding, 0),
+        LayerSpec(Block, 1),
+        LayerSpec(Turn),
+        LayerSpec(Block, 2),
+        LayerSpec(Shift),
+        LayerSpec(Block, 3),
+        LayerSpec(Scale),
+        LayerSpec(Block, 4),
+        LayerSpec(Turn),
+        LayerSpec(Block, 5),
+        LayerSpec(Block, 6),
+        LayerSpec(Block, 7, VOCABULARY),
+    ]
+
+
+def loss_function(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def groups_of(parameters):
+    """Vectors do not decay."""
+    parameters = list(parameters)
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def engine_of(layout, layers=None, reproducible=True, **options):
+    ds_lgamp.install()
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": LIMIT,
+        "zero_optimization": {"stage": layout.stage},
+        "ds_lgamp": {**layout.block, "reproducible": reproducible},
+    }
+    # What a script draws before has nothing to do with it.
+    torch.manual_seed(100 * layout.pipeline_ranks + dist.get_rank())
+    with quiet():
+        module = PipelineModule(
+            layers or layer_specs(), num_stages=layout.pipeline_ranks, loss_fn=loss_function, **options
+        )
+        optimizer = torch.optim.AdamW(groups_of(module.parameters()), lr=0.02)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def micro_batch(step, data_rank, index):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * data_rank + index)
+    tokens = torch.randint(0, VOCABULARY, (3, 8), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].flip(0)
+
+
+def batch_of(engine, step=None):
+    step = engine.global_steps if step is None else step
+    return iter([micro_batch(step, engine.grid.data_parallel_id, index) for index in range(MICRO_BATCHES)])
+
+
+def train(engine, steps):
+    """Losses and norms."""
+    results = []
+    for _ in range(steps):
+        loss = engine.train_batch(batch_of(engine)).item()
+        results.append((loss, float(engine.get_global_grad_norm())))
+    return results
+
+
+class Run(NamedTuple):
+    steps: list
+    """Loss and norm of each."""
+    evaluation: float
+    parameters: dict
+    """This rank's, as a digest of their bits."""
+
+
+def digests(engine):
+    tensors = gathered(engine.optimizer.partition, lambda unit: unit.shard)
+    return {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+def end_of(engine, steps):
+    return Run(steps, engine.eval_batch(batch_of(engine, 99)).item(), digests(engine))
+
+
+def run(layout):
+    engine = engine_of(layout)
+    return end_of(engine, train(engine, STEPS))
+
+
+def resumed(layout, folder):
+    """A run of which a second engine does the rest."""
+    first = engine_of(layout)
+    steps = train(first, SAVED)
+    first.eval_batch(batch_of(first, 99))
+    first.save_checkpoint(folder)
+    second = engine_of(layout)
+    second.load_checkpoint(folder)
+    return end_of(second, steps + train(second, STEPS - SAVED))
+
+
+def run_all(names, folder):
+    prepare_rank()
+    runs = {name: run(LAYOUTS[name]) for name in names}
+    if folder is not None:
+        runs["resumed"] = resumed(LAYOUTS[names[-1]], folder)
+    return runs
+
+
+def runs_of(pipeline_ranks, data_ranks, folder=None):
+    """By layout, the run; its parameters are those of all ranks."""
+    names = [name for name, layout in LAYOUTS.items() if layout.pipeline_ranks == pipeline_ranks]
+    on_ranks = run_on_ranks(pipeline_ranks * data_ranks, run_all, names, folder)
+    merged = {}
+    for name in on_ranks[0]:
+        parameters: dict = {}
+        for runs in on_ranks:
+            assert runs[name][:2] == on_ranks[0][name][:2], name
+            for parameter, digest in runs[name].parameters.items():
+                assert parameters.setdefault(parameter, digest) == digest, (name, parameter)
+        merged[name] = on_ranks[0][name]._replace(parameters=parameters)
+    return merged
+
+
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_a_run_is_the_same_to_the_bit_in_every_layout(data_ranks, tmp_path):
+    runs = {}
+    for pipeline_ranks in (1, 2, 4):
+        runs |= runs_of(pipeline_ranks, data_ranks, str(tmp_path) if pipeline_ranks == 2 else None)
+    assert len(runs) == len(LAYOUTS) + 1
+    first = runs["layered"]
+    assert len(first.parameters) == 1 + 7 * 6
+    assert all(norm > LIMIT for _, norm in first.steps), "every step is clipped"
+    for name, other in runs.items():
+        assert other == first, name
+
+
+def test_with_three_data_parallel_ranks_the_order_of_adding_matters():
+    runs = runs_of(1, 3)
+    for name, other in runs.items():
+        assert other == runs["layered"], name
+
+
+def plain_run():
+    """Losses and norms of a loop over layers in one process, each seeded as the engine seeds it."""
+    layers = [spec.build() for spec in layer_specs()]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    optimizer = torch.optim.AdamW(groups_of(parameters), lr=0.02)
+    results = []
+    for step in range(STEPS):
+        total = 0.0
+        for index in range(MICRO_BATCHES):
+            hidden, labels = micro_batch(step, 0, index)
+            for number, layer in enumerate(layers):
+                seed = hashed_seed(1234, "training", step, number, index, 0)
+                torch.manual_seed(seed)
+                random.seed(seed)
+                numpy.random.seed(seed % 2**32)
+                hidden = layer(hidden)
+            loss = loss_function(hidden, labels) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        results.append((total, torch.nn.utils.clip_grad_norm_(parameters, LIMIT).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+class Drawing(nn.Module):
+    """Keeps what it draws; a recomputation draws it again."""
+
+    drawn: list = []
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.weight = number, nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden):
+        numbers = torch.rand(2).tolist(), random.random(), numpy.random.rand()
+        self.drawn.append((self.number, torch.is_grad_enabled(), numbers))
+        return hidden * self.weight
+
+
+def drawn_numbers():
+    prepare_rank()
+    layers = [LayerSpec(Embedding, 0), LayerSpec(Drawing, 0), LayerSpec(Drawing, 1), LayerSpec(Block, 1, VOCABULARY)]
+    engine = engine_of(Layout(1, 0, {}), layers)
+    states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    for _ in range(2):
+        engine.train_batch(batch_of(engine))
+    engine.eval_batch(batch_of(engine))
+    after = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    return Drawing.drawn, states == after
+
+
+def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_no_trace():
+    on_ranks = run_on_ranks(2, drawn_numbers)
+    forwards = [numbers for drawn, _ in on_ranks for _, again, numbers in drawn if not again]
+    repeated = [numbers for drawn, _ in on_ranks for _, again, numbers in drawn if again]
+    # Two layers, two steps and an evaluation.
+    assert len(forwards) == 2 * 2 * 3 * MICRO_BATCHES and len(repeated) == 2 * 2 * 2 * MICRO_BATCHES
+    for kind in range(3):
+        distinct = {str(numbers[kind]) for numbers in forwards}
+        assert len(distinct) == len(forwards)
+        assert {str(numbers[kind]) for numbers in repeated} < distinct
+    assert all(untouched for _, untouched in on_ranks)
+
+
+def alone():
+    """What needs one rank only: the run, the plain loop, and what is refused."""
+    prepare_rank()
+    engine = engine_of(LAYOUTS["layered"])
+    steps = train(engine, STEPS)
+    tied = [TiedLayerSpec("shared", Block, 1), LayerSpec(Block, 2), TiedLayerSpec("shared", Block, 1)]
+    with pytest.raises(ConfigError) as refused:
+        engine_of(LAYOUTS["layered"], tied)
+    engine_of(LAYOUTS["layered"], tied, reproducible=False)
+    return steps, plain_run(), str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def lone_rank():
+    return run_on_ranks(1, alone)[0]
+
+
+def test_the_run_is_that_of_a_plain_loop(lone_rank):
+    steps, plain, _ = lone_rank
+    for own, expected in zip(steps, plain, strict=True):
+        assert own == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_tied_module_used_twice_is_refused(lone_rank):
+    _, _, refused = lone_rank
+    assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in refused
