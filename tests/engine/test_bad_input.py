@@ -156,7 +156,7 @@ CONFIGS = {
     "tensor parallelism by DeepSpeed": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2"),
     "compiled communication": ({"compile": {"deepcompile": True}}, "compile.deepcompile is True"),
     "another engine": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled is True"),
-    "an optimizer of whole tensors": ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'lamb', which is unknown or"),
+    "an optimizer of whole tensors": ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'lamb', which scales by the"),
     "an unknown optimizer": ({"optimizer": {"type": "Adma"}}, "optimizer.type is 'Adma'"),
 }
 
@@ -223,7 +223,7 @@ OPTIMIZERS = {
     "none": (lambda module: None, "there is no optimizer; pass one to deepspeed.initialize or name one in the JSON"),
     "one of whole tensors": (
         lambda module: torch.optim.Adafactor(module.parameters()),
-        "optimizer is Adafactor, which may need whole tensors",
+        "optimizer is Adafactor, which keeps sums over rows and columns of whole matrices; shards take one of",
     ),
     "foreign parameters": (
         lambda module: sgd([nn.Parameter(torch.ones(2, 3))]),

@@ -26,9 +26,9 @@ from ds_lgamp.integrations.deepspeed.optimizer import (
     ParameterGroups,
     PartitionedOptimizer,
     as_groups,
-    check_elementwise,
     trainable_parameters,
 )
+from ds_lgamp.integrations.deepspeed.optimizer_choice import check_elementwise, choose_optimizer, kernels_of
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.partition.unit import UnitParameter
@@ -113,8 +113,17 @@ class LgampEngine(PipelineEngine):
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self.program_spec.loss_rank)
 
+    def _is_supported_optimizer(self, optimizer_name: str) -> bool:
+        """Refused before anything was built."""
+        return True
+
+    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
+        name, options = self._config.optimizer_name, self._config.optimizer_params or {}
+        choice = choose_optimizer(name, options, self.device, kernels_of(self.device))
+        return choice.kind(model_parameters, **choice.options)
+
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer())
+        check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), self.device)
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer:

@@ -90,8 +90,14 @@ _TRAINING = (
         "by the norm of the whole model's gradient; 1.0 if absent, as in DeepSpeed",
         takes=AMOUNT,
     ),
-    Key("optimizer.type", HONOURED, "optimizers that update each element by itself", takes=NAME),
-    Key("optimizer.params", HONOURED, takes=OBJECT),
+    Key(
+        "optimizer.type",
+        HONOURED,
+        "optimizers that update each element by itself, with torch's or apex's fused kernels; Lion, DeepSpeedCPUAdam "
+        "and Adam without bias_correction are DeepSpeed's own, which it compiles",
+        takes=NAME,
+    ),
+    Key("optimizer.params", HONOURED, "torch_adam is torch's Adam as DeepSpeed makes it, not fused", takes=OBJECT),
     Key("optimizer.legacy_fusion", MEANINGLESS, "only with fp16.enabled"),
     Key("scheduler.type", HONOURED, takes=NAME),
     Key("scheduler.params", HONOURED, takes=OBJECT),

@@ -205,6 +205,14 @@ def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
     return everyone
 
 
+def over_data(module: PipelineModule, own: Any) -> list[Any]:
+    """``own`` of every data-parallel rank. Collective."""
+    group = module._grid.get_data_parallel_group()
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
 def raise_everywhere(complaint: str | None, kind: type[Exception] = ConfigError) -> None:
     """Raises ``kind`` with the first rank's complaint on every rank, if any has one. Collective."""
     complaints: list[str | None] = [None] * dist.get_world_size()

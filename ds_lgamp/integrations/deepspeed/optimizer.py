@@ -1,5 +1,7 @@
 """The ZeRO partition policy as DeepSpeed's optimizer object, and the user's parameter groups on shards."""
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,28 +12,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.module import global_names, over_pipeline, raise_everywhere
+from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline, raise_everywhere
 from ds_lgamp.partition.exact_norm import exact_norm
 from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
-
-ELEMENTWISE = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-}
-"""Optimizers whose update of an element depends on that element alone, so that a shard gives the same result. Not their
-subclasses, which may scale by layer; not Adagrad, whose state is made with the whole parameters."""
-DEEPSPEED_ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"}
-"""The same among DeepSpeed's own, by name: importing them may compile them."""
-
-
-_JSON_NAMES = {"adam", "adamw", "lion"} | {kind.__name__ for kind in ELEMENTWISE}
-"""What ``optimizer.type`` may say; DeepSpeed knows the first three in any case and looks up the others in torch."""
 
 
 class PartitionedOptimizer(DeepSpeedOptimizer):
@@ -67,6 +50,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             group["params"] = []
         for segment in partition.segments():
             optimizer.param_groups[segment.group]["params"].append(segment.shard)
+        optimizer.state = _initial_state(optimizer)
+        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -91,25 +76,40 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the partition drops gradients when the step is over."""
 
-
-def check_optimizer_type(name: str, allow_untested: bool) -> None:
-    """As :func:`check_elementwise`, for an optimizer the JSON names: before it is made, which may compile it."""
-    if name not in _JSON_NAMES and not (allow_untested and hasattr(torch.optim, name)):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ConfigError: the optimizer updates shards, a new group would hold parameters it never sees change."""
         raise ConfigError(
-            f"optimizer.type is '{name}', which is unknown or may need whole tensors; shards take one of "
-            f"{', '.join(sorted(_JSON_NAMES))}"
+            "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; give it all "
+            "groups before, with learning rate 0 for what trains later"
         )
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
-    """Raises ConfigError if ``optimizer`` is not known to work on shards and the user did not vouch for it."""
-    known = type(optimizer) in ELEMENTWISE or type(optimizer).__name__ in DEEPSPEED_ELEMENTWISE
-    if not known and not allow_untested:
-        names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-        raise ConfigError(
-            f"optimizer is {type(optimizer).__name__}, which may need whole tensors; shards take one of {names}, or "
-            "any other that updates each element by itself if zero_allow_untested_optimizer is true"
-        )
+def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
+    """What is wrong with an optimizer that has taken steps: it keeps what it learnt by whole parameter."""
+    if type(optimizer) is torch.optim.Adagrad:
+        stepped = any(bool(state["step"]) for state in optimizer.state.values())
+    else:
+        stepped = any(optimizer.state.values())
+    if not stepped:
+        return None
+    return (
+        f"optimizer is {type(optimizer).__name__} with state for whole parameters, which shards cannot take over; pass "
+        "one that has taken no step and loaded none"
+    )
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """The state before the first step, for the parameters the groups have now: Adagrad makes it when it is built, all
+    others then."""
+    if type(optimizer) is not torch.optim.Adagrad:
+        return defaultdict(dict)
+    value = optimizer.defaults["initial_accumulator_value"]
+    groups = [dict(group) for group in optimizer.param_groups]
+    return torch.optim.Adagrad(groups, initial_accumulator_value=value).state
+
+
+_OF_PARAMETERS = ("params", "param_names")
+"""What of a group lists its parameters; the rest are options."""
 
 
 class ParameterGroups:
@@ -124,31 +124,41 @@ class ParameterGroups:
     def __init__(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
         names = {id(tensor): name for name, tensor in global_names(module)}
         own: dict[str, Any] = {}
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        options = [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
         complaint = None
         for index, group in enumerate(groups):
             for parameter in group["params"]:
-                if id(parameter) in names:
-                    own[names[id(parameter)]] = index
-                else:
+                name = names.get(id(parameter))
+                if name is None:
                     complaint = (
                         f"parameter group {index} holds a tensor of shape {list(parameter.shape)} that belongs to no "
                         "layer of the PipelineModule; make its owner a layer, or leave it out"
                     )
+                elif own.setdefault(name, index) != index:
+                    complaint = f"parameter {name} is in parameter groups {own[name]} and {index}; keep it in one"
         raise_everywhere(complaint)
-        everyone = over_pipeline(module, (own, repr(options)))
-        if len({described for _, described in everyone}) > 1:
+        trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
+        everyone = over_pipeline(module, (own, repr(options), trains))
+        if len({described for _, described, _ in everyone}) > 1:
             raise ConfigError(
                 "the optimizer's parameter groups differ between pipeline ranks; give every rank the same groups in "
                 "the same order, empty ones included"
             )
-        self.by_name: dict[str, int] = {name: index for names, _ in everyone for name, index in names.items()}
+        if not any(trains for _, _, trains in everyone):
+            raise ConfigError("the optimizer holds no parameter that trains; unfreeze one, or give it others")
+        self.by_name: dict[str, int] = {name: index for names, _, _ in everyone for name, index in names.items()}
+        fingerprint = hashlib.sha256(repr((sorted(self.by_name.items()), options)).encode()).hexdigest()
+        if len(set(over_data(module, fingerprint))) > 1:
+            raise ConfigError(
+                "the optimizer's parameter groups differ between data-parallel ranks; give every rank the same ones"
+            )
 
     def rewrite(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
         """Puts the parameters this rank has now into ``groups``, in place. A group that has none here gets an empty
         placeholder: DeepSpeed drops empty groups, and schedulers count them."""
         for group in groups:
             group["params"] = []
+            group.pop("param_names", None)
         for name, tensor in global_names(module):
             if name in self.by_name:
                 groups[self.by_name[name]]["params"].append(tensor)
@@ -160,8 +170,14 @@ def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
     """``model_parameters`` as groups, and whether the user wrote groups rather than plain parameters."""
     listed = list(parameters)
     if listed and isinstance(listed[0], dict):
-        return [{**group, "params": list(group["params"])} for group in listed], True
-    return [{"params": [entry[1] if isinstance(entry, tuple) else entry for entry in listed]}], False
+        return [{**group, "params": _without_names(group["params"])} for group in listed], True
+    return [{"params": _without_names(listed)}], False
+
+
+def _without_names(parameters: Any) -> list[nn.Parameter]:
+    """What torch takes as the parameters of a group: a tensor, or tensors, by themselves or with their names."""
+    listed: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
 
 
 def trainable_parameters(module: PipelineModule) -> list[nn.Parameter]:

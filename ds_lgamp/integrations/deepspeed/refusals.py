@@ -4,13 +4,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from pydantic import ValidationError
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
-from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise, check_optimizer_type
+from ds_lgamp.integrations.deepspeed.optimizer import complaint_about_history
+from ds_lgamp.integrations.deepspeed.optimizer_choice import (
+    check_elementwise,
+    check_optimizer_type,
+    choose_optimizer,
+    kernels_of,
+    try_out,
+)
 
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -54,17 +62,20 @@ def refuse_differing_ranks(config: dict[str, Any]) -> None:
 
 def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> None:
     """Raises ConfigError for modules and optimizers the engine cannot honour. Collective over all ranks."""
+    device = torch.device(get_accelerator().current_device_name())
     if isinstance(optimizer, torch.optim.Optimizer):
-        check_elementwise(optimizer, config.zero_allow_untested_optimizer)
+        check_elementwise(optimizer, config.zero_allow_untested_optimizer, device)
+        raise_everywhere(complaint_about_history(optimizer))
     elif optimizer is None:
         if config.optimizer_name is None:
             raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
         check_optimizer_type(config.optimizer_name, config.zero_allow_untested_optimizer)
-        _try_optimizer(config.optimizer_name, config.optimizer_params or {})
+        _try_optimizer(config.optimizer_name, config.optimizer_params or {}, device)
     if config.scheduler_name is not None:
         _try_scheduler(config.scheduler_name, config.scheduler_params)
     _refuse_module(module)
     raise_everywhere(_complaint_about_tensors(module))
+    _refuse_differing_freezing(module)
     for name, info in announced_tensors(module).items():
         if info.is_parameter and info.dtype != torch.float32 and not config.bfloat16_config.enabled:
             raise ConfigError(f"parameter {name} is {info.dtype}, but bf16.enabled is false; set it or remove the cast")
@@ -84,23 +95,19 @@ def refuse_irreproducible(settings: LgampConfig, module: PipelineModule) -> None
             )
 
 
-def _try_optimizer(name: str, options: dict[str, Any]) -> None:
+def _try_optimizer(name: str, options: dict[str, Any], device: torch.device) -> None:
     """Raises ConfigError if the optimizer's class does not take its ``params``; DeepSpeed would find out later."""
     if "max_grad_norm" in options:
         raise ConfigError(
             f"optimizer.params.max_grad_norm is {options['max_grad_norm']}, which DeepSpeed refuses; write "
             "gradient_clipping instead"
         )
-    kind = getattr(torch.optim, name, torch.optim.Adam)
-    taken = {key: value for key, value in options.items() if kind is not torch.optim.Adam or key not in _OF_DEEPSPEED}
     try:
-        kind([torch.nn.Parameter(torch.zeros(1))], **taken)
+        try_out(choose_optimizer(name, options, device, kernels_of(device)), device)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"optimizer.params is {options}, but {name} refuses it ({sentence_of(error)})") from None
-
-
-_OF_DEEPSPEED = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
-"""What DeepSpeed's Adam takes and torch's does not."""
 
 
 def _try_scheduler(name: str, options: dict[str, Any] | None) -> None:
@@ -138,6 +145,20 @@ def _refuse_module(module: PipelineModule) -> None:
                 f"the topology has {topology.get_dim(axis)} ranks on axis '{axis}', but {BLOCK} takes 1 so far; "
                 "use the axes 'pipe' and 'data'"
             )
+
+
+def _refuse_differing_freezing(module: PipelineModule) -> None:
+    """Raises ConfigError if a parameter is frozen on one rank only. Collective over all ranks."""
+    own = {
+        name: tensor.requires_grad for name, tensor in global_names(module) if isinstance(tensor, torch.nn.Parameter)
+    }
+    everyone: list[dict[str, bool]] = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    trains: dict[str, bool] = {}
+    for flags in everyone:
+        for name, flag in flags.items():
+            if trains.setdefault(name, flag) != flag:
+                raise ConfigError(f"parameter {name} trains on one rank and is frozen on another; freeze it on all")
 
 
 def _complaint_about_tensors(module: PipelineModule) -> str | None:

@@ -1,0 +1,233 @@
+"""Which optimizers work on shards, and which class the ``optimizer`` of ds_config.json stands for."""
+
+import importlib
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from torch import nn
+
+from ds_lgamp.config import ConfigError
+
+ELEMENTWISE: frozenset[type] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    }
+)
+"""torch's optimizers whose update of an element depends on that element alone, so that a shard gives the same result.
+Not their subclasses, which may scale by layer."""
+ON_CPU: frozenset[type] = frozenset({DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion})
+"""The same among DeepSpeed's own, for parameters on the CPU. Making one may compile it, importing it does not."""
+ON_ACCELERATOR: frozenset[type] = frozenset({FusedAdam, FusedLion})
+"""The same on an accelerator; FusedAdam has a kernel for the CPU too."""
+WHOLE_TENSORS = {
+    "adafactor": "keeps sums over rows and columns of whole matrices",
+    "fusedlamb": "scales by the norms of whole tensors",
+    "lamb": "scales by the norms of whole tensors",
+    "lbfgs": "computes the loss several times in a step",
+    "muadam": "scales by the shapes of whole tensors",
+    "muadamw": "scales by the shapes of whole tensors",
+    "muon": "makes whole matrices orthogonal",
+    "muonwithauxadam": "makes whole matrices orthogonal",
+    "musgd": "scales by the shapes of whole tensors",
+    "onebitadam": "keeps errors of whole tensors, and which DeepSpeed has removed",
+    "onebitlamb": "keeps errors of whole tensors, and which DeepSpeed has removed",
+    "sparseadam": "takes sparse gradients, which shards do not have",
+    "zerooneadam": "keeps errors of whole tensors, and which DeepSpeed has removed",
+}
+"""What cannot work on shards and why, by name in lower case."""
+JSON_NAMES = {"adam", "adamw", "adagrad", "lion", "DeepSpeedCPUAdam"} | {
+    kind.__name__ for kind in ELEMENTWISE if kind.__name__.lower() not in ("adam", "adamw", "adagrad")
+}
+"""What ``optimizer.type`` may say. DeepSpeed writes the first four in lower case; the others are classes."""
+_NOT_IN_FUSED_ADAM = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"}
+"""Options of torch's Adam that DeepSpeed's and apex's lack or refuse."""
+
+
+class Kernels(NamedTuple):
+    """Fused optimizers that are ready to run, without compiling, on one device."""
+
+    fused: frozenset[type]
+    """torch's classes that have a fused kernel for it."""
+    apex_adam: type | None
+    """``apex.optimizers.FusedAdam`` of NVIDIA's apex, on CUDA."""
+
+
+class Choice(NamedTuple):
+    """An optimizer class and the options it is made with."""
+
+    kind: type
+    options: dict[str, Any]
+
+    @property
+    def compiles(self) -> bool:
+        """Whether making one may compile it."""
+        return self.kind in ON_CPU | ON_ACCELERATOR
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Probes this machine."""
+    apex_adam = _apex_adam() if device.type == "cuda" else None
+    return Kernels(frozenset(kind for kind in ELEMENTWISE if _has_fused_kernel(kind, device)), apex_adam)
+
+
+def choose_optimizer(name: str, options: dict[str, Any], device: torch.device, kernels: Kernels) -> Choice:
+    """What ``optimizer.type`` and ``optimizer.params`` stand for.
+
+    DeepSpeed's meaning is kept: "Adam" decays weights as AdamW unless ``adam_w_mode`` is false, and ``torch_adam`` is
+    torch's class as DeepSpeed makes it. Without that, DeepSpeed compiles its FusedAdam; here apex's, which is the same,
+    or torch's fused kernel stands for it, so that nothing is compiled. Only ``bias_correction: false``, which torch
+    does not have, still needs it where apex is missing.
+
+    Args:
+        name: one of :data:`JSON_NAMES`, or of a class in ``torch.optim``.
+        device: where the shards are.
+
+    Raises ConfigError if the optimizer cannot run on ``device``.
+    """
+    if name in ("adam", "adamw"):
+        return _adam(name, dict(options), kernels)
+    if name == "lion":
+        return Choice(DeepSpeedCPULion if device.type == "cpu" else FusedLion, dict(options))
+    if name == "DeepSpeedCPUAdam":
+        return _cpu_adam(dict(options), device)
+    kind = torch.optim.Adagrad if name == "adagrad" else getattr(torch.optim, name)
+    return Choice(kind, _with_kernel(kind, options, kernels))
+
+
+def try_out(choice: Choice, device: torch.device) -> None:
+    """Raises what the class raises for these options, now or at the first step. Compiles nothing."""
+    if choice.compiles:
+        inspect.signature(choice.kind).bind([], **choice.options)
+    else:
+        _step_one_element(choice, device)
+
+
+def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
+    """How many tensors of a parameter's shape the optimizer keeps; None if that is unknown."""
+    name = kind.__name__
+    if name == "SGD":
+        return int(bool(options.get("momentum")))
+    if name == "RMSprop":
+        return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+    if name in ("Adam", "AdamW"):
+        return 3 if options.get("amsgrad") else 2
+    if name in ("FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
+        return 2
+    return 1 if name in ("Adagrad", "ASGD", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion") else None
+
+
+def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
+    """Whether a step takes no memory for temporaries."""
+    from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
+    return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
+
+
+def check_optimizer_type(name: str, allow_untested: bool) -> None:
+    """As :func:`check_elementwise`, for an optimizer the JSON names: before it is made, which may compile it."""
+    if name in JSON_NAMES:
+        return
+    reason = WHOLE_TENSORS.get(name.lower())
+    kind = getattr(torch.optim, name, None)
+    if reason is None and allow_untested and isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        return
+    raise ConfigError(
+        f"optimizer.type is '{name}', which {reason or 'is unknown or may need whole tensors'}; shards take one of "
+        f"{', '.join(sorted(JSON_NAMES, key=str.lower))}"
+    )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, device: torch.device) -> None:
+    """Raises ConfigError if ``optimizer`` is not known to work on shards on ``device`` and the user did not vouch for
+    it."""
+    kind = type(optimizer)
+    names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+    reason = WHOLE_TENSORS.get(kind.__name__.lower())
+    if reason is not None:
+        raise ConfigError(f"optimizer is {kind.__name__}, which {reason}; shards take one of {names}")
+    if kind in ON_CPU and device.type != "cpu":
+        raise ConfigError(
+            f"optimizer is {kind.__name__}, which takes parameters on the CPU, and they are on {device.type}; "
+            f"use one of {names}"
+        )
+    known = kind in ELEMENTWISE | ON_CPU | ON_ACCELERATOR
+    known = known or (kind.__module__.startswith("apex.") and kind is _apex_adam())
+    if not known and not allow_untested:
+        raise ConfigError(
+            f"optimizer is {kind.__name__}, which may need whole tensors; shards take one of {names}, or "
+            "any other that updates each element by itself if zero_allow_untested_optimizer is true"
+        )
+
+
+def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
+    decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
+    torch_kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    # FusedAdam's states are always those of the fp32 master weights.
+    options.pop("fp32_optimizer_states", None)
+    if options.pop("torch_adam", False):
+        return Choice(torch_kind, options)
+    bias_correction = bool(options.get("bias_correction", True))
+    needs_torch = bias_correction and not _NOT_IN_FUSED_ADAM.isdisjoint(options)
+    if not needs_torch and (kernels.apex_adam is not None or not bias_correction):
+        return Choice(kernels.apex_adam or FusedAdam, {**options, "adam_w_mode": decoupled})
+    for key in ("bias_correction", "set_grad_none"):
+        options.pop(key, None)
+    # torch's AdamW decays by 0.01 if nothing is said, FusedAdam does not.
+    options.setdefault("weight_decay", 0.0)
+    if "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))
+    return Choice(torch_kind, _with_kernel(torch_kind, options, kernels))
+
+
+def _cpu_adam(options: dict[str, Any], device: torch.device) -> Choice:
+    if device.type != "cpu":
+        raise ConfigError(
+            f"optimizer.type is 'DeepSpeedCPUAdam', which takes parameters on the CPU, and they are on {device.type}; "
+            "write AdamW"
+        )
+    if "adam_w_mode" in options:
+        options["adamw_mode"] = options.pop("adam_w_mode")
+    return Choice(DeepSpeedCPUAdam, options)
+
+
+def _with_kernel(kind: type, options: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
+    """``options`` with the fused kernel, unless they choose an implementation themselves."""
+    decided = not {"fused", "foreach", "differentiable"}.isdisjoint(options)
+    return {**options, "fused": True} if kind in kernels.fused and not decided else dict(options)
+
+
+def _has_fused_kernel(kind: type, device: torch.device) -> bool:
+    try:
+        _step_one_element(Choice(kind, {"fused": True}), device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _step_one_element(choice: Choice, device: torch.device) -> None:
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    choice.kind([parameter], **choice.options).step()
+
+
+def _apex_adam() -> type | None:
+    """NVIDIA's, with its kernels; another project is called apex on PyPI."""
+    try:
+        importlib.import_module("amp_C")
+        return importlib.import_module("apex.optimizers").FusedAdam
+    except Exception:
+        # As ds_lgamp env does: whatever is wrong with it, it cannot be used.
+        return None
