@@ -15,7 +15,9 @@ from benchmarks.model import ModelSize
 from tests.pairwise import pairwise
 
 CHUNKS_PER_RANK = 4
-MICRO_BATCHES = 5
+MICRO_BATCHES = 3
+SCALAR_BYTES = 500
+"""Losses, step counters, the norm."""
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 FACTORS = {
     "grid": GRIDS,
@@ -28,15 +30,13 @@ FACTORS = {
 
 @cache
 def chosen_cases() -> list[dict]:
-    """Every pair of values of two factors, and what moves with groups at stages 2 and 3: every number of resident
-    chunks with every group at stage 3, every group at stage 2, at one or two pipeline ranks in turn."""
+    """Every pair of values of two factors; at stage 3, whose gathers depend on both, every number of resident chunks
+    with every group."""
     cases = pairwise([dict(zip(FACTORS, values)) for values in product(*FACTORS.values())])
-    moving = [(2, CHUNKS_PER_RANK, group) for group in FACTORS["micro_batch_group"]]
-    moving += [(3, *values) for values in product(FACTORS["resident_chunks"], FACTORS["micro_batch_group"])]
-    for number, values in enumerate(moving):
-        named = dict(zip(("zero_stage", "resident_chunks", "micro_batch_group"), values))
+    for number, (resident, group) in enumerate(product(FACTORS["resident_chunks"], FACTORS["micro_batch_group"])):
+        named = {"zero_stage": 3, "resident_chunks": resident, "micro_batch_group": group}
         if not any(named.items() <= case.items() and case["grid"][1] == 2 for case in cases):
-            cases.append({"grid": (1 + number % 2, 2), **named, "recompute": FACTORS["recompute"][number // 2 % 2]})
+            cases.append({"grid": (1, 2), **named, "recompute": FACTORS["recompute"][number % 2]})
     return cases
 
 
@@ -57,8 +57,11 @@ def compare(layout, rank, counted, zero_stage, resident_chunks, micro_batch_grou
     label = (layout, rank, zero_stage, resident_chunks, micro_batch_group, recompute)
     place = layout, rank, MICRO_BATCHES, zero_stage, resident_chunks
     told = predicted(*place, recompute == "full", micro_batch_group)
-    measured = typical_peak(counted, MICRO_BATCHES)
-    assert abs(measured - told.peak) <= LARGEST_DEVIATION * told.peak, (label, measured, told)
+    typical = typical_peak(counted, MICRO_BATCHES)
+    assert abs(typical - told.peak) <= LARGEST_DEVIATION * told.peak, (label, typical, told)
+    # Of all steps the least: gloo's threads may let go of a tensor late.
+    least = min(step.peak_bytes for step in counted.steps[MICRO_BATCHES])
+    assert 0 <= least - told.peak <= SCALAR_BYTES, (label, least, told)
     right = predicted_traffic(*place, micro_batch_group)
     if layout.data_ranks == 1:
         right = right._replace(gathers=0, reductions=0)

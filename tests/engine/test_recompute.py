@@ -1,10 +1,14 @@
 """What is kept instead of recomputed is exact, and no more than needed."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors
 from tests.engine.linear import engine_of, mean_square
 from tests.engine.models import seed
@@ -15,6 +19,7 @@ from tests.runtime.assembly import gathered
 WIDTH, TOKENS, MICRO_BATCHES = 6, 96, 3
 TOLERANCE = 2e-6
 """Relative, of a gradient's norm: in fp32, orders of summation differ by less."""
+MEGATRON_LAYERS, HIDDEN = 4, 32
 
 
 class SavedView(torch.autograd.Function):
@@ -75,9 +80,10 @@ def specs(kinds):
     return [LayerSpec(kind, WIDTH, WIDTH) if issubclass(kind, nn.Linear) else LayerSpec(kind) for kind in kinds]
 
 
-def micro_batch(index):
+def micro_batch(index, width=WIDTH):
+    """Inputs and labels, [samples, tokens, width]."""
     generator = torch.Generator().manual_seed(index)
-    return torch.randn(2, TOKENS, WIDTH, generator=generator), torch.randn(2, TOKENS, WIDTH, generator=generator)
+    return torch.randn(2, TOKENS, width, generator=generator), torch.randn(2, TOKENS, width, generator=generator)
 
 
 def engine(kinds, pipeline_ranks, **block):
@@ -89,7 +95,7 @@ def engine(kinds, pipeline_ranks, **block):
     return engine_of(module, block, micro_batches=MICRO_BATCHES, train_micro_batch_size_per_gpu=2)
 
 
-def gradients_of(engine):
+def gradients_of(engine, width=WIDTH):
     """Of a step, by global name, and the bytes it took at most beside what was there."""
     found, step = {}, engine.optimizer.step
 
@@ -99,7 +105,7 @@ def gradients_of(engine):
 
     engine.optimizer.step = recording_step
     first = MICRO_BATCHES * engine.grid.data_parallel_id
-    batch = iter([micro_batch(first + index) for index in range(MICRO_BATCHES)])
+    batch = iter([micro_batch(first + index, width) for index in range(MICRO_BATCHES)])
     with PeakMemory(live_tensors()) as memory:
         before = memory.live()
         engine.train_batch(batch)
@@ -165,3 +171,60 @@ def recompute_in_three_ways():
 def test_selective_recomputation_is_between_full_and_none():
     for peaks in run_on_ranks(2, recompute_in_three_ways):
         assert peaks["full"] < peaks["selective"] < peaks["none"]
+
+
+def megatron_engine(recompute, **named):
+    from megatron.core.transformer import TransformerConfig
+
+    from launch.gpt_layers import TransformerBlock
+
+    config = TransformerConfig(
+        num_layers=MEGATRON_LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        **named,
+    )
+    blocks = [LayerSpec(TransformerBlock, config, number + 1, "rope") for number in range(MEGATRON_LAYERS)]
+    with quiet():
+        module = PipelineModule(blocks, num_stages=1, loss_fn=mean_square, seed_layers=True, seed_fn=seed)
+    return engine_of(module, {"recompute": recompute}, micro_batches=MICRO_BATCHES, train_micro_batch_size_per_gpu=2)
+
+
+def recompute_attention_of_megatron():
+    """As on a GPU; Megatron-core reads only there the random states it recomputes with."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    import ds_lgamp.integrations.deepspeed.selective as selective
+
+    prepare_rank()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    random._get_cuda_rng_state = lambda **_: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
+    recomputed, checkpointed = [], random.CheckpointFunction.backward
+    random.CheckpointFunction.backward = lambda *given: recomputed.append(1) or checkpointed(*given)
+    outcomes = {}
+    for recompute in ("none", "selective on a CPU", "selective"):
+        if recompute == "selective on a CPU":
+            with pytest.raises(ConfigError, match="no layer of the model offers it"):
+                megatron_engine("selective")
+            selective.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
+            continue
+        del recomputed[:]
+        outcomes[recompute] = gradients_of(megatron_engine(recompute), HIDDEN)[0], len(recomputed)
+    layers = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    as_configured = megatron_engine("selective", **layers).module
+    assert not any(getattr(module, selective.MEGATRON_SWITCH, False) for module in as_configured.modules())
+    return outcomes
+
+
+def test_megatrons_layers_recompute_their_attention():
+    pytest.importorskip("megatron.core")
+    for outcomes in run_on_ranks(2, recompute_attention_of_megatron):
+        (expected, never), (gradients, number) = outcomes["none"], outcomes["selective"]
+        assert (never, number) == (0, MEGATRON_LAYERS * MICRO_BATCHES)
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), name
