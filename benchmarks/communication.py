@@ -71,9 +71,16 @@ def moved(step: Step) -> Moved:
     )
 
 
-def predicted(layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int) -> Moved:
+def predicted(
+    layout: Layout,
+    rank: int,
+    micro_batches: int,
+    zero_stage: int,
+    resident_chunks: int,
+    micro_batch_group: int | None = None,
+) -> Moved:
     """What the formulas say that a step moves on a global rank."""
-    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks)
+    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group)
     traffic = predict_traffic(actions, zero_stage, [chunk for unit in units for chunk in unit.chunks], [])
     size, element = layout.size, ElementBytes()
     return Moved(

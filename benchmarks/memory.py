@@ -16,6 +16,7 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, count
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
+from ds_lgamp.runtime.graph import begin_graph, end_graph
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.random_state import default_sources, read_states
 from ds_lgamp.schedule.activations import ActivationBytes, ChunkBytes
@@ -56,10 +57,16 @@ def run(
 
 
 def predicted(
-    layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int, recompute: bool = True
+    layout: Layout,
+    rank: int,
+    micro_batches: int,
+    zero_stage: int,
+    resident_chunks: int,
+    recompute: bool = True,
+    micro_batch_group: int | None = None,
 ) -> Memory:
     """What the formula says that a global rank holds."""
-    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks)
+    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group)
     activations = activation_bytes(layout.size, recompute)
     # On gloo an all-to-all stands for the reduce-scatter.
     return rank_memory(actions, units, zero_stage, layout.data_ranks, resident_chunks, ADAMW, True, activations)
@@ -87,27 +94,40 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
     """What a micro-batch takes on one block, without ranks, chunks or a schedule."""
     block = Block(0, size.width)
     hidden, labels = micro_batch(size, 0, 0)
-    hidden.requires_grad_(not is_first)
     gradient = torch.ones(()) if is_last else torch.ones_like(hidden)
     parameters = list(block.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
 
-    def compute() -> torch.Tensor:
-        return loss_function(block(hidden), labels) if is_last else block(hidden)
+    def compute(inputs: torch.Tensor) -> torch.Tensor:
+        return loss_function(block(inputs), labels) if is_last else block(inputs)
 
-    with PeakMemory([hidden, labels, gradient, *parameters, *(parameter.grad for parameter in parameters)]) as memory:
-        before = memory.live()
-        with torch.set_grad_enabled(not recompute):
-            result = compute()
-        forward, kept, memory.peak = memory.peak - before, memory.live() - before, 0
-        if recompute:
-            del result
-            kept, result = 0, compute()
-        torch.autograd.backward(result, gradient)
+    existing = [hidden, labels, gradient, *parameters, *(parameter.grad for parameter in parameters)]
     handed_on = 0 if is_last else hidden.nbytes
-    saved = 0 if recompute else kept - handed_on
-    return ChunkBytes(handed_on, forward, memory.peak - before - kept, saved)
+    with PeakMemory(existing) as memory:
+        before = memory.live()
+        if recompute:
+            with torch.no_grad():
+                result = compute(hidden)
+            forward, memory.peak = memory.peak - before, 0
+            del result
+            root = compute(hidden.requires_grad_(not is_first))
+            torch.autograd.backward(root, gradient)
+            return ChunkBytes(handed_on, forward, memory.peak - before)
+        copy = hidden.clone()
+        leaf, inputs = (None, copy) if is_first else begin_graph(copy)
+        del copy
+        result = compute(inputs)
+        forward = memory.peak - before - hidden.nbytes
+        root = result if is_last else end_graph(result)
+        del inputs
+        with_result = memory.live()
+        del result
+        kept, memory.peak = memory.live() - before, 0
+        keeps_result = not is_last and before + kept == with_result
+        torch.autograd.backward(root, gradient)
+    saved = kept - handed_on if keeps_result else kept
+    return ChunkBytes(handed_on, forward, memory.peak - before - kept, saved, keeps_result)
 
 
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:

@@ -38,11 +38,12 @@ class LgampConfig(BaseModel):
     """Micro-batches that go through the chunks together (layered): fewer need less memory for activations and more
     communication."""
     resident_chunks: PositiveInt = 2
-    """Chunks whose full weights a rank may hold at once under ZeRO stage 3, and whose full gradients under stages 2 and
-    3. 1 cannot hide gathers and reductions behind compute."""
-    recompute: Literal["full", "none"] = "full"
-    """full: chunks are recomputed in the backward pass from their stored input; none: everything autograd saves is kept
-    until then."""
+    """Chunks whose full weights a rank may hold at once under ZeRO stage 3, and whose full gradients under stages 1 to
+    3; stage 1 holds all of them where micro-batches go in several groups. 1 cannot hide gathers and reductions behind
+    compute."""
+    recompute: Literal["full", "selective", "none"] = "full"
+    """full: chunks are recomputed in the backward pass from their stored input; selective: layers that offer it
+    recompute a part of themselves, what else autograd saves is kept until then; none: everything it saves is kept."""
     reproducible: bool = False
     """true: random numbers and orders of summation depend on step, layer, micro-batch and data-parallel rank alone. In
     fp32 on CPU a run is then the same to the bit under every schedule, placement, cut into chunks, number of pipeline

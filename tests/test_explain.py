@@ -102,6 +102,11 @@ def explained(tmp_path_factory):
         "no block": ["--ranks", "4", *on_example(folder, "no_block", {**LAYERED, "ds_lgamp": {"enabled": False}})],
         "too many": ["--ranks", "4", *on_example(folder, "too_many", {**LAYERED, "ds_lgamp": {"chunks_per_rank": 9}})],
         "typo": ["--ranks", "4", *on_example(folder, "typo", {**LAYERED, "ds_lgamp": {"resident_chunk": 2}})],
+        "no offer": [
+            "--ranks",
+            "4",
+            *on_example(folder, "no_offer", {**LAYERED, "ds_lgamp": {"recompute": "selective"}}),
+        ],
         "empty": [str(folder / "empty.py")],
         "too few ranks": ["--ranks", "3", *on_example(folder, "too_few", LAYERED)],
     }
@@ -266,6 +271,7 @@ def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explai
         ("no block", 'there is no enabled ds_lgamp block, stock DeepSpeed would run; add "ds_lgamp": {}'),
         ("too many", "ds_lgamp.chunks_per_rank is 9: 2 pipeline ranks would need 18 layers, the model has 9"),
         ("typo", "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?"),
+        ("no offer", "ds_lgamp.recompute is 'selective', but no layer of the model offers it"),
         ("empty", "empty.py ended without initialising an engine with a ds_lgamp block: nothing to explain"),
     ],
 )

@@ -16,11 +16,17 @@ LAYOUTS = ((1, 2), (2, 2))
 
 
 def program_of(
-    layout: Layout, rank: int, micro_batches: int, zero_stage: int, resident_chunks: int
+    layout: Layout,
+    rank: int,
+    micro_batches: int,
+    zero_stage: int,
+    resident_chunks: int,
+    micro_batch_group: int | None = None,
 ) -> tuple[Sequence[Action], list[UnitSize]]:
-    """The program of a global rank, and the units of its chunks."""
+    """The program of a global rank, and the units of its chunks; all micro-batches go together if no group is given."""
     placement = place_chunks("modular", layout.size.blocks, layout.pipeline_ranks)
-    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    group = micro_batch_group or micro_batches
+    spec = ProgramSpec(placement, "layered", micro_batches, group, zero_stage, resident_chunks)
     pipeline_rank = rank // layout.data_ranks
     stored = sum(aligned(parameter.numel()) for parameter in Block(0, layout.size.width).parameters())
     units = [UnitSize(stored, stored, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)]

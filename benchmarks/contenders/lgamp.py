@@ -13,7 +13,14 @@ from tests.engine.running import quiet
 class Layered:
     """Layered schedule, modular placement, one block per chunk."""
 
-    def __init__(self, layout: Layout, zero_stage: int, resident_chunks: int, recompute: str = "full") -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        zero_stage: int,
+        resident_chunks: int,
+        recompute: str = "full",
+        micro_batch_group: int | str = "all",
+    ) -> None:
         self.layout = layout
         ds_lgamp.install()
         config = {
@@ -25,7 +32,12 @@ class Layered:
                 "type": "AdamW",
                 "params": {"lr": LEARNING_RATE, "eps": ADAM_EPSILON, "weight_decay": 0.01, "torch_adam": True},
             },
-            "ds_lgamp": {"layers_per_chunk": 1, "resident_chunks": resident_chunks, "recompute": recompute},
+            "ds_lgamp": {
+                "layers_per_chunk": 1,
+                "resident_chunks": resident_chunks,
+                "recompute": recompute,
+                "micro_batch_group": micro_batch_group,
+            },
         }
         with quiet():
             module = PipelineModule(

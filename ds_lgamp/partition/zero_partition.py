@@ -29,8 +29,8 @@ class ZeroPartition:
     Args:
         units: for every chunk of this rank, the units it uses: its own and those of tied modules. A chunk without
             parameters has none.
-        gradient_buffers: at stages 2 and 3, a reduction is awaited when another chunk's backward would begin with so
-            many full gradients held already.
+        gradient_buffers: a reduction is awaited when another chunk's backward would begin with so many full gradients
+            held already.
         device: where the parameters live.
         trace: where waits are recorded; None records nothing.
     """
@@ -163,7 +163,7 @@ class ZeroPartition:
     def _make_room(self, unit: Unit) -> None:
         if unit in self._reducing:
             self._finish_reductions_until(unit)
-        if unit.zero_stage >= 2 and not unit.tied:
+        if not unit.tied:
             while self._reducing and self._gradients_held() >= self._gradient_buffers:
                 self._finish_oldest_reduction()
 

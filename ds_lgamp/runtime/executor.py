@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
+from ds_lgamp.runtime.graph import begin_graph, end_graph
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.stopwatch import Stopwatch
@@ -94,7 +95,7 @@ class Executor:
         self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
         self._saved: dict[tuple[int, int], tuple[Any, Any]] = {}
-        """By chunk and micro-batch: the input, and the buffers, or the result where nothing is recomputed."""
+        """By chunk and micro-batch: the input and the buffers, or where the graph begins and ends if it is kept."""
         self._results: dict[tuple[Kind, int, int], Any] = {}
         self._labels: dict[int, Any] = {}
         self.losses = []
@@ -135,17 +136,19 @@ class Executor:
             self.partition.wait_gathered(chunk)
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
+        beginning: Tensors = ()
         if self._training and self.recompute:
             self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
-        elif self._training:
-            inputs = _as_leaves(inputs) if chunk > 0 else inputs
+        elif self._training and chunk > 0:
+            # What another rank sent is read by nobody else; a result on this rank may be saved by the graph it ends.
+            beginning, inputs = begin_graph(_cloned(inputs) if self.placement[chunk - 1] == self.rank else inputs)
         with self.stopwatch.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
             result = self._compute(chunk, micro_batch, inputs)
         if self._training and self.recompute:
             self._saved[chunk, micro_batch] = inputs, self.chunks[chunk].changed(buffers)
         elif self._training:
-            self._saved[chunk, micro_batch] = inputs, result
+            self._saved[chunk, micro_batch] = beginning, result if chunk == self._last_chunk else end_graph(result)
         if chunk == self._last_chunk:
             self.losses.append(_loss_alone(result))
             if not self._training:
@@ -227,7 +230,7 @@ class Executor:
 
     def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
         """The chunk's result; for the last chunk, the loss."""
-        if self._training or chunk == 0:
+        if chunk == 0 or (self._training and self.recompute):
             # A layer that works in place must not change what a backward pass starts from, nor the user's batch.
             inputs = _cloned(inputs)
         result = self.chunks[chunk](inputs, micro_batch)

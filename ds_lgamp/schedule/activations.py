@@ -25,10 +25,14 @@ class ChunkBytes:
     forward: int
     """The most its forward takes at once beside its input, result included."""
     backward: int
-    """The most its backward takes at once beside input, gradient of the result and ``saved``, gradient of the input
-    included: with recomputation from the beginning of the forward that is repeated."""
+    """The most its backward takes at once beside the gradient of the result, gradient of the input included: with
+    recomputation beside the input too, from the beginning of the forward that is repeated; else beside ``saved`` and
+    the result if it is kept."""
     saved: int = 0
-    """Without recomputation: what autograd keeps of the forward beside input and result."""
+    """Without recomputation: what autograd keeps of the forward, the input included where it needs it, without the
+    result."""
+    keeps_result: bool = False
+    """Without recomputation: whether autograd keeps the result."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class ActivationMemory:
     receives: int
     sends: int
     saved: int
-    """Without recomputation: what autograd keeps, results included."""
+    """Without recomputation: what autograd keeps, inputs and results included."""
     working: int
     """Of the one forward or backward that runs."""
     random_states: int
@@ -120,11 +124,14 @@ class ActivationWalk:
 
     def forward(self, chunk: int, micro_batch: int) -> None:
         self.take_input(chunk, micro_batch)
-        self.ledger.pass_by("working", self.input_bytes(chunk) + self.size.chunks[chunk].forward)
-        result = Kind.FORWARD, chunk, micro_batch
+        size, result = self.size.chunks[chunk], (Kind.FORWARD, chunk, micro_batch)
+        self.ledger.pass_by("working", self.input_bytes(chunk) + size.forward)
         if not self.size.recompute:
-            self.ledger.take("saved", self.saved(chunk))
-            self.hold(result, "saved")
+            if chunk == 0:
+                self.ledger.free("batch", self.size.inputs)
+            self.ledger.take("saved", size.saved)
+            if size.keeps_result:
+                self.hold(result, "saved")
         elif self.size.draws:
             self.ledger.take("random_states", self.size.random_states)
         if chunk < self.last:
@@ -136,26 +143,33 @@ class ActivationWalk:
             self.ledger.free("batch", self.size.inputs * (0 not in self.own))
             self.ledger.free("batch", self.size.labels * (self.last not in self.own))
         if chunk > 0:
-            taken = Kind.FORWARD, chunk - 1, micro_batch
-            self.hold(taken, "inputs")
-            self.drop(taken, "handed_over" if chunk - 1 in self.own else "receives")
+            taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
+            if self.size.recompute:
+                self.hold(taken, "inputs")
+            elif on_this_rank:
+                # Copied, then let go.
+                self.ledger.pass_by("working", self.input_bytes(chunk))
+            self.drop(taken, "handed_over" if on_this_rank else "receives")
 
     def backward(self, chunk: int, micro_batch: int) -> None:
+        size = self.size.chunks[chunk]
         copy = self.input_bytes(chunk) if self.size.recompute else 0
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)
-        self.ledger.pass_by("working", copy + self.size.chunks[chunk].backward)
+        self.ledger.pass_by("working", copy + size.backward)
         if not self.size.recompute:
-            self.ledger.free("saved", self.saved(chunk))
-            self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
+            self.ledger.free("saved", size.saved)
+            if size.keeps_result:
+                self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
         elif self.size.draws:
             self.ledger.free("random_states", self.size.random_states)
         if chunk < self.last:
             self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
         if chunk > 0:
-            self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
+            if self.size.recompute:
+                self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
             self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
-        else:
+        elif self.size.recompute:
             self.ledger.free("batch", self.size.inputs)
 
     def send(self, tensor: Tensor) -> None:
@@ -166,7 +180,3 @@ class ActivationWalk:
 
     def input_bytes(self, chunk: int) -> int:
         return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs
-
-    def saved(self, chunk: int) -> int:
-        """Of one forward; autograd keeps the copy of the input that layers compute on."""
-        return self.input_bytes(chunk) + self.size.chunks[chunk].saved

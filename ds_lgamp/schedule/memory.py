@@ -18,27 +18,28 @@ units:
 - copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
 - the optimizer's temporaries: of one unit's part after another, or of all together.
 
-A reduction is awaited as late as possible: at stages 2 and 3 when another chunk's backward begins and
-``resident_chunks`` buffers are held, at stage 1 at the step.
+A reduction is awaited as late as possible: at the step, or when another chunk's backward begins and
+``resident_chunks`` buffers are held. Stage 1 keeps the gradients of all chunks from the first micro-batch group to the
+last; none begins there then.
 
 **Activations**, of every micro-batch:
 
 - batch: all micro-batches from the beginning, on a rank that owns an end of the model. Of one that chunk 0, or else the
-  last chunk, has taken, inputs stay until the backward of chunk 0, labels until that of the last chunk, on their ranks.
-- inputs of chunks, from the forward to the end of the backward.
+  last chunk, has taken, inputs stay until the backward of chunk 0 (without recomputation its forward), labels until
+  the backward of the last chunk, on their ranks.
+- inputs of chunks, with recomputation, from the forward to the end of the backward.
 - results and gradients of results that a chunk of the same rank takes, from when they are computed until then.
 - receives, from when they are posted until they are taken; sends, from when the tensor is computed until they are
   awaited: two per link and kind are under way until the end of the batch.
-- saved: without recomputation, what autograd keeps from the forward to the backward, and a copy of the input.
-- working memory: what the forward or backward that runs takes beside all that, and a copy of the input that it computes
-  on.
+- saved: without recomputation, what autograd keeps from the forward to the backward.
+- working memory: what the forward or backward that runs takes beside all that, and what it computes on: with
+  recomputation a copy of the input; without it, in the forward, the input itself or a copy of another chunk's result.
 - random states, with recomputation: one set; where layers draw, one more for every input stored.
 
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``, which tests compare with this. It holds from the second step on
 (the first learns shapes) and where shapes do not change. Not covered: scalars, buffers of layers, the copy of
 labels that a repeated loss is computed on, memory inside a kernel, what a script holds of its data itself, that beside
-a GPU micro-batches wait in the host's memory, members of a result that have no gradient, and that without recomputation
-autograd drops the copy of the input where the first layer does not need it.
+a GPU micro-batches wait in the host's memory, and members of a result that have no gradient.
 """
 
 from collections import deque
@@ -138,7 +139,7 @@ def rank_memory(
 
     Args:
         units: those of the rank.
-        gradient_buffers: how many full gradients of chunks are held before a reduction is awaited (stages 2 and 3).
+        gradient_buffers: how many full gradients of chunks are held before a reduction is awaited.
         all_to_all: whether that stands for the reduce-scatter, as on gloo.
         activation_bytes: None if shapes are unknown; the peak is without activations then.
         in_rank_order: whether gradients add up in rank order at stage 0 too; then ``all_to_all`` is true.
@@ -231,7 +232,7 @@ class _StateWalk:
         for unit in beginning:
             while unit in self.reducing:
                 self.await_oldest_reduction()
-            if self.zero_stage >= 2 and not unit.size.tied:
+            if not unit.size.tied:
                 while self.reducing and self.buffers_of_chunks() >= self.gradient_buffers:
                     self.await_oldest_reduction()
         for unit in beginning:

@@ -34,6 +34,10 @@ BLOCKS = {
     "an unknown schedule": ({"schedule": "zb1"}, "ds_lgamp.schedule is 'zb1': input should be 'layered'"),
     "an unknown placement": ({"placement": "looped"}, "ds_lgamp.placement is 'looped': input should be 'modular'"),
     "an unknown recomputation": ({"recompute": "half"}, "ds_lgamp.recompute is 'half': input should be 'full'"),
+    "a recomputation nobody offers": (
+        {"recompute": "selective"},
+        "ds_lgamp.recompute is 'selective', but no layer of the model offers it: give layers an attribute",
+    ),
     "a group of no micro-batch": ({"micro_batch_group": 0}, "ds_lgamp.micro_batch_group is 0"),
     "enabled as text": ({"enabled": "yes"}, "ds_lgamp.enabled is 'yes': input should be a valid boolean"),
     "no object": ("layered", "ds_lgamp is 'layered'; it must be an object"),

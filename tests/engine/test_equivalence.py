@@ -2,12 +2,13 @@
 
 import functools
 import random
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 
 from tests.engine.models import Training, train_reference
 from tests.engine.running import Layout, prepare_rank, train
+from tests.pairwise import pairwise
 from tests.ranks import run_on_ranks
 from tests.runtime.test_equivalence import relative
 
@@ -44,21 +45,7 @@ def every_case() -> list[dict]:
 
 @functools.cache
 def pairwise_cases() -> list[dict]:
-    """Few cases that hold every possible pair of values of two factors: greedily, the case with most new pairs next."""
-    cases = every_case()
-    random.Random(0).shuffle(cases)
-
-    def pairs(case):
-        return set(combinations(case.items(), 2))
-
-    missing = set().union(*map(pairs, cases))
-    chosen = []
-    while missing:
-        candidates = random.Random(len(chosen)).sample(cases, 200) if len(missing) > 60 else cases
-        best = max(candidates, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
+    return pairwise(every_case())
 
 
 def full_product() -> list[dict]:

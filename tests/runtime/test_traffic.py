@@ -94,16 +94,17 @@ def test_bytes_are_a_shard_per_gather_and_reduce():
     assert sent["all_to_all"] == sum(shards)
 
 
-def trace_of_a_step(resident_chunks):
+def trace_of_a_step(resident_chunks, zero_stage=3):
     trace = []
     grid = build_grid(1, 2)
-    spec = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, zero_stage=3, resident_chunks=resident_chunks)
+    spec = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, zero_stage, resident_chunks)
     train(grid, spec, tied=False, trace=trace)
     return trace
 
 
-def test_gathers_run_ahead_and_reductions_are_awaited_late():
-    trace = run_on_ranks(2, trace_of_a_step, 2)[0]
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_gathers_run_ahead_and_reductions_are_awaited_late(zero_stage):
+    trace = run_on_ranks(2, trace_of_a_step, 2, zero_stage)[0]
     position = {event: trace.index(event) for event in trace}
     for chunk in range(3):
         assert position[f"GATHER{chunk + 1}"] < position[f"F{chunk}.0"]

@@ -1,13 +1,16 @@
 """The memory formula, by hand. Tests that compare it with what is measured: tests/test_explain.py (state),
-tests/test_benchmark_memory.py (all)."""
+tests/test_benchmark_memory.py and tests/engine/test_memory.py (all)."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_lgamp.schedule.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.schedule.memory import ElementBytes, UnitSize, rank_memory
-from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
+from tests.schedule.strategies import program_specs
 
 SIZE = ActivationBytes(
     inputs=10,
@@ -55,22 +58,48 @@ def test_a_forward_may_take_most():
     assert told.peak == 22 + 5 + 100 + 10 + 5000
 
 
-def test_without_recomputation_autograd_keeps_results_and_copies():
-    """B0.0 takes most: inputs of both micro-batches (20), of chunk 0 twice a result (100), a copy of the input (10) and
-    what autograd saved (40), two gradients (200), and what it works with (1000). The result of chunk 0 is the input of
-    chunk 1 and counts once."""
-    told = memory_of(two_chunks(1, 0, 2), replace(SIZE, recompute=False))
-    assert told.peak == 20 + 2 * (100 + 10 + 40) + 200 + 1000
+@pytest.mark.parametrize("keeps_result", [False, True])
+def test_without_recomputation_autograd_keeps_what_it_needs(keeps_result):
+    """B0.0 takes most: of chunk 0 twice what autograd saved (40) and maybe the result (100), two gradients (200), and
+    what it works with (1000). Inputs went with F0, labels with B1."""
+    first, last = SIZE.chunks
+    size = replace(SIZE, chunks=[replace(first, keeps_result=keeps_result), last], recompute=False)
+    told = memory_of(two_chunks(1, 0, 2), size)
+    kept = 40 + 100 * keeps_result
+    assert told.peak == 2 * kept + 200 + 1000
     assert told.activations == ActivationMemory(
         batch=2 * 11,
         inputs=0,
         handed_over=2 * 100,
         receives=0,
         sends=0,
-        saved=2 * (100 + 10 + 40) + 2 * (100 + 7),
+        saved=2 * kept + 2 * 7,
         working=1000,
         random_states=0,
     )
+
+
+def test_a_result_on_the_same_rank_is_copied_and_let_go():
+    """F1.0 takes most: the batch without inputs (2), twice what autograd saved of chunk 0 (40), the other result (100),
+    the copy (100) and what it works with. Just ahead of it both results are there."""
+    first, last = SIZE.chunks
+    heavy = replace(SIZE, chunks=[first, replace(last, forward=10**6)], recompute=False)
+    assert memory_of(two_chunks(1, 0, 2), heavy).peak == 2 + 2 * 40 + 2 * 100 + 10**6
+    light = [ChunkBytes(100, 100, 100, 40), ChunkBytes(0, 0, 0)]
+    assert memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=light, recompute=False)).peak == 2 + 2 * 40 + 3 * 100
+
+
+@given(program_specs(), st.booleans())
+def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
+    """Of a group's micro-batches every chunk stores its input, or what autograd keeps; no chunk of another group's."""
+    if spec.schedule != "layered" or spec.forward_only:
+        return
+    chunks = [ChunkBytes(10 + chunk, 0, 0, 100 + chunk) for chunk in range(spec.chunks)]
+    for rank, actions in enumerate(build_program(spec)):
+        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        told = memory_of(actions, ActivationBytes(1, 1, chunks, recompute=recompute)).activations
+        stored = sum(9 + chunk for chunk in own if chunk) if recompute else sum(100 + chunk for chunk in own)
+        assert (told.inputs if recompute else told.saved) == spec.micro_batch_group * stored
 
 
 def test_layers_that_draw_have_random_states_for_every_input():
@@ -99,6 +128,18 @@ def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
 def test_two_sends_are_under_way_until_the_end():
     told = memory_of(two_chunks(2, 0, 4), SIZE, [UnitSize(32, 32, (0,))], ElementBytes(update=1000))
     assert told.peak == 32 * 4 + 32 * 4 + 2 * 100 + 5 + 32 * 1000, "weights, gradients, sends, random states, update"
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_gradients_of_so_many_chunks_are_held(zero_stage):
+    """Of four equal chunks; those of the last micro-batch group at stage 1, where groups before it are added up."""
+    units = [UnitSize(64, 64, (chunk,)) for chunk in range(4)]
+    for resident, group in ((1, 4), (2, 4), (9, 4), (1, 2)):
+        spec = ProgramSpec((0, 0, 0, 0), "layered", 4, group, zero_stage, resident)
+        told = rank_memory(build_rank_program(spec, 0), units, zero_stage, 2, resident, FP32)
+        held = 4 if zero_stage == 1 and group == 2 else min(resident, 4)
+        under_way = 4 if held == 4 else held
+        assert told.gradient_buffers == 4 * (64 * held + 32 * under_way), (resident, group)
 
 
 @pytest.mark.parametrize(("all_to_all", "received"), [(False, 32), (True, 64 + 32)])

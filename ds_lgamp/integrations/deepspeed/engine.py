@@ -20,7 +20,14 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place
 from ds_lgamp.integrations.deepspeed import checkpoint
 from ds_lgamp.integrations.deepspeed.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.instructions import INSTRUCTIONS, ProgramSchedule
-from ds_lgamp.integrations.deepspeed.module import Layout, global_names, layer_types, layer_weights, place_layers
+from ds_lgamp.integrations.deepspeed.module import (
+    Layout,
+    global_names,
+    layer_types,
+    layer_weights,
+    over_pipeline,
+    place_layers,
+)
 from ds_lgamp.integrations.deepspeed.monitor import StepMonitor, publish
 from ds_lgamp.integrations.deepspeed.optimizer import (
     ParameterGroups,
@@ -31,6 +38,7 @@ from ds_lgamp.integrations.deepspeed.optimizer import (
 from ds_lgamp.integrations.deepspeed.optimizer_choice import check_elementwise, choose_optimizer, kernels_of
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
+from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -60,6 +68,8 @@ class LgampEngine(PipelineEngine):
         self.lgamp_settings = settings
         refuse_unsupported(config, module, arguments.get("optimizer"))
         refuse_irreproducible(settings, module)
+        if settings.recompute == "selective":
+            refuse_unless_offered(over_pipeline(module, offers_selective(module)))
         layout = layout_of(settings, module, partition_method)
         self.program_spec: ProgramSpec = program_spec(
             settings, layout.placement, config.gradient_accumulation_steps, self.zero_stage
@@ -92,6 +102,8 @@ class LgampEngine(PipelineEngine):
             arguments["model_parameters"] = None
         parameter_groups = ParameterGroups(module, groups)
         place_layers(module, layout)
+        if self.lgamp_settings.recompute == "selective":
+            switch_on(module)
         parameter_groups.rewrite(module, groups)
         if not isinstance(client, torch.optim.Optimizer):
             arguments["model_parameters"] = groups if grouped else groups[0]["params"]

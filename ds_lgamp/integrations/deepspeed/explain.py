@@ -28,6 +28,7 @@ from ds_lgamp.integrations.deepspeed.install import install, partition_method_of
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
+from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.memory import ElementBytes, Memory, UnitSize, rank_memory
@@ -167,6 +168,8 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
     optimizer_name, state_tensors = _optimizer_state(optimizer, config_class)
     precision, size = _element_bytes(config_class, state_tensors)
     model = _Model(module, layout)
+    if settings.recompute == "selective":
+        refuse_unless_offered(model.offers_selective)
     data_ranks = module.topology().get_dim("data")
     ranks = [
         _rank_facts(model, rank, actions, spec, data_ranks, size, settings.reproducible)
@@ -214,13 +217,17 @@ class _Model:
         self.keys = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in module._layer_specs]
         self.sizes: dict[int | str, _LayerSize] = {}
         """By layer, or by key for tied modules."""
+        self.offers_selective: list[bool] = []
+        """Of each of them, whether it can recompute a part of itself."""
         device = torch.device(get_accelerator().current_device_name())
         sources = layer_sources(device)
         with undisturbed(sources):
             for layer, key in enumerate(self.keys):
                 name = layer if key is None else key
                 if name not in self.sizes:
-                    self.sizes[name] = _layer_size(_layer_of(module, layer))
+                    built = _layer_of(module, layer)
+                    self.sizes[name] = _layer_size(built)
+                    self.offers_selective.append(offers_selective(built))
 
     def chunk(self, chunk: int) -> ChunkFacts:
         layers = self.layout.layers(chunk)

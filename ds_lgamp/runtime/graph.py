@@ -1,0 +1,54 @@
+"""Where the graph of a chunk begins and ends, if it is kept from the forward to the backward pass: of the tensors that
+cross there, shapes and gradients are kept, data only as far as autograd saved them."""
+
+from typing import Any
+
+import torch
+
+from ds_lgamp.runtime.chunk import Tensors
+
+
+@torch.enable_grad()
+def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """Leaves whose gradients can be read after the backward pass, and ``inputs`` as what follows them: layers may work
+    on these in place. Nobody else may read ``inputs`` from now on."""
+    if isinstance(inputs, tuple):
+        leaves, followers = zip(*map(_begin, inputs)) if inputs else ((), ())
+        return tuple(leaves), tuple(followers)
+    return _begin(inputs)
+
+
+@torch.enable_grad()
+def end_graph(result: Tensors) -> Tensors:
+    """What a backward pass starts from in place of ``result``."""
+    return tuple(map(_end, result)) if isinstance(result, tuple) else _end(result)
+
+
+def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = _placeholder(member)
+    if not member.is_floating_point():
+        return leaf, member
+    return leaf, _Follow.apply(leaf.requires_grad_(), member)
+
+
+def _end(member: torch.Tensor) -> torch.Tensor:
+    placeholder = _placeholder(member)
+    return _Follow.apply(member, placeholder) if member.requires_grad else placeholder
+
+
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``tensor`` with memory for one element."""
+    return tensor.new_empty(()).expand(tensor.shape)
+
+
+class _Follow(torch.autograd.Function):
+    """The data of the second tensor follow the first in the graph, which saves neither: gradients pass as they are."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        # Another tensor with the same memory: one that is returned as it came cannot be changed in place.
+        return data.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None

@@ -1,0 +1,23 @@
+"""Few cases instead of a full product of factors."""
+
+import random
+from itertools import combinations
+
+
+def pairwise(cases: list[dict]) -> list[dict]:
+    """Few of ``cases`` that hold every pair of values of two factors that is in any of them: greedily, the case with
+    most new pairs next."""
+    cases = list(cases)
+    random.Random(0).shuffle(cases)
+
+    def pairs(case):
+        return set(combinations(case.items(), 2))
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        candidates = random.Random(len(chosen)).sample(cases, 200) if len(missing) > 60 else cases
+        best = max(candidates, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
