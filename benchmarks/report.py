@@ -5,6 +5,7 @@ from functools import partial
 
 from benchmarks import NAMES, plots, tables
 from benchmarks.record import ROOT
+from docs import policy
 from docs.blocks import with_block
 from docs.versions import versions_table
 
@@ -19,10 +20,17 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "memory-2": partial(tables.memory, 2),
         "schedule-loopback": partial(tables.schedule, "loopback"),
         "schedule-slow": partial(tables.schedule, "1 Gbit/s"),
+        "overlap": tables.overlap,
         "overhead": tables.overhead,
         "programs": tables.programs,
     },
     "docs/performance.md": {"overhead": tables.overhead},
+    "docs/partition.md": {
+        "picture": policy.picture,
+        "picture-1": partial(policy.picture, "--resident-chunks", "1"),
+        "costs": policy.costs,
+        "overlap": tables.overlap,
+    },
 }
 """By page and name of the block, what stands in it."""
 

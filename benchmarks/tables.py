@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from benchmarks import NAMES
-from benchmarks.record import OURS, RESULTS, TYPICAL, Config, read
+from benchmarks.record import OURS, RESULTS, TYPICAL, Config, Row, read
 from docs.blocks import table
 
 
@@ -79,6 +79,27 @@ def schedule(link: str) -> str:
         found.setdefault(setting, {})[row.contender] = f"{row.median:.3f} ± {row.spread / 2:.3f}"
     lines = [[*setting, *(cells.get(name, "") for name in contenders)] for setting, cells in found.items()]
     return table(["P", "N", "M", *contenders], lines, numbers_from=0)
+
+
+def overlap() -> str:
+    """Of every policy in every layout: how long a step takes, and how long compute waits for collectives; what the
+    simulation says of the waits behind it."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read("overlap").rows:
+        layout = "{pipeline_ranks} x {data_ranks}".format(**row.config)
+        found.setdefault((layout, row.contender), {})[row.metric] = row
+    lines = []
+    for (layout, contender), rows in found.items():
+        if contender != "gloo":
+            alone = [f"{found[layout, 'gloo'][f'{kind} alone'].median:.1f}" for kind in ("gather", "reduce")]
+            waits = [
+                f"{rows[f'exposed {kind}'].median:.1f} ({rows[f'simulated exposed {kind}'].median:.1f})"
+                for kind in ("gather", "reduce")
+            ]
+            bound = rows["step / (compute + first gather + last reduction)"]
+            lines.append([layout, contender, *alone, *waits, f"{bound.median:.3f} ± {bound.spread / 2:.3f}"])
+    header = ["P x W", "", "gather alone, ms", "reduction alone, ms", "waits for gathers, ms", "for reductions, ms"]
+    return table([*header, "step / bound"], lines, numbers_from=2)
 
 
 def overhead() -> str:

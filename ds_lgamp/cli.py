@@ -54,6 +54,8 @@ def _add_schedule_command(commands) -> None:
     command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
     command.add_argument("--backward", type=float, default=2.0, help="the same for its backward")
     command.add_argument("--hop", type=float, default=0.0, help="time of a tensor's way to the next rank")
+    command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
+    command.add_argument("--reduce", type=float, default=0.0, help="the same for its reduction")
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
     command.set_defaults(run=_schedule)
 
@@ -133,7 +135,8 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         return 0
     print(text_gantt(spec, timeline))
     print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
-    for key in ("gathers", "reduces", "peak_live_activations"):
+    exposed = ("exposed_gather_time", "exposed_reduce_time") if options.gather or options.reduce else ()
+    for key in ("gathers", "reduces", *exposed, "peak_live_activations"):
         print(f"{key.replace('_', ' ')} by rank: {report[key]}")
     return 0
 
@@ -161,7 +164,7 @@ def _positive(text: str) -> int:
 
 
 def _durations(options: argparse.Namespace) -> Durations:
-    durations = Durations(options.forward, options.backward, options.hop)
+    durations = Durations(options.forward, options.backward, options.hop, options.gather, options.reduce)
     for name, duration in durations._asdict().items():
         if not 0 <= duration < float("inf"):
             raise ValueError(f"--{name} is {duration:g}; a duration is finite and not negative")
@@ -178,6 +181,8 @@ def _report(program: Program, timeline: Timeline) -> dict:
         "bubble": timeline.bubble,
         "gathers": count(Kind.GATHER),
         "reduces": count(Kind.REDUCE),
+        "exposed_gather_time": timeline.exposed(Kind.GATHER),
+        "exposed_reduce_time": timeline.exposed(Kind.REDUCE),
         "peak_live_activations": [peak_live_activations(actions) for actions in program],
         "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
     }

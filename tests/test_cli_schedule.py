@@ -69,3 +69,15 @@ def test_bad_input_is_refused_in_a_sentence(capsys, arguments, message):
 def test_the_command_line_needs_no_torch():
     code = "import sys, ds_lgamp.cli; ds_lgamp.cli.main(['schedule', '--json']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_collectives_that_take_time_are_drawn_and_those_that_compute_waits_for_told(capsys):
+    one_rank = ["--pipeline-ranks", "1", "--chunks-per-rank", "3", "--micro-batches", "2"]
+    assert main(["schedule", *one_rank, "--gather", "2", "--reduce", "1"]) == 0
+    compute, network, *_, exposed_gathers, exposed_reduces, _ = capsys.readouterr().out.splitlines()
+    assert compute == "rank 0   |~~001122CCCCBBBBAAAA~|"
+    assert network == "network  |001122......C00.B...A|"
+    assert exposed_gathers == "exposed gather time by rank: [2.0]"
+    assert exposed_reduces == "exposed reduce time by rank: [1.0]"
+    told = report(capsys, *one_rank, "--gather", "2", "--reduce", "1")
+    assert told["exposed_gather_time"] == [2] and told["exposed_reduce_time"] == [1] and told["step_time"] == 21

@@ -27,6 +27,10 @@ class Setting(NamedTuple):
     backward: float = 0.020
     elements: int = 64
     """fp32 numbers that cross a chunk boundary per micro-batch."""
+    data_ranks: int = 1
+    """Data-parallel ranks, which do the same."""
+    parameters: int = 0
+    """fp32 parameters of a chunk beside its weight, which only collectives see."""
 
     @property
     def chunks(self) -> int:
@@ -36,8 +40,8 @@ class Setting(NamedTuple):
     def placement(self) -> Placement:
         return place_chunks("modular", self.chunks, self.pipeline_ranks)
 
-    def durations(self, hop: float = 0.0) -> Durations:
-        return Durations(self.forward, self.backward, hop)
+    def durations(self, hop: float = 0.0, gather: float = 0.0, reduce: float = 0.0) -> Durations:
+        return Durations(self.forward, self.backward, hop, gather, reduce)
 
     def chunks_of(self, rank: int) -> dict[int, "VirtualChunk"]:
         """The chunks of a pipeline rank, ascending."""

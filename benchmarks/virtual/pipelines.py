@@ -63,29 +63,29 @@ class Contender(NamedTuple):
         return self.schedule not in SINGLE_CHUNK_SCHEDULES or setting.chunks_per_rank == 1
 
 
-def spec_of(schedule: str, setting: Setting) -> ProgramSpec:
-    return ProgramSpec(setting.placement, schedule, setting.micro_batches, setting.micro_batches, zero_stage=0)
+def spec_of(schedule: str, setting: Setting, zero_stage: int = 0, resident_chunks: int = 2) -> ProgramSpec:
+    counts = setting.micro_batches, setting.micro_batches
+    return ProgramSpec(setting.placement, schedule, *counts, zero_stage, resident_chunks)
 
 
 class Executed:
     """Our executor, without recomputation: a simulated backward is a backward alone."""
 
-    def __init__(self, setting: Setting, schedule: str) -> None:
-        rank = dist.get_rank()
+    def __init__(self, setting: Setting, schedule: str, zero_stage: int = 0, resident_chunks: int = 2) -> None:
+        rank = dist.get_rank() // setting.data_ranks
         self.setting = setting
         self.chunks = setting.chunks_of(rank)
-        self.program = build_rank_program(spec_of(schedule, setting), rank)
-        parameters = {
-            index: [UnitParameter(f"{index}.weight", chunk.weight, 0)] for index, chunk in self.chunks.items()
-        }
-        partition = build_partition(parameters, [], alone(), 0, 2, DEVICE)
+        self.program = build_rank_program(spec_of(schedule, setting, zero_stage, resident_chunks), rank)
+        parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
+        partition = build_partition(parameters, [], data_group(setting.data_ranks), zero_stage, resident_chunks, DEVICE)
+        partition.release_all()
         optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
         self.executor = Executor(
             setting.placement,
             rank,
             {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
             partition,
-            ring_links([range(setting.pipeline_ranks)], DEVICE),
+            ring_links(_pipelines(setting), DEVICE),
             loss_function,
             optimizer.step,
             default_sources(DEVICE),
@@ -175,10 +175,33 @@ def bare_loop(setting: Setting) -> BareLoop:
     return BareLoop(setting, spec_of("layered", setting))
 
 
+def _parameters(index: int, chunk: VirtualChunk, setting: Setting) -> list[UnitParameter]:
+    """Those of one chunk's unit."""
+    parameters = [UnitParameter(f"{index}.weight", chunk.weight, 0)]
+    if setting.parameters:
+        parameters.append(UnitParameter(f"{index}.rest", torch.nn.Parameter(torch.zeros(setting.parameters)), 0))
+    return parameters
+
+
+def _pipelines(setting: Setting) -> list[range]:
+    """The ranks of every pipeline; data-parallel ranks are numbered first."""
+    ranks = setting.pipeline_ranks * setting.data_ranks
+    return [range(data_rank, ranks, setting.data_ranks) for data_rank in range(setting.data_ranks)]
+
+
 @cache
-def alone() -> dist.ProcessGroup:
-    """A group of this rank alone, the same at every call."""
-    return dist.new_subgroups(1)[0]
+def data_group(ranks: int) -> dist.ProcessGroup:
+    """The group of this rank's ``ranks`` data-parallel ranks, the same at every call. Its collectives run one after
+    another, as in a communicator of NCCL; gloo by itself runs two at a time."""
+    group = dist.new_subgroups(ranks)[0]
+    if ranks > 1:
+        options = dist.ProcessGroupGloo._Options()
+        options._threads = 1
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        store = dist.PrefixStore(f"one after another {group.group_name}", dist.distributed_c10d._get_default_store())
+        in_order = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+        group._register_backend(DEVICE, dist.ProcessGroup.BackendType.CUSTOM, in_order)
+    return group
 
 
 LAYERED = Contender(f"{OURS} layered", "layered", partial(Executed, schedule="layered"))

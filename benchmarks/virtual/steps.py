@@ -65,13 +65,13 @@ def measure(
     """
     (ranks,) = {setting.pipeline_ranks for setting in settings}
     found = run_on_ranks(
-        ranks, _measure_on_rank, settings, contenders, repetitions, seconds=1800, before_init=_Start(enter)
+        ranks, _measure_on_rank, settings, contenders, repetitions, seconds=1800, before_init=Start(enter)
     )
     hops, steps, precise = zip(*found)
-    return Measured(hops[0], [_durations(setting, of) for setting, of in zip(settings, zip(*steps))], all(precise))
+    return Measured(hops[0], [check_durations(setting, of) for setting, of in zip(settings, zip(*steps))], all(precise))
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """What a rank does before its process group exists, so that gloo's threads take after it."""
 
     enter: Callable[[int], None] | None
@@ -100,19 +100,20 @@ def _measure_on_rank(
         steps.append({name: [] for name in pipelines})
         for _ in range(repetitions + 1):
             for name, pipeline in pipelines.items():
-                steps[-1][name].append(_time_step(pipeline))
+                steps[-1][name].append(time_step(pipeline))
     return hops, steps, os.sched_getscheduler(0) == os.SCHED_RR
 
 
-def _time_step(pipeline: Pipeline) -> Step:
-    _begin_together()
+def time_step(pipeline: Pipeline) -> Step:
+    """One step, begun on all ranks together."""
+    begin_together()
     start = time.monotonic()
     loss = pipeline.step()
     end = time.monotonic()
     return Step(start, end, loss, {index: chunk.take_gradient() for index, chunk in pipeline.chunks.items()})
 
 
-def _begin_together() -> None:
+def begin_together() -> None:
     """Returns on all ranks at the same instant; from a barrier alone they return one after the other."""
     dist.barrier()
     instant = torch.tensor(time.monotonic() + HEAD_START, dtype=torch.float64)
@@ -135,7 +136,7 @@ def _exchange(elements: int, both: bool) -> float:
     rank = dist.get_rank()
     message, answer = torch.zeros(elements), torch.empty(elements)
     receive = dist.irecv(answer, 1 - rank) if rank < 2 else None
-    _begin_together()
+    begin_together()
     if receive is None:
         return 0.0
     start = time.monotonic()
@@ -150,7 +151,8 @@ def _exchange(elements: int, both: bool) -> float:
     return seconds if both else seconds / 2
 
 
-def _durations(setting: Setting, on_ranks: Sequence[dict[str, list[Step]]]) -> dict[str, list[float]]:
+def check_durations(setting: Setting, on_ranks: Sequence[dict[str, list[Step]]]) -> dict[str, list[float]]:
+    """By contender, how long every step but the first took. Raises AssertionError if one computed something else."""
     durations = {}
     for name in on_ranks[0]:
         repetitions = list(zip(*(steps[name] for steps in on_ranks)))
@@ -158,7 +160,8 @@ def _durations(setting: Setting, on_ranks: Sequence[dict[str, list[Step]]]) -> d
             losses = [step.loss for step in ranks if step.loss is not None]
             assert losses, f"no rank knows the loss of {name}"
             gradients = [item for step in ranks for item in step.gradients.items()]
-            assert len(gradients) == setting.chunks, f"{name} has chunks {sorted(gradients)}, not all of {setting}"
+            expected = setting.chunks * setting.data_ranks
+            assert len(gradients) == expected, f"{name} has chunks {sorted(gradients)}, not all of {setting}"
             check_work(name, setting, losses, gradients)
         durations[name] = [
             max(step.end for step in ranks) - min(step.start for step in ranks) for ranks in repetitions[1:]

@@ -1,10 +1,13 @@
 """The project's only clock: runs a program on paper.
 
-Forward, backward and hop take time; posts, sends, gathers and reductions are free. A hop delays the receiver only.
+Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. Gathers and reductions
+take time where :class:`Durations` says so: those of a rank run one after another, as in one communicator, beside its
+compute. They begin where the program launches them and are awaited where ``ds_lgamp/partition`` awaits them.
+Data-parallel ranks are alike. Tied modules, which travel beside chunks, take no time.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,29 +16,48 @@ from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching
 
 
 class Durations(NamedTuple):
-    """Time of one chunk's forward and backward for one micro-batch, and of a tensor's way to the next rank."""
+    """Time of one chunk's forward and backward for one micro-batch, of a tensor's way to the next rank, and of one
+    chunk's gather and reduction."""
 
     forward: float = 1.0
     backward: float = 2.0
     hop: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
 
 
 UNIT_DURATIONS = Durations()
+_COLLECTIVES = (Kind.GATHER, Kind.REDUCE)
 
 
 class Span(NamedTuple):
-    """A compute action and when it ran."""
+    """An action that takes time and when it ran."""
 
     start: float
     end: float
     action: Action
 
 
+class Wait(NamedTuple):
+    """From when to when a compute action, or STEP, waited for a collective; no time at all if that was over."""
+
+    start: float
+    end: float
+    action: Action
+    collective: Action
+    """A GATHER or REDUCE."""
+
+
 @dataclass
 class Timeline:
-    """When every compute action ran, per pipeline rank."""
+    """When everything ran and what waited, per pipeline rank."""
 
     spans: list[list[Span]]
+    """Compute actions."""
+    collectives: list[list[Span]]
+    """Gathers and reductions."""
+    waits: list[list[Wait]]
+    """For every collective one, in the order of waiting."""
     ideal: float
     """Compute time of a rank if work were spread evenly and nobody waited."""
     step_time: float = field(init=False)
@@ -43,8 +65,13 @@ class Timeline:
     """(step_time - ideal) / ideal."""
 
     def __post_init__(self) -> None:
-        self.step_time = max((spans[-1].end for spans in self.spans if spans), default=0.0)
+        ends = [spans[-1].end for spans in self.spans if spans] + [waits[-1].end for waits in self.waits if waits]
+        self.step_time = max(ends, default=0.0)
         self.bubble = (self.step_time - self.ideal) / self.ideal if self.ideal else 0.0
+
+    def exposed(self, kind: Kind) -> list[float]:
+        """How long each rank stood still for its collectives of a ``kind``, GATHER or REDUCE."""
+        return [sum(wait.end - wait.start for wait in waits if wait.collective.kind is kind) for waits in self.waits]
 
 
 class DeadlockError(RuntimeError):
@@ -67,7 +94,8 @@ def simulate(
     run.to_the_end()
     forwards = spec.chunks * spec.micro_batches / spec.pipeline_ranks
     cost = durations.forward if spec.forward_only else durations.forward + durations.backward
-    return Timeline(run.spans, forwards * cost)
+    lanes = run.lanes
+    return Timeline(run.spans, [lane.spans for lane in lanes], [lane.waits for lane in lanes], forwards * cost)
 
 
 def peak_live_activations(actions: Sequence[Action]) -> int:
@@ -82,6 +110,61 @@ def peak_live_activations(actions: Sequence[Action]) -> int:
     return peak
 
 
+class _Lane:
+    """The collectives of one rank, one after another, and what compute awaits of them: as ``ZeroPartition`` does."""
+
+    def __init__(self, spec: ProgramSpec, durations: Durations) -> None:
+        self.cost = {Kind.GATHER: durations.gather, Kind.REDUCE: durations.reduce}
+        self.zero_stage, self.gradient_buffers = spec.zero_stage, spec.resident_chunks
+        self.spans: list[Span] = []
+        self.waits: list[Wait] = []
+        self.free = 0.0
+        """When the last one launched is over."""
+        self.gathering: dict[int, Span] = {}
+        """By chunk, what nothing has waited for yet."""
+        self.reducing: dict[int, Span] = {}
+        """The same, oldest first."""
+        self.accumulating: set[int] = set()
+        """Chunks whose gradient is not final."""
+
+    def launch(self, action: Action, now: float) -> None:
+        start = max(now, self.free)
+        self.free = start + self.cost[action.kind]
+        span = Span(start, self.free, action)
+        self.spans.append(span)
+        if action.kind is Kind.GATHER:
+            self.gathering[action.chunk] = span
+        else:
+            self.accumulating.discard(action.chunk)
+            self.reducing[action.chunk] = span
+
+    def wait(self, action: Action, now: float) -> float:
+        """When ``action`` has waited for the collectives it needs, from ``now`` on."""
+        for span in self.due(action):
+            end = max(now, span.end)
+            self.waits.append(Wait(now, end, action, span.action))
+            now = end
+        return now
+
+    def due(self, action: Action) -> Iterator[Span]:
+        kind, chunk, _ = action
+        if chunk in self.gathering:
+            yield self.gathering.pop(chunk)
+        if kind is Kind.STEP:
+            while self.reducing:
+                yield self.oldest_reduction()
+        elif kind is Kind.BACKWARD and chunk not in self.accumulating:
+            while chunk in self.reducing or (self.reducing and self.zero_stage >= 2 and self.is_full()):
+                yield self.oldest_reduction()
+            self.accumulating.add(chunk)
+
+    def is_full(self) -> bool:
+        return len(self.accumulating) + len(self.reducing) >= self.gradient_buffers
+
+    def oldest_reduction(self) -> Span:
+        return self.reducing.pop(next(iter(self.reducing)))
+
+
 class _Run:
     """Advances each rank until it waits for another one, which wakes it again."""
 
@@ -90,6 +173,7 @@ class _Run:
         self.program = program
         self.hop = durations.hop
         self.cost = {Kind.FORWARD: durations.forward, Kind.BACKWARD: durations.backward}
+        self.lanes = [_Lane(spec, durations) for _ in program]
         self.blocking_sends = blocking_sends
         self.position = [0] * len(program)
         self.now = [0.0] * len(program)
@@ -127,21 +211,25 @@ class _Run:
             elif kind in RECEIVES:
                 self.posted.add(action)
                 woken.extend(self.waiting.pop(action, ()))
+            elif kind in _COLLECTIVES:
+                self.lanes[rank].launch(action, self.now[rank])
+            elif kind is Kind.STEP:
+                self.now[rank] = self.lanes[rank].wait(action, self.now[rank])
             self.position[rank] += 1
         return woken
 
     def compute(self, rank: int, action: Action, woken: list[int]) -> bool:
-        start = self.now[rank]
         if action.kind is Kind.BACKWARD and (action.chunk, action.micro_batch) not in self.stored:
             return False
+        available = 0.0
         source = self.spec.source_chunk(action)
         if source is not None:
             needed = Action(action.kind, source, action.micro_batch)
-            available = self.finished.get(needed)
-            if available is None:
+            if needed not in self.finished:
                 self.waiting[needed].append(rank)
                 return False
-            start = max(start, available)
+            available = self.finished[needed]
+        start = max(self.lanes[rank].wait(action, self.now[rank]), available)
         end = self.now[rank] = start + self.cost[action.kind]
         self.spans[rank].append(Span(start, end, action))
         if action.kind is Kind.FORWARD:

@@ -1,7 +1,12 @@
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_lgamp.schedule.actions import COMPUTE, Kind
+from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import UNIT_DURATIONS, Durations, simulate
@@ -52,3 +57,101 @@ def test_no_rank_computes_two_things_at_once(spec):
     result = simulate(spec, build_program(spec))
     for spans in result.spans:
         assert all(before.end <= after.start for before, after in zip(spans, spans[1:]))
+
+
+@given(program_specs(), st.integers(0, 9), st.integers(0, 9))
+def test_collectives_of_a_rank_run_one_after_another_and_each_is_awaited_once(spec, gather, reduce):
+    program = build_program(spec)
+    result = simulate(spec, program, Durations(3, 5, 1, gather, reduce))
+    for actions, collectives, waits in zip(program, result.collectives, result.waits):
+        launched = [action for action in actions if action.kind in (Kind.GATHER, Kind.REDUCE)]
+        assert [span.action for span in collectives] == launched
+        assert all(before.end <= after.start for before, after in zip(collectives, collectives[1:]))
+        assert Counter(wait.collective for wait in waits) == Counter(launched)
+        assert all(before.end <= after.start for before, after in zip(waits, waits[1:]))
+
+
+@given(program_specs())
+def test_collectives_that_take_no_time_change_nothing(spec):
+    program = build_program(spec)
+    without = [[action for action in actions if action.kind not in (Kind.GATHER, Kind.REDUCE)] for actions in program]
+    result, bare = (simulate(spec, actions, Durations(3, 5, 1)) for actions in (program, without))
+    assert result.spans == bare.spans and result.step_time == bare.step_time
+    assert not any(result.exposed(Kind.GATHER) + result.exposed(Kind.REDUCE))
+
+
+@given(program_specs(), st.integers(0, 9), st.integers(0, 9))
+def test_compute_begins_when_its_chunk_is_gathered(spec, gather, reduce):
+    result = simulate(spec, build_program(spec), Durations(3, 5, 1, gather, reduce))
+    for spans, collectives in zip(result.spans, result.collectives):
+        gathered = {}
+        for span in sorted([*collectives, *spans], key=lambda span: (span.end, span.start)):
+            if span.action.kind is Kind.GATHER:
+                gathered[span.action.chunk] = span.end
+            elif span.action.kind in COMPUTE and spec.zero_stage > 0:
+                assert gathered[span.action.chunk] <= span.start
+
+
+@st.composite
+def hidden_collectives(draw):
+    """A layered spec, and durations with which its collectives fit behind compute: a chunk's forwards take as long as a
+    gather, its backwards as long as a reduction and, at stage 3, a gather. With several groups forwards follow
+    backwards, and every visit takes as long as both."""
+    spec = replace(draw(program_specs().filter(lambda spec: spec.schedule == "layered")), forward_only=False)
+    spec = replace(spec, zero_stage=draw(st.integers(1, 3)), resident_chunks=draw(st.integers(2, 5)))
+    gather, reduce = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+    both = gather + reduce
+    groups = micro_batch_groups(spec.micro_batches, spec.micro_batch_group)
+    behind_forwards = gather if len(groups) == 1 else both
+    behind_backwards = both if len(groups) > 1 or spec.zero_stage == 3 else reduce
+    fewest = min(map(len, groups))
+    # Whole numbers, rounded up, so that sums are exact.
+    forward, backward = (
+        -(-behind // fewest) + draw(st.integers(0, 3)) for behind in (behind_forwards, behind_backwards)
+    )
+    return spec, Durations(forward, backward, draw(st.integers(0, 5)), gather, reduce)
+
+
+@given(hidden_collectives())
+def test_layered_exposes_at_most_the_first_gather_and_the_last_reduction(case):
+    spec, durations = case
+    program = build_program(spec)
+    result = simulate(spec, program, durations)
+    bound = durations.gather + durations.reduce
+    for gathers, reduces in zip(result.exposed(Kind.GATHER), result.exposed(Kind.REDUCE)):
+        assert gathers <= durations.gather and reduces <= durations.reduce
+    assert result.step_time <= simulate(spec, program, durations._replace(gather=0, reduce=0)).step_time + bound
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_first_gather_and_the_last_reduction_cannot_hide(stage):
+    result = timeline("layered", 1, 4, 5, Durations(1, 2, 0, 5, 4), stage)
+    assert result.exposed(Kind.GATHER) == [5] and result.exposed(Kind.REDUCE) == [4]
+    assert result.step_time == 4 * 5 * 3 + 5 + 4
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from([2, 3]))
+def test_one_resident_chunk_exposes_every_gather_and_reduction_that_no_visit_hides(chunks, group, groups, stage):
+    """N chunks, K groups: at stage 3 each of the K (2N - 2) + 1 gathers, at stage 2 the first. Of K N reductions those
+    of chunk 0 hide behind the forwards of the next group: K (N - 1) + 1 are exposed."""
+    gather, reduce = 3, 4
+    spec = ProgramSpec((0,) * chunks, "layered", group * groups, group, stage, resident_chunks=1)
+    durations = Durations(7, 14, 0, gather, reduce)
+    result = simulate(spec, build_program(spec), durations)
+    gathers = groups * (2 * chunks - 2) + 1 if stage == 3 else 1
+    exposed = gathers * gather + (groups * (chunks - 1) + 1) * reduce
+    assert sum(result.exposed(Kind.GATHER) + result.exposed(Kind.REDUCE)) == exposed
+    assert result.step_time == chunks * group * groups * 21 + exposed
+
+
+def test_a_backward_waits_for_the_oldest_reduction_when_gradient_buffers_are_full():
+    """Two buffers: the backward of chunk 1 needs that of chunk 3, whose reduction outlasts the backward of chunk 2."""
+    spec = ProgramSpec((0,) * 4, "layered", 1, 1, 2, resident_chunks=2)
+    (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits
+    reductions = [(str(wait.action), str(wait.collective), wait.end - wait.start) for wait in waits[4:]]
+    assert reductions == [
+        ("B1.0", "REDUCE3", 3),
+        ("B0.0", "REDUCE2", 3),
+        ("STEP", "REDUCE1", 3),
+        ("STEP", "REDUCE0", 5),
+    ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.module import raise_everywhere
@@ -92,9 +93,11 @@ def _integer_elements(inputs: Any) -> int:
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside ``value`` on ``device``; lists become tuples, as everywhere in a pipeline."""
+    """Tensors inside ``value`` on ``device``; lists become tuples, as everywhere in a pipeline. A copy from the host
+    starts in page-locked memory: from any other, the host would wait until the device has done all that came before."""
     if torch.is_tensor(value):
-        return value.to(device)
+        from_host = value.device.type == "cpu"
+        return (get_accelerator().pin_memory(value) if from_host else value).to(device, non_blocking=from_host)
     if isinstance(value, (list, tuple)):
         return tuple(_to_device(member, device) for member in value)
     return value

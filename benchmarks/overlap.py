@@ -1,0 +1,174 @@
+"""How much of gathers and reductions compute hides: ``python -m benchmarks run overlap``.
+
+Compute is virtual (every chunk sleeps), collectives are real gloo over throttled links. A chunk has as many parameters
+as make the collectives of a step at ZeRO stage 3 with two resident chunks last about ``SHARE`` of its compute. The
+simulation (``ds_lgamp/schedule/simulate.py``) gets the time that one gather and one reduction take alone, measured in
+the same run. Waits are those that the executor's stopwatch tells, of the rank that waits longest.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.network import NetworkUnavailable, throttled_network
+from benchmarks.record import OURS, REPETITIONS, Record, begin
+from benchmarks.schedule import LIMIT
+from benchmarks.virtual.chunk import Setting
+from benchmarks.virtual.pipelines import Executed, data_group, spec_of
+from benchmarks.virtual.steps import Start, Step, begin_together, check_durations, time_step
+from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.simulate import Durations, Timeline, simulate
+from tests.ranks import run_on_ranks
+
+NAME = "overlap"
+RATE, BYTES_PER_SECOND = "1gbit", 125e6
+SHARE = 0.4
+LAYOUTS = ((1, 2), (1, 4), (2, 2))
+"""Pipeline ranks and data-parallel ranks."""
+POLICIES = ((1, 2), (2, 2), (3, 2), (3, 1))
+"""ZeRO stage and resident chunks."""
+COLLECTIVES = 20
+"""How many of a kind a calibration times, after a first one."""
+BOUND = "step / (compute + first gather + last reduction)"
+RATIO = "step / simulated"
+KINDS = {"gather": Kind.GATHER, "reduce": Kind.REDUCE}
+"""By the stopwatch's word for the wait."""
+
+
+class OnRank(NamedTuple):
+    """What one rank found."""
+
+    alone: dict[str, list[float]]
+    """By kind, seconds of a collective that has the network for itself."""
+    steps: dict[str, list[Step]]
+    """By policy."""
+    waits: dict[str, list[dict[str, float]]]
+    """By policy and step, what the stopwatch read."""
+    precise: bool
+    """Whether this rank had real-time priority."""
+
+
+def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
+    """Four chunks per rank and four micro-batches, with as many parameters as ``SHARE`` asks for."""
+    setting = Setting(pipeline_ranks, chunks_per_rank=4, micro_batches=4, data_ranks=data_ranks)
+    chunks = setting.chunks_per_rank
+    compute = chunks * setting.micro_batches * (setting.forward + setting.backward)
+    collectives = (2 * chunks - 2) + chunks
+    bytes_sent = SHARE * compute / collectives * BYTES_PER_SECOND
+    # A rank sends a part to, or for, every other one.
+    return setting._replace(parameters=round(bytes_sent / 4 / (data_ranks - 1)) * data_ranks - 1)
+
+
+def run(
+    layouts: Sequence[tuple[int, int]] = LAYOUTS,
+    policies: Sequence[tuple[int, int]] = POLICIES,
+    repetitions: int = REPETITIONS,
+) -> Record:
+    """Measures every policy in every layout; says so where there can be no slow link."""
+    record = begin(NAME)
+    for layout in layouts:
+        setting = setting_of(*layout)
+        try:
+            with throttled_network(setting.pipeline_ranks * setting.data_ranks, RATE) as network:
+                found = measure(setting, policies, repetitions, network.enter)
+        except NetworkUnavailable as reason:
+            record.machine["network"] = f"nothing measured at {RATE}: {reason}"
+            print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+            break
+        enter(record, setting, policies, found)
+    return record
+
+
+def measure(
+    setting: Setting,
+    policies: Sequence[tuple[int, int]],
+    repetitions: int,
+    enter_network: Callable[[int], None] | None = None,
+) -> list[OnRank]:
+    """Runs all policies in turns on one set of processes; by rank, what it found."""
+    ranks = setting.pipeline_ranks * setting.data_ranks
+    return run_on_ranks(ranks, _measure_on_rank, setting, policies, repetitions, before_init=Start(enter_network))
+
+
+def name_of(zero_stage: int, resident_chunks: int) -> str:
+    return f"{OURS}, ZeRO-{zero_stage}, {resident_chunks} resident"
+
+
+def simulated(setting: Setting, policy: tuple[int, int], durations: Durations) -> Timeline:
+    """The layered order on paper."""
+    spec = spec_of("layered", setting, *policy)
+    return simulate(spec, build_program(spec), durations)
+
+
+def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]], found: Sequence[OnRank]) -> None:
+    """The rows of one layout and its target."""
+    config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks}
+    precise = all(on_rank.precise for on_rank in found)
+    record.machine["scheduling"] = "real-time (SCHED_RR)" if precise else "time-sharing"
+    alone = {}
+    for kind in KINDS:
+        samples = found[0].alone[kind]
+        record.add("gloo", config, f"{kind} alone", [sample * 1000 for sample in samples], "ms")
+        alone[kind] = median(samples)
+    seconds = check_durations(setting, [on_rank.steps for on_rank in found])
+    hidden = []
+    for policy in policies:
+        name = name_of(*policy)
+        compute = simulated(setting, policy, setting.durations()).step_time
+        timeline = simulated(setting, policy, setting.durations(**alone))
+        bound = [step / (compute + sum(alone.values())) for step in seconds[name]]
+        record.add(name, config, BOUND, bound, "ratio")
+        record.add(name, config, RATIO, [step / timeline.step_time for step in seconds[name]], "ratio")
+        for word, kind in KINDS.items():
+            steps = zip(*(on_rank.waits[name][1:] for on_rank in found))
+            longest = [max(waits[word] for waits in ranks) * 1000 for ranks in steps]
+            record.add(name, config, f"exposed {word}", longest, "ms")
+            record.add(name, config, f"simulated exposed {word}", [max(timeline.exposed(kind)) * 1000], "ms")
+        if policy[0] < 3 or policy[1] > 1:
+            hidden.append(median(bound))
+    text = f"largest {BOUND}, {setting.pipeline_ranks} x {setting.data_ranks} ranks, 2 resident chunks"
+    record.aim(text, max(hidden), LIMIT)
+
+
+def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repetitions: int) -> OnRank:
+    alone = _calibrate(setting)
+    pipelines = {name_of(*policy): Executed(setting, "layered", *policy) for policy in policies}
+    gc.collect()
+    gc.freeze()
+    steps: dict[str, list[Step]] = {name: [] for name in pipelines}
+    waits: dict[str, list[dict[str, float]]] = {name: [] for name in pipelines}
+    for _ in range(repetitions + 1):
+        for name, pipeline in pipelines.items():
+            stopwatch = pipeline.executor.stopwatch
+            stopwatch.running = True
+            steps[name].append(time_step(pipeline))
+            waits[name].append(stopwatch.read())
+    return OnRank(alone, steps, waits, os.sched_getscheduler(0) == os.SCHED_RR)
+
+
+def _calibrate(setting: Setting) -> dict[str, list[float]]:
+    """Gathers and reductions of one chunk, each alone."""
+    group = data_group(setting.data_ranks)
+    part = torch.zeros(-(-(setting.parameters + 1) // setting.data_ranks))
+    full = torch.zeros(part.numel() * setting.data_ranks)
+    calls = {
+        "gather": lambda: start_all_gather(full, part, group).wait(),
+        "reduce": lambda: start_reduce_scatter(full, group, torch.float32)(),
+    }
+    return {kind: [_seconds(call) for _ in range(COLLECTIVES + 1)][1:] for kind, call in calls.items()}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """How long a collective takes that all ranks begin together."""
+    begin_together()
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start

@@ -1,0 +1,41 @@
+"""What docs/partition.md shows of the partition policy: the picture and the numbers beside the formulas."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+
+from docs.blocks import table
+from ds_lgamp.cli import main
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.simulate import Durations, simulate
+
+CHUNKS, MICRO_BATCHES = 4, 4
+DURATIONS = Durations(forward=1, backward=2, gather=2, reduce=3)
+
+
+def picture(*options: str) -> str:
+    """A command and what it prints."""
+    words = ["schedule", "--pipeline-ranks", "1", "--chunks-per-rank", f"{CHUNKS}"]
+    words += ["--micro-batches", f"{MICRO_BATCHES}"]
+    words += ["--gather", f"{DURATIONS.gather}", "--reduce", f"{DURATIONS.reduce}", *options]
+    with redirect_stdout(StringIO()) as printed:
+        main(words)
+    return f"```\n$ ds_lgamp {' '.join(words)}\n{printed.getvalue()}```"
+
+
+def costs() -> str:
+    """By stage, resident chunks and micro-batches per group: gathers, reductions, and how long compute waits for them
+    with the picture's durations."""
+    rows = []
+    for stage in (1, 2, 3):
+        for resident in (1, 2, CHUNKS):
+            for group in (MICRO_BATCHES, MICRO_BATCHES // 2):
+                spec = ProgramSpec((0,) * CHUNKS, "layered", MICRO_BATCHES, group, stage, resident)
+                program = build_program(spec)
+                timeline = simulate(spec, program, DURATIONS)
+                counts = (sum(action.kind is kind for action in program[0]) for kind in (Kind.GATHER, Kind.REDUCE))
+                exposed = (timeline.exposed(kind)[0] for kind in (Kind.GATHER, Kind.REDUCE))
+                settings = stage, resident, MICRO_BATCHES // group
+                rows.append([*map(str, settings), *map(str, counts), *(f"{wait:g}" for wait in exposed)])
+    header = ["stage", "B", "K", "gathers", "reductions", "waits for gathers", "waits for reductions"]
+    return table(header, rows, numbers_from=0)
