@@ -1,9 +1,9 @@
 """All flat units of a pipeline rank, driven by the program's GATHER, RELEASE and REDUCE."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -197,15 +197,27 @@ def build_partition(
     device: torch.device,
     gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
+    materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
+    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users.
+
+    ``materialise`` is given where parameters have no memory yet: it makes those of one unit, which is built and
+    released before the next.
+    """
+
+    def build(name: str, parameters: Sequence[UnitParameter], *tie: Any) -> Unit:
+        if materialise is None:
+            return Unit(name, parameters, data_group, zero_stage, gradient_dtype, *tie)
+        unit = Unit(name, materialise(parameters), data_group, zero_stage, gradient_dtype, *tie)
+        unit.release()
+        return unit
+
     units = {
-        chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage, gradient_dtype)] if parameters else []
+        chunk: [build(f"chunk {chunk}", parameters)] if parameters else []
         for chunk, parameters in chunk_parameters.items()
     }
     for module in tied:
-        name = f"tied {module.key}"
-        unit = Unit(name, module.parameters, data_group, zero_stage, gradient_dtype, True, module.tie_group)
+        unit = build(f"tied {module.key}", module.parameters, True, module.tie_group)
         for chunk in module.chunks:
             units[chunk].append(unit)
     return ZeroPartition(units, gradient_buffers, device, trace)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.utils.logging import logger
@@ -17,7 +18,9 @@ from deepspeed.utils.logging import logger
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place, program_spec
 from ds_lgamp.integrations.deepspeed import checkpoint
 from ds_lgamp.integrations.deepspeed.data import BatchLoader
+from ds_lgamp.integrations.deepspeed.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.instructions import INSTRUCTIONS, ProgramSchedule
+from ds_lgamp.integrations.deepspeed.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.module import Layout, global_names, layer_types, layer_weights, place_layers
 from ds_lgamp.integrations.deepspeed.monitor import StepMonitor, publish
 from ds_lgamp.integrations.deepspeed.optimizer import (
@@ -34,6 +37,7 @@ from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, bui
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
+from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.program import ProgramSpec
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
@@ -62,7 +66,12 @@ class LgampEngine(PipelineEngine):
         self._schedule = lru_cache(maxsize=8)(ProgramSchedule)
         self._schedule(self.program_spec, module.stage_id)
         self._place(module, layout, arguments)
+        self._deferred = DeferredLayers(module, self._prepare_layers) if is_deferred(module) else None
         super().__init__(**arguments)
+        if self._deferred is not None:
+            # Not before: DeepSpeed counts parameters, and those of shards count nothing.
+            self._deferred.register()
+            self._deferred = None
         self._lgamp_initialising = False
         self.executor = self._build_executor()
         self._partition.release_all()
@@ -107,6 +116,20 @@ class LgampEngine(PipelineEngine):
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self.program_spec.loss_rank)
 
+    def _configure_distributed_model(self, model: PipelineModule) -> None:
+        """Layers without memory are left out; :meth:`_prepare_layers` does the same with each when it has some."""
+        with showing(model, children_with_memory(model)):
+            super()._configure_distributed_model(model)
+
+    def _prepare_layers(self) -> None:
+        """Casts, moves and broadcasts what the module shows, as DeepSpeed does with a module."""
+        data_type, buffer_type = self._mixed_precision_dtypes()
+        if data_type is not None:
+            kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
+            self._cast_module_mixed_precision(data_type, buffer_type, False, kept)
+        self.module.to(self.device)
+        self._broadcast_model()
+
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer())
         return ZERO_OPTIMIZATION
@@ -147,15 +170,23 @@ class LgampEngine(PipelineEngine):
                     tied[first[1]].append(entry)
                 else:
                     chunks[layout.chunk_of(int(first[0]))].append(entry)
-        return build_partition(
+        build = partial(
+            build_partition,
             chunks,
-            [TiedParameters(key, entries, self._users(key), self._tie_group(key)) for key, entries in tied.items()],
+            # In the order of all ranks: deferred tied modules are broadcast as they are built.
+            [TiedParameters(key, tied[key], self._users(key), self._tie_group(key)) for key in sorted(tied)],
             self.data_parallel_group,
             self.zero_stage,
             self.lgamp_settings.resident_chunks,
             self.device,
             self.get_data_types()[1],
         )
+        if self._deferred is None:
+            return build()
+        with undisturbed(layer_sources(self.device)):
+            partition = build(materialise=self._deferred.with_values)
+            self._deferred.build_rest()
+        return partition
 
     def _users(self, key: str) -> list[int]:
         """The chunks of this rank that use the tied module ``key``."""
