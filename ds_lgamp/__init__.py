@@ -1,5 +1,7 @@
 """Layered gradient accumulation and modular pipeline parallelism for DeepSpeed and Megatron-core."""
 
+from contextlib import AbstractContextManager
+
 __version__ = "0.1.0"
 
 
@@ -22,3 +24,21 @@ def uninstall() -> None:
     from ds_lgamp.integrations.deepspeed.install import uninstall
 
     uninstall()
+
+
+def deferred_init() -> AbstractContextManager[None]:
+    """Inside this context a ``PipelineModule`` is constructed without memory for the layers its LayerSpecs describe.
+
+    ``deepspeed.initialize`` builds them: on each rank those it keeps, a chunk at a time, which is sharded and freed
+    before the next. At ZeRO stage 3 a model may thus be larger than any rank. With ``seed_layers=True`` the weights
+    equal those of an ordinary construction; otherwise every layer has a seed of its own, counted from a number drawn
+    from torch's generator, and the weights depend neither on the ranks nor on the placement.
+
+    Layers given as modules are kept as they are. Before ``deepspeed.initialize``, parameters can be frozen and put into
+    optimizers, but have no values: writing to them raises ConfigError. Does what :func:`install` does, and raises what
+    it raises.
+    """
+    install()
+    from ds_lgamp.integrations.deepspeed.deferred_init import deferred_init
+
+    return deferred_init()

@@ -1,10 +1,9 @@
 """All flat units of a pipeline rank, driven by the program's GATHER, RELEASE and REDUCE."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -194,21 +193,27 @@ def build_partition(
     gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
     in_rank_order: bool = False,
+    materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
-    make = partial(
-        Unit,
-        data_group=data_group,
-        zero_stage=zero_stage,
-        gradient_dtype=gradient_dtype,
-        in_rank_order=in_rank_order,
-    )
+    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users.
+
+    ``materialise`` is given where parameters have no memory yet: it makes those of one unit, which is built and
+    released before the next.
+    """
+
+    def build(name: str, parameters: Sequence[UnitParameter], **tie: Any) -> Unit:
+        made = parameters if materialise is None else materialise(parameters)
+        unit = Unit(name, made, data_group, zero_stage, gradient_dtype, in_rank_order=in_rank_order, **tie)
+        if materialise is not None:
+            unit.release()
+        return unit
+
     units = {
-        chunk: [make(f"chunk {chunk}", parameters)] if parameters else []
+        chunk: [build(f"chunk {chunk}", parameters)] if parameters else []
         for chunk, parameters in chunk_parameters.items()
     }
     for module in tied:
-        unit = make(f"tied {module.key}", module.parameters, tied=True, tie_group=module.tie_group)
+        unit = build(f"tied {module.key}", module.parameters, tied=True, tie_group=module.tie_group)
         for chunk in module.chunks:
             units[chunk].append(unit)
     return ZeroPartition(units, gradient_buffers, device, trace)

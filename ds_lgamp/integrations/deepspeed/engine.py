@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.utils.logging import logger
@@ -19,7 +20,9 @@ from deepspeed.utils.logging import logger
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place, program_spec
 from ds_lgamp.integrations.deepspeed import checkpoint
 from ds_lgamp.integrations.deepspeed.data import BatchLoader
+from ds_lgamp.integrations.deepspeed.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.instructions import INSTRUCTIONS, ProgramSchedule
+from ds_lgamp.integrations.deepspeed.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.module import (
     Layout,
     global_names,
@@ -77,7 +80,12 @@ class LgampEngine(PipelineEngine):
         self._schedule = lru_cache(maxsize=8)(ProgramSchedule)
         self._schedule(self.program_spec, module.stage_id)
         self._place(module, layout, arguments)
+        self._deferred = DeferredLayers(module, self._prepare_layers) if is_deferred(module) else None
         super().__init__(**arguments)
+        if self._deferred is not None:
+            # Not before: DeepSpeed counts parameters, and those of shards count nothing.
+            self._deferred.register()
+            self._deferred = None
         self._lgamp_initialising = False
         self._random_sources = layer_sources(self.device)
         self.executor = self._build_executor()
@@ -134,6 +142,20 @@ class LgampEngine(PipelineEngine):
         choice = choose_optimizer(name, options, self.device, kernels_of(self.device))
         return choice.kind(model_parameters, **choice.options)
 
+    def _configure_distributed_model(self, model: PipelineModule) -> None:
+        """Layers without memory are left out; :meth:`_prepare_layers` does the same with each when it has some."""
+        with showing(model, children_with_memory(model)):
+            super()._configure_distributed_model(model)
+
+    def _prepare_layers(self) -> None:
+        """Casts, moves and broadcasts what the module shows, as DeepSpeed does with a module."""
+        data_type, buffer_type = self._mixed_precision_dtypes()
+        if data_type is not None:
+            kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
+            self._cast_module_mixed_precision(data_type, buffer_type, False, kept)
+        self.module.to(self.device)
+        self._broadcast_model()
+
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), self.device)
         return ZERO_OPTIMIZATION
@@ -175,9 +197,11 @@ class LgampEngine(PipelineEngine):
                     tied[first[1]].append(entry)
                 else:
                     chunks[layout.chunk_of(int(first[0]))].append(entry)
-        return build_partition(
+        build = partial(
+            build_partition,
             chunks,
-            [TiedParameters(key, entries, self._users(key), self._tie_group(key)) for key, entries in tied.items()],
+            # In the order of all ranks: deferred tied modules are broadcast as they are built.
+            [TiedParameters(key, tied[key], self._users(key), self._tie_group(key)) for key in sorted(tied)],
             self.data_parallel_group,
             self.zero_stage,
             self.lgamp_settings.resident_chunks,
@@ -185,6 +209,12 @@ class LgampEngine(PipelineEngine):
             self.get_data_types()[1],
             in_rank_order=self.lgamp_settings.reproducible,
         )
+        if self._deferred is None:
+            return build()
+        with undisturbed(layer_sources(self.device)):
+            partition = build(materialise=self._deferred.with_values)
+            self._deferred.build_rest()
+        return partition
 
     def _users(self, key: str) -> list[int]:
         """The chunks of this rank that use the tied module ``key``."""

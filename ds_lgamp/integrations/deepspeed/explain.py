@@ -23,6 +23,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec, read_block
+from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory
 from ds_lgamp.integrations.deepspeed.engine import layout_of
 from ds_lgamp.integrations.deepspeed.install import install, partition_method_of, standing_in
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
@@ -255,7 +256,7 @@ class _Model:
 
 
 def _layer_of(module: PipelineModule, layer: int) -> Any:
-    """The layer as built on this rank, or built from its specification without storage; where that fails, with."""
+    """The layer as built on this rank, or built from its specification without storage."""
     spec = module._layer_specs[layer]
     if isinstance(spec, TiedLayerSpec) and spec.key in module.tied_modules:
         return module.tied_modules[spec.key]
@@ -263,12 +264,7 @@ def _layer_of(module: PipelineModule, layer: int) -> Any:
         return module._modules[str(layer)]
     if not isinstance(spec, LayerSpec):
         return spec
-    try:
-        with torch.device("meta"):
-            return spec.build()
-    except Exception:
-        # Any layer may do in its constructor what only tensors with data can.
-        return spec.build()
+    return build_without_memory(spec)
 
 
 def _layer_size(layer: Any) -> _LayerSize:

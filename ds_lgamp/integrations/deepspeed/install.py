@@ -12,6 +12,7 @@ from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.check_keys import check_batch_sizes, check_keys
+from ds_lgamp.integrations.deepspeed.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.refusals import refuse_differing_ranks, sentence_of
 
@@ -88,6 +89,11 @@ def pipeline_engine(stock: type, *positional: Any, **arguments: Any) -> Pipeline
     get_accelerator().set_device(module.local_rank)
     refuse_differing_ranks(config)
     settings = read_block(config)
+    if settings is None and is_deferred(module):
+        raise ConfigError(
+            "the PipelineModule was built inside ds_lgamp.deferred_init(), but the configuration has no enabled "
+            f"{BLOCK} block; add one, or build the module outside"
+        )
     if settings is None:
         log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
         return stock(*positional, **arguments)

@@ -4,7 +4,7 @@ Layers are moved with their values, never initialised anew: users load weights b
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory, is_deferred
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
@@ -107,15 +108,16 @@ def layer_weights(module: PipelineModule, method: str) -> list[float]:
 def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of the built layers under names that are the same in every layout: layer index or tied
     key, and name inside the layer."""
-    for prefix, layer in _built_layers(module).items():
-        for name, tensor in _tensors_of(layer):
+    for prefix, layer in built_layers(module).items():
+        for name, tensor in tensors_of(layer):
             yield f"{prefix}.{name}", tensor
 
 
 def place_layers(module: PipelineModule, layout: Layout) -> None:
     """Moves every built layer to the pipeline rank of its chunk and makes ``module`` a :class:`PlacedModule`.
 
-    Collective over all ranks. ``module`` stays the same object; no random numbers are consumed.
+    Collective over all ranks. ``module`` stays the same object; no random numbers are consumed. Deferred layers stay
+    without memory.
     """
     previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
     infos = announced_tensors(module)
@@ -130,9 +132,33 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     module.layout = layout
     _register(module, built)
     module.tied_comms = module._index_tied_modules()
-    for tied in module.tied_comms.values():
-        for _, tensor in _tensors_of(tied["module"]):
+    if not is_deferred(module):
+        for key in module.tied_comms:
+            share_tied_values(module, key, module.tied_modules[key])
+
+
+def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> None:
+    """Gives ``layer``, the tied module ``key``, the values it has on the first pipeline rank that uses it. Collective
+    over those ranks."""
+    if key in module.tied_comms:
+        tied = module.tied_comms[key]
+        for _, tensor in tensors_of(layer):
             dist.broadcast(tensor.data, src=min(tied["ranks"]), group=tied["group"])
+
+
+def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> None:
+    """Puts ``layers``, by the prefix of their global names, in the place of this rank's layers of those names."""
+    built = {}
+    for chunk, functions in module.chunk_functions.items():
+        for layer, function in zip(module.layout.layers(chunk), functions):
+            spec = module._layer_specs[layer]
+            new = layers.get(prefix_of(layer, spec))
+            built[layer] = function if new is None else _function(spec, new)
+            if new is not None and isinstance(spec, TiedLayerSpec):
+                module.tied_modules[spec.key] = new
+    for key, tied in module.tied_comms.items():
+        tied["module"] = module.tied_modules[key]
+    _register(module, built)
 
 
 def _obtain(
@@ -146,17 +172,20 @@ def _obtain(
     """The layer's function on pipeline rank ``target``, None elsewhere; its tensors travel from ``source``."""
     spec = module._layer_specs[layer]
     rank = module.stage_id
-    prefix = _prefix(layer, spec)
-    built = _built_layers(module).get(prefix)
-    if rank == source and rank != target and built is not None:
-        for _, tensor in _tensors_of(built):
+    prefix = prefix_of(layer, spec)
+    built = built_layers(module).get(prefix)
+    deferred = is_deferred(module) and isinstance(spec, LayerSpec)
+    if rank == source and rank != target and built is not None and not deferred:
+        for _, tensor in tensors_of(built):
             dist.send(tensor.detach().contiguous(), module._grid.stage_to_global(target))
     if rank != target:
         return None
     if source != target:
-        received = _build(spec)
+        received = build_without_memory(spec) if deferred else _build(spec)
         if received is not None:
-            arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos, device)
+            if not deferred:
+                received.to(device)
+            arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos)
             # A tied module this rank has already is the same one; what arrived is a copy of it.
             built = built if built is not None else arrived
     if isinstance(spec, TiedLayerSpec):
@@ -164,25 +193,29 @@ def _obtain(
             module.tied_modules[spec.key] = built
             module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
         built = module.tied_modules[spec.key]
-        return built if spec.forward_fn is None else partial(spec.forward_fn, built)
-    return spec if built is None else built
+    return spec if built is None else _function(spec, built)
 
 
-def _receive(
-    layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo], device: torch.device
-) -> nn.Module:
-    layer.to(device)
+def _function(spec: Any, layer: nn.Module) -> Callable:
+    """What is called in the place of ``spec``, once its ``layer`` is built."""
+    applies = isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
+    return partial(spec.forward_fn, layer) if applies else layer
+
+
+def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]) -> nn.Module:
+    """Gives ``layer`` the tensors that arrive from ``source``; without memory, only whether they are trained."""
     expected = [name for name in infos if name.startswith(f"{prefix}.")]
-    names = [f"{prefix}.{name}" for name, _ in _tensors_of(layer)]
+    names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
     if sorted(names) != sorted(expected):
         raise ConfigError(
             f"layer {prefix} has other parameters or buffers than its specification builds "
             f"({', '.join(sorted(set(names) ^ set(expected)))}); change layers after deepspeed.initialize"
         )
-    for name, tensor in _tensors_of(layer):
+    for name, tensor in tensors_of(layer):
         info = infos[f"{prefix}.{name}"]
-        tensor.data = torch.empty(info.shape, dtype=info.dtype, device=device)
-        dist.recv(tensor.data, source)
+        if tensor.device.type != "meta":
+            tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
+            dist.recv(tensor.data, source)
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(info.requires_grad)
     return layer
@@ -252,7 +285,7 @@ def _build(spec: Any) -> nn.Module | None:
     return spec if isinstance(spec, nn.Module) else None
 
 
-def _built_layers(module: PipelineModule) -> dict[str, nn.Module]:
+def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
     """The layers with state that this rank holds, by prefix of their global names."""
     layers = {f"tied_modules.{key}": layer for key, layer in module.tied_modules.items()}
     for layer in range(module._num_layers):
@@ -261,11 +294,11 @@ def _built_layers(module: PipelineModule) -> dict[str, nn.Module]:
     return layers
 
 
-def _prefix(layer: int, spec: Any) -> str:
+def prefix_of(layer: int, spec: Any) -> str:
     return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
 
-def _tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 

@@ -10,6 +10,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from pydantic import ValidationError
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.materialise import changed_layer
 from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
 from ds_lgamp.integrations.deepspeed.optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.optimizer_choice import (
@@ -170,4 +171,10 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
+    changed = changed_layer(module)
+    if changed is not None:
+        return (
+            f"layer {changed} was built inside ds_lgamp.deferred_init() and changed since, but is built anew from its "
+            "LayerSpec; change it after deepspeed.initialize, or build the PipelineModule outside"
+        )
     return None
