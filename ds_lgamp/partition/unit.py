@@ -83,8 +83,8 @@ class Unit:
         self.tie_group = tie_group
         self.in_rank_order = in_rank_order
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
-        self.holders: set[int] = set()
-        """Chunks that need the full parameters now."""
+        self.holders: set[int | str] = set()
+        """Chunks, by number, and parameters of its own, by name, for which the full parameters are held now."""
         self.users = 0
         """Chunks of this rank that use the unit."""
         self._users_done = 0
@@ -94,6 +94,8 @@ class Unit:
         self._prepare_accumulation()
         self.segments = self._build_segments()
         self.shard_gradient: torch.Tensor | None = None
+        self.gradient_is_final = False
+        """Whether ``shard_gradient`` is what the optimizer steps with."""
         self.accumulating = False
         self.stale = False
         """Stages 1 and 2: other ranks have updated their parts, this rank has not gathered them."""
@@ -210,8 +212,9 @@ class Unit:
         self.flat.untyped_storage().resize_(0)
 
     def adopt(self) -> None:
-        """Takes shard and master weights from the full parameters."""
-        if self.frees_weights:
+        """Takes shard and master weights from the full parameters; where those are released, master weights from the
+        shard."""
+        if self.frees_weights and self.resident:
             self.shard.copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()])
         if self.master is not self.shard:
             self.master.copy_(self.shard)
@@ -278,6 +281,7 @@ class Unit:
             sum_in_rank_order(gradient, self.tie_group)
         for segment in self.segments:
             segment.shard.grad = gradient[segment.start : segment.end]
+        self.gradient_is_final = True
 
     def finish_update(self) -> None:
         """The optimizer has changed the master weights: the shard follows, gradients are done with, and what other
@@ -288,3 +292,4 @@ class Unit:
         for segment in self.segments:
             segment.shard.grad = None
         self.shard_gradient = None
+        self.gradient_is_final = False

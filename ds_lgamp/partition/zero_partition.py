@@ -81,8 +81,8 @@ class ZeroPartition:
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Inside :meth:`full_parameters`: somebody changed the parameters, alike on all data-parallel ranks; shards and
-        master weights follow."""
+        """Somebody changed the parameters, inside :meth:`full_parameters` or where they are not released, alike on all
+        data-parallel ranks; shards and master weights follow."""
         for unit in self.units:
             unit.adopt()
 

@@ -42,6 +42,7 @@ from ds_lgamp.integrations.deepspeed.optimizer_choice import check_elementwise, 
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered, switch_on
+from ds_lgamp.integrations.deepspeed.tensor_access import TensorAccess
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -169,6 +170,7 @@ class LgampEngine(PipelineEngine):
         self._partition = self._build_partition(groups)
         self.module.full_parameters = self._partition.full_parameters
         self.module.adopt_parameters = self._partition.adopt_parameters
+        self._tensor_access = TensorAccess(self._partition, optimizer)
         return PartitionedOptimizer(
             optimizer,
             self._partition,
@@ -282,6 +284,7 @@ class LgampEngine(PipelineEngine):
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As PipelineEngine's. Where the data end, raises StopIteration on all ranks at the same step; the engine goes
         on with other data."""
+        self._tensor_access.refuse_inside_block("train_batch")
         if self._step_monitor is not None:
             self._loader.tokens = 0
             self._step_monitor.begin()

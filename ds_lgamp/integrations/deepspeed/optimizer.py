@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed import checkpoint
 from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline, raise_everywhere
 from ds_lgamp.partition.exact_norm import exact_norm
 from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
@@ -75,6 +77,64 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the partition drops gradients when the step is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of this rank's master weights and optimizer state, for :meth:`load_state_dict` on the same rank of a
+        run with the same layout. For all that a run needs to go on there is save_checkpoint."""
+        return {
+            "data_rank": self._data_rank,
+            "partition": checkpoint.partition_state(self.partition),
+            "optimizer": deepcopy(self.optimizer.state_dict()),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a :meth:`state_dict`. All ranks call it together; raises CheckpointError on all, and changes
+        nothing, if one's does not fit."""
+        raise_everywhere(self._complaint_about_state(state_dict), checkpoint.CheckpointError)
+        checkpoint.load_partition_state(self.partition, state_dict["partition"])
+        # Copied: torch would go on working in the tensors it is given.
+        self.optimizer.load_state_dict(deepcopy(state_dict["optimizer"]))
+
+    def refresh_fp32_params(self) -> None:
+        """Takes the master weights from the weights, after user code changed those alike on all data-parallel ranks."""
+        self.partition.adopt_parameters()
+
+    def _complaint_about_state(self, state: Any) -> str | None:
+        """Why ``state`` is no state of this rank; None if it is one."""
+        if not isinstance(state, dict) or set(state) != {"data_rank", "partition", "optimizer"}:
+            return "the state is none of engine.optimizer.state_dict(); pass what that returned on the same rank"
+        rank, ranks = self._data_rank
+        if tuple(state["data_rank"]) != (rank, ranks):
+            written_rank, written_ranks = state["data_rank"]
+            return (
+                f"the state of engine.optimizer is that of data-parallel rank {written_rank} of {written_ranks}, this "
+                f"is rank {rank} of {ranks}; load it where it was taken, or use save_checkpoint and load_checkpoint"
+            )
+        sizes, written_sizes = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state["optimizer"]["param_groups"])
+        )
+        if sizes != written_sizes:
+            return (
+                f"the state of engine.optimizer has parameter groups of {written_sizes} shards, this optimizer of "
+                f"{sizes}; build model, groups and ds_config.json as they were"
+            )
+        try:
+            checkpoint.check_partition_state(self.partition, state["partition"])
+        except checkpoint.CheckpointError as error:
+            return str(error)
+        for unit in self.partition.units:
+            saved = state["partition"][unit.name]
+            if (saved["master"].shape, "weights" in saved) != (unit.master.shape, unit.master is not unit.shard):
+                return (
+                    f"the state of engine.optimizer holds {unit.name} as another zero_optimization.stage or data type "
+                    "does; load it under the ds_config.json it was taken under"
+                )
+        return None
+
+    @property
+    def _data_rank(self) -> tuple[int, int]:
+        return self.dp_process_group.rank(), self.dp_process_group.size()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError: the optimizer updates shards, a new group would hold parameters it never sees change."""

@@ -80,6 +80,18 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.utils": ("set_random_seed",),
     "deepspeed.runtime.tensor_parallel.init_utils": ("load_ds_config",),
+    "deepspeed.runtime.zero.partition_parameters": ("GatheredParameters", "ZeroParamStatus"),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
+        "get_fp32_grad_for_param",
+        "get_full_hp_param",
+        "get_local_fp32_grad_for_param",
+        "get_local_fp32_param",
+        "set_fp32_grad_for_param",
+        "set_full_hp_param",
+        "set_local_grad_for_param",
+        "set_local_hp_param",
+        "update_fp32_grad_for_param_vectorized",
+    ),
     "deepspeed.utils.logging": ("log_dist", "logger"),
 }
 """By module or class, what must exist in it."""
@@ -133,6 +145,12 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "world_group",
     ),
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("pipe_groups",),
+    "deepspeed.runtime.zero.partition_parameters.GatheredParameters": (
+        "all_gather",
+        "ds_id",
+        "ds_process_group",
+        "partition",
+    ),
 }
 """By class, what its methods must set or use on their instances."""
 

@@ -1,0 +1,238 @@
+"""What ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` and ``deepspeed.zero.GatheredParameters`` find on a parameter.
+
+These functions ask the parameter itself, as a ZeRO-3 parameter of stock DeepSpeed answers: ``ds_id`` marks it,
+``_z3_optimizer`` reads and writes its parts, ``all_gather`` and ``partition`` complete and release it. So they work
+whenever and from wherever they were imported.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.partition.parts import Part, parts_of
+from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+_ids = count()
+"""Of parameters, the same on all data-parallel ranks: they build the same engines in the same order."""
+
+
+class CurrentStatus:
+    """``ds_status`` of the parameters of a unit: compares equal to the ZeroParamStatus they have at that moment."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __eq__(self, other: object) -> bool:
+        return self.now is getattr(other, "now", other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+    @property
+    def now(self) -> ZeroParamStatus:
+        """AVAILABLE only where every element is there and current: not at stages 1 and 2 between a step and the next
+        gather either."""
+        if self._unit.gathering is not None:
+            return ZeroParamStatus.INFLIGHT
+        complete = self._unit.resident and not self._unit.stale
+        return ZeroParamStatus.AVAILABLE if complete else ZeroParamStatus.NOT_AVAILABLE
+
+
+class TensorAccess:
+    """Reads and writes single parameters, their gradients and optimizer state in full or in this rank's part, at every
+    ZeRO stage.
+
+    What is read is a copy in fp32. All data-parallel ranks call the functions for whole tensors together, with the same
+    values. A parameter that no optimizer owns is None to read and refused to write, with a ConfigError; so is whatever
+    does not exist at that moment.
+
+    Args:
+        partition: whose parameters get the attributes.
+        optimizer: whose state belongs to the partition's segments.
+    """
+
+    def __init__(self, partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parts: dict[torch.Tensor, Part] = {}
+        self._in_blocks: set[str] = set()
+        for unit in partition.units:
+            for part in parts_of(unit):
+                self._parts[part.parameter] = part
+                self._mark(part)
+
+    def _mark(self, part: Part) -> None:
+        attributes = {
+            "ds_id": next(_ids),
+            "ds_shape": part.shape,
+            "ds_numel": part.shape.numel(),
+            "ds_status": CurrentStatus(part.unit),
+            "ds_process_group": part.unit.data_group,
+            "all_gather": partial(_all_gather, part.parameter),
+            "partition": partial(_partition, part.parameter),
+            "_z3_optimizer": self,
+        }
+        for name, value in attributes.items():
+            setattr(part.parameter, name, value)
+
+    # Weights and optimizer state, as safe_get_full_fp32_param and its kin call them
+
+    def get_full_hp_param(
+        self, parameter: torch.nn.Parameter, optim_state_key: str | None = None
+    ) -> torch.Tensor | None:
+        part = self._parts[parameter]
+        return None if part.group is None else part.gather(self._values(part, optim_state_key, together=True).float())
+
+    def set_full_hp_param(
+        self, value: torch.Tensor, parameter: torch.nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        part = self._writable(parameter, value, parameter.ds_numel)
+        if optim_state_key is None:
+            part.write_weights(part.of(value), value)
+        else:
+            self._values(part, optim_state_key, together=True).copy_(part.of(value))
+
+    def get_local_fp32_param(
+        self, parameter: torch.nn.Parameter, optim_state_key: str | None = None
+    ) -> torch.Tensor | None:
+        part = self._local(parameter)
+        return None if part.group is None else self._values(part, optim_state_key, together=False).float().clone()
+
+    def set_local_hp_param(
+        self, value: torch.Tensor, parameter: torch.nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        part = self._writable(parameter, value, self._local(parameter).numel)
+        if optim_state_key is None:
+            part.write_weights(value.reshape(-1))
+        else:
+            self._values(part, optim_state_key, together=False).copy_(value.reshape(-1))
+
+    # Gradients
+
+    def get_fp32_grad_for_param(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        part = self._parts[parameter]
+        return None if part.group is None else part.gather(self._gradient(part).float())
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+        part = self._writable(parameter, value, parameter.ds_numel)
+        self._gradient(part).copy_(part.of(value))
+
+    def get_local_fp32_grad_for_param(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        part = self._local(parameter)
+        return None if part.group is None else self._gradient(part).float().clone()
+
+    def set_local_grad_for_param(self, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+        part = self._writable(parameter, value, self._local(parameter).numel)
+        self._gradient(part).copy_(value.reshape(-1))
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor], parameters: Sequence[Any]
+    ) -> None:
+        for parameter in parameters:
+            gradient = self.get_fp32_grad_for_param(parameter)
+            if gradient is not None:
+                self.set_fp32_grad_for_param(update(gradient, parameter), parameter)
+
+    # GatheredParameters
+
+    def gather(self, parameter: torch.nn.Parameter) -> Unit:
+        """Starts the gather of the parameter's unit and holds it until :meth:`release`."""
+        unit = self._parts[parameter].unit
+        self._in_blocks.add(self._parts[parameter].name)
+        unit.holders.add(self._parts[parameter].name)
+        unit.start_gather()
+        return unit
+
+    def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
+        """``changed`` says that the parameter's values, the same on all data-parallel ranks, are to be kept."""
+        part = self._parts[parameter]
+        if changed:
+            part.adopt_weights()
+        self._in_blocks.discard(part.name)
+        part.unit.holders.discard(part.name)
+        if not part.unit.holders:
+            part.unit.release()
+
+    def refuse_inside_block(self, call: str) -> None:
+        """Raises ConfigError inside GatheredParameters, whose end would undo what ``call`` does to the weights."""
+        if self._in_blocks:
+            raise ConfigError(f"{call} is called inside a block of deepspeed.zero.GatheredParameters; leave it first")
+
+    # What all of these share
+
+    def _values(self, part: Part, key: str | None, together: bool) -> torch.Tensor:
+        """This rank's part of the master weights or of the optimizer state ``key``, not copied. ``together``: all
+        data-parallel ranks ask and are refused together; one without elements cannot tell by itself."""
+        segment = part.segment
+        if key is None:
+            return part.unit.master[part.in_shard]
+        state = None if segment is None else self._optimizer.state.get(segment.shard, {}).get(key)
+        absent = segment is not None and (not isinstance(state, torch.Tensor) or state.shape != segment.shard.shape)
+        if together and part.unit.partitioned:
+            flag = torch.tensor(int(absent), device=part.unit.flat.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=part.unit.data_group)
+            absent = bool(flag)
+        if absent:
+            raise ConfigError(
+                f"the optimizer has no state '{key}' for every element of {part.name}; use a name it has in "
+                "engine.optimizer.state after its first step"
+            )
+        if segment is None or state is None:
+            return part.unit.master[part.in_shard]
+        return state[part.in_shard.start - segment.start : part.in_shard.stop - segment.start]
+
+    def _gradient(self, part: Part) -> torch.Tensor:
+        if part.unit.shard_gradient is None or not part.unit.gradient_is_final:
+            raise ConfigError(
+                f"the gradient of {part.name} exists only while the optimizer steps; call this in a function put in "
+                "the place of engine.optimizer.step, before the step it wraps, or in a hook of the optimizer's"
+            )
+        return part.unit.shard_gradient[part.in_shard]
+
+    def _local(self, parameter: torch.nn.Parameter) -> Part:
+        part = self._parts[parameter]
+        if part.unit.zero_stage < 3:
+            raise ConfigError(
+                f"zero_optimization.stage is {part.unit.zero_stage}, but safe_get_local_* and safe_set_local_* are for "
+                "stage 3; use safe_get_full_* and safe_set_full_*"
+            )
+        return part
+
+    def _writable(self, parameter: torch.nn.Parameter, value: torch.Tensor, numel: int) -> Part:
+        part = self._parts[parameter]
+        if part.group is None:
+            raise ConfigError(
+                f"no optimizer owns {part.name}; write to it in deepspeed.zero.GatheredParameters with a modifier_rank"
+            )
+        if value.numel() != numel:
+            raise ConfigError(f"the value has {value.numel()} elements, but {part.name} takes {numel} here")
+        return part
+
+
+def _all_gather(
+    parameter: torch.nn.Parameter, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
+) -> None:
+    """Completes the parameters, of any engines. All data-parallel ranks call it together."""
+    for unit in [each._z3_optimizer.gather(each) for each in param_list or [parameter]]:
+        unit.finish_gather()
+
+
+def _partition(
+    parameter: torch.nn.Parameter,
+    param_list: Sequence[Any] | None = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
+    """Releases the parameters, after taking their values into the shards if they ``has_been_updated``."""
+    for each in param_list or [parameter]:
+        each._z3_optimizer.release(each, has_been_updated)

@@ -1,0 +1,98 @@
+"""One parameter of a flat unit: which of its elements this rank holds, and all of them together."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from ds_lgamp.partition.collectives import start_all_reduce
+from ds_lgamp.partition.unit import Segment, Unit
+
+
+class Part(NamedTuple):
+    """The part of a parameter that this rank's shard holds, in any tensor laid out like the shard: weights, master
+    weights, gradient, optimizer state. It may be empty."""
+
+    unit: Unit
+    name: str
+    parameter: Parameter
+    shape: torch.Size
+    group: int | None
+    """The optimizer's parameter group; None if the optimizer does not own the parameter."""
+    in_flat: slice
+    """Where the whole parameter lies in the unit's flat storage."""
+    in_shard: slice
+    """Where the part lies in the shard."""
+    in_parameter: slice
+    """Which elements of the flattened parameter the part is."""
+
+    @property
+    def numel(self) -> int:
+        """Of the part."""
+        return self.in_shard.stop - self.in_shard.start
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment around the part; None if the part is empty or the optimizer does not own it."""
+        if not self.numel:
+            return None
+        return next((segment for segment in self.unit.segments if segment.group == self.group), None)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from the ``part`` [numel] of every rank, a copy. All data-parallel ranks call it together.
+
+        A sum with zeros: parts differ in length, and all but one are empty for most parameters.
+        """
+        if not self.unit.partitioned:
+            return part.clone().view(self.shape)
+        whole = part.new_zeros(self.shape.numel(), device=self.unit.flat.device)
+        whole[self.in_parameter] = part
+        return start_all_reduce(whole, self.unit.data_group)().view(self.shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the parameter's shape."""
+        return whole.reshape(-1)[self.in_parameter]
+
+    @torch.no_grad()
+    def write_weights(self, part: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+        """Sets this rank's part of the master weights, and the weights with them. ``whole`` is the whole parameter,
+        where known. All data-parallel ranks call it together; at stages 1 and 2 the next gather brings the others'
+        parts."""
+        unit = self.unit
+        unit.master[self.in_shard] = part
+        unit.shard[self.in_shard] = unit.master[self.in_shard]
+        if unit.resident:
+            flat = unit.flat[self.in_flat]
+            if whole is None:
+                flat[self.in_parameter] = unit.shard[self.in_shard]
+            else:
+                flat.copy_(whole.reshape(-1))
+        unit.stale = unit.stale or (unit.partitioned and not unit.frees_weights)
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Takes this rank's part of the shard and of the master weights from the full parameter, which has been
+        gathered and may have been changed since. Master weights whose weight has not changed keep their bits."""
+        unit = self.unit
+        weights, master = unit.flat[self.in_flat][self.in_parameter], unit.master[self.in_shard]
+        unit.shard[self.in_shard] = weights
+        master.copy_(torch.where(weights != master.to(weights.dtype), weights.to(master.dtype), master))
+
+
+def parts_of(unit: Unit) -> Iterator[Part]:
+    """The parameters of ``unit``, in the order of its storage."""
+    shard_end = unit.shard_start + unit.shard.numel()
+    start = 0
+    for entry, (_, shape, _) in zip(unit.parameters, unit.contents()):
+        end = start + torch.Size(shape).numel()
+        first = min(max(start, unit.shard_start), end)
+        last = max(min(end, shard_end), first)
+        in_shard = slice(first - unit.shard_start, last - unit.shard_start)
+        if first == last:
+            in_shard = slice(0, 0)
+        in_parameter = slice(first - start, last - start)
+        yield Part(
+            unit, entry.name, entry.parameter, torch.Size(shape), entry.group, slice(start, end), in_shard, in_parameter
+        )
+        start = end

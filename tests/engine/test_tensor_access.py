@@ -1,0 +1,515 @@
+"""Parameters, gradients and optimizer state read and written by DeepSpeed's functions while training: what they give is
+what one process without parallelism has, and training goes on from what was written, at every stage."""
+
+from itertools import product
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineError
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.checkpoint import CheckpointError
+from tests.engine.models import (
+    MICRO_BATCHES,
+    Training,
+    build_layers,
+    decay_groups,
+    loss_of,
+    pipeline_module,
+    scaled_weights,
+)
+from tests.engine.running import batches, prepare_rank, quiet
+from tests.ranks import run_on_ranks
+
+TRAINING = Training(blocks=6, tied=True, momentum=0.9, clipping=0.5)
+FP32, BF16 = {}, {"bf16": {"enabled": True}}
+MOMENTUM = "momentum_buffer"
+
+
+def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping):
+    ds_lgamp.install()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": clipping,
+        "zero_optimization": {"stage": stage},
+        "ds_lgamp": {},
+        **precision,
+    }
+    with quiet():
+        module = pipeline_module(TRAINING, pipeline_ranks)
+        scaled_weights(module.named_parameters())
+        groups = decay_groups(module.parameters(), TRAINING.decay)
+        optimizer = torch.optim.SGD(groups, lr=TRAINING.learning_rate, momentum=TRAINING.momentum)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def named(engine):
+    return dict(engine.module.named_parameters())
+
+
+def read(get, engine, *arguments):
+    return {name: get(parameter, *arguments).clone() for name, parameter in named(engine).items()}
+
+
+def before_step(engine, function):
+    """Calls ``function`` when the next step's gradients are final."""
+    step = engine.optimizer.step
+
+    def wrapped():
+        engine.optimizer.step = step
+        function()
+        step()
+
+    engine.optimizer.step = wrapped
+
+
+# One training with every kind of intervention, on one process and on an engine.
+
+
+def changed_gradient(gradient):
+    return -gradient if gradient.dim() > 1 else 3 * gradient
+
+
+def changed_weights(weights):
+    return 0.9 * weights + 0.01
+
+
+def changed_momentum(momentum):
+    return 0.5 * momentum
+
+
+def change_in_place(weights):
+    weights.mul_(1.1)
+
+
+def intervene_on_one_process(data_ranks):
+    layers, parameters = build_layers(TRAINING)
+    groups = decay_groups(parameters.values(), TRAINING.decay)
+    optimizer = torch.optim.SGD(groups, lr=TRAINING.learning_rate, momentum=TRAINING.momentum)
+    count = MICRO_BATCHES * data_ranks
+    record = {"losses": []}
+
+    def copies(tensors):
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def train(step):
+        losses = [loss_of(layers, step, index) / count for index in range(count)]
+        for loss in losses:
+            loss.backward()
+        record["losses"].append(sum(loss.item() for loss in losses))
+        if step == 1:
+            record["gradients"] = copies({name: parameter.grad for name, parameter in parameters.items()})
+            for parameter in parameters.values():
+                parameter.grad = changed_gradient(parameter.grad)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), TRAINING.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(0)
+    train(1)
+    record["weights"] = copies(parameters)
+    record["momentum"] = copies({name: optimizer.state[each][MOMENTUM] for name, each in parameters.items()})
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.copy_(changed_weights(parameter))
+            optimizer.state[parameter][MOMENTUM] = changed_momentum(optimizer.state[parameter][MOMENTUM])
+    train(2)
+    record["inside"] = copies(parameters)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            change_in_place(parameter)
+    record["after"] = copies(parameters)
+    train(3)
+    record["end"] = copies(parameters)
+    return record
+
+
+def intervene(pipeline_ranks, stage):
+    engine = engine_of(pipeline_ranks, stage)
+    parameters = list(engine.module.parameters())
+    record = {"losses": []}
+
+    def train(step):
+        record["losses"].append(engine.train_batch(batches(step, engine)).item())
+
+    def change_gradients():
+        record["gradients"] = read(safe_get_full_grad, engine)
+        matrices = [parameter for parameter in parameters if len(parameter.ds_shape) > 1]
+        safe_update_full_grad_vectorized(matrices, lambda gradient, _: changed_gradient(gradient))
+        for parameter in parameters:
+            if len(parameter.ds_shape) == 1:
+                safe_set_full_grad(parameter, changed_gradient(safe_get_full_grad(parameter)))
+
+    train(0)
+    before_step(engine, change_gradients)
+    train(1)
+    record["weights"] = read(safe_get_full_fp32_param, engine)
+    record["momentum"] = read(safe_get_full_optimizer_state, engine, MOMENTUM)
+    for name, parameter in named(engine).items():
+        safe_set_full_fp32_param(parameter, changed_weights(record["weights"][name]))
+        safe_set_full_optimizer_state(parameter, changed_momentum(record["momentum"][name]), MOMENTUM)
+    train(2)
+    modifier = engine.dp_world_size - 1
+    with deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=modifier):
+        record["inside"] = {name: parameter.detach().clone() for name, parameter in named(engine).items()}
+        if engine.grid.data_parallel_id == modifier:
+            with torch.no_grad():
+                for parameter in parameters:
+                    change_in_place(parameter)
+    with deepspeed.zero.GatheredParameters(parameters):
+        record["after"] = {name: parameter.detach().clone() for name, parameter in named(engine).items()}
+    train(3)
+    record["end"] = read(safe_get_full_fp32_param, engine)
+    return record
+
+
+# The same in bf16: master weights and weights, to the bit.
+
+
+def half_precision(pipeline_ranks, stage):
+    """What must be equal tensors, by what it shows."""
+    engine = engine_of(pipeline_ranks, stage, BF16, clipping=0)
+    parameters = named(engine)
+    for step in range(2):
+        engine.train_batch(batches(step, engine))
+    generator = torch.Generator().manual_seed(0)
+    written = {name: torch.randn(each.ds_shape, generator=generator) for name, each in parameters.items()}
+    momentum = {name: torch.randn(each.ds_shape, generator=generator) for name, each in parameters.items()}
+    for name, parameter in parameters.items():
+        safe_set_full_fp32_param(parameter, written[name])
+        safe_set_full_optimizer_state(parameter, momentum[name], MOMENTUM)
+    pairs = {"master weights read": (read(safe_get_full_fp32_param, engine), written)}
+    with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=0):
+        working = {name: each.detach().clone() for name, each in parameters.items()}
+    pairs["weights read"] = working, {name: value.bfloat16() for name, value in written.items()}
+    pairs["state read"] = read(safe_get_full_optimizer_state, engine, MOMENTUM), momentum
+    pairs["master weights after a block that changed nothing"] = read(safe_get_full_fp32_param, engine), written
+    gradients = {}
+    before_step(engine, lambda: gradients.update(read(safe_get_full_grad, engine)))
+    engine.train_batch(batches(2, engine))
+    expected = {
+        name: written[name] - TRAINING.learning_rate * (TRAINING.momentum * momentum[name] + gradients[name])
+        for name in parameters
+    }
+    stepped = read(safe_get_full_fp32_param, engine)
+    pairs["the next step"] = stepped, expected
+    with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=0), torch.no_grad():
+        if engine.grid.data_parallel_id == 0:
+            for parameter in parameters.values():
+                parameter.view(-1)[0] = 2.0
+    one_changed = {name: value.clone() for name, value in stepped.items()}
+    for value in one_changed.values():
+        value.view(-1)[0] = 2.0
+    pairs["one element changed in a block"] = read(safe_get_full_fp32_param, engine), one_changed
+    with deepspeed.zero.GatheredParameters(parameters.values()), torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(0.75)
+        engine.optimizer.refresh_fp32_params()
+    refreshed = {name: torch.full_like(value, 0.75) for name, value in written.items()}
+    pairs["master weights refreshed"] = read(safe_get_full_fp32_param, engine), refreshed
+    return pairs
+
+
+def this_ranks_part(stage):
+    """Functions for parts, joined over the data-parallel ranks, beside those for whole tensors."""
+    engine = engine_of(2, stage)
+    engine.train_batch(batches(0, engine))
+    if stage < 3:
+        return refusal(lambda: read(safe_get_local_fp32_param, engine))
+    pairs = {}
+
+    def joined(parts):
+        return {name: torch.cat(over_data_ranks(engine, part)) for name, part in parts.items()}
+
+    def flat(tensors):
+        return {name: tensor.flatten() for name, tensor in tensors.items()}
+
+    def doubled(what, get, put, whole, *key):
+        before = read(whole, engine, *key)
+        pairs[f"{what} read"] = joined(read(get, engine, *key)), flat(before)
+        for parameter in engine.module.parameters():
+            put(parameter, 2 * get(parameter, *key), *key)
+        pairs[f"{what} written"] = read(whole, engine, *key), {name: 2 * value for name, value in before.items()}
+
+    doubled("weights", safe_get_local_fp32_param, safe_set_local_fp32_param, safe_get_full_fp32_param)
+    doubled(
+        "state",
+        safe_get_local_optimizer_state,
+        safe_set_local_optimizer_state,
+        safe_get_full_optimizer_state,
+        MOMENTUM,
+    )
+    before_step(engine, lambda: doubled("gradient", safe_get_local_grad, safe_set_local_grad, safe_get_full_grad))
+    engine.train_batch(batches(1, engine))
+    return pairs
+
+
+def over_data_ranks(engine, tensor):
+    everyone = [None] * engine.dp_world_size
+    dist.all_gather_object(everyone, tensor, group=engine.data_parallel_group)
+    return everyone
+
+
+# What user code sees of parameters outside a step.
+
+
+def seen(stage):
+    """Per parameter: shape, whether it has elements, and status, after a step, inside a block of half of them, and
+    after the block."""
+    engine = engine_of(2, stage)
+    engine.train_batch(batches(0, engine))
+    parameters = list(engine.module.parameters())
+    moments = []
+
+    def look():
+        moments.append([(tuple(each.ds_shape), each.numel() == each.ds_numel, each.ds_status) for each in parameters])
+        moments[-1] = [(shape, full, status == ZeroParamStatus.AVAILABLE) for shape, full, status in moments[-1]]
+
+    look()
+    missing = [each for each in parameters if hasattr(each, "ds_id") and each.ds_status != ZeroParamStatus.AVAILABLE]
+    with deepspeed.zero.GatheredParameters(missing):
+        look()
+    look()
+    state = engine.module.state_dict(prefix="model.", keep_vars=True)
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        f"model.{name}": tuple(parameter.ds_shape) for name, parameter in named(engine).items()
+    }
+    return moments
+
+
+def dropped(stage):
+    """The weights before, and after a block without a modifier in which they were changed."""
+    engine = engine_of(2, stage)
+    engine.train_batch(batches(0, engine))
+    before = read(safe_get_full_fp32_param, engine)
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.add_(1.0)
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        return before, {name: parameter.detach().clone() for name, parameter in named(engine).items()}
+
+
+def refusal(call):
+    """What ``call`` is refused with."""
+    with pytest.raises(ConfigError) as refused:
+        call()
+    return str(refused.value)
+
+
+def refusals():
+    """By what is asked."""
+    engine = engine_of(2, 3)
+    frozen = next(iter(engine.module.parameters()))
+    parameters = list(engine.module.parameters())
+    value = torch.zeros(parameters[0].ds_shape)
+    refused = {
+        "no state yet": refusal(lambda: safe_get_full_optimizer_state(parameters[0], MOMENTUM)),
+        "no gradient": refusal(lambda: safe_get_full_grad(parameters[0])),
+        "no gradient to set": refusal(lambda: safe_set_full_grad(parameters[0], value)),
+        "no gradients to update": refusal(lambda: safe_update_full_grad_vectorized(parameters, lambda each, _: each)),
+        "another size": refusal(lambda: safe_set_full_fp32_param(parameters[0], torch.zeros(1))),
+    }
+    engine.train_batch(batches(0, engine))
+    refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(parameters[0]))
+    for name in ("exp_avg", "momentum"):
+        refused[name] = refusal(lambda name=name: safe_set_full_optimizer_state(parameters[0], value, name))
+    with deepspeed.zero.GatheredParameters(frozen):
+        refused["a step inside a block"] = refusal(lambda: engine.train_batch(batches(1, engine)))
+        engine.eval_batch(batches(1, engine))
+        assert frozen.numel() == frozen.ds_numel
+    assert frozen.numel() == 0
+    for call in (engine.forward, engine.backward, engine.step):
+        with pytest.raises(PipelineError, match="Only train_batch"):
+            call()
+    engine.zero_grad()
+    engine.train_batch(batches(1, engine))
+    return refused
+
+
+def parameters_without_optimizer():
+    """What is read of a frozen parameter, what writing to it is refused with, and its values before and after a block
+    that changed it."""
+    ds_lgamp.install()
+    with quiet():
+        module = pipeline_module(TRAINING, 2)
+        parameters = dict(module.named_parameters())
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name.endswith("bias") or "tied" in name)
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICRO_BATCHES, "ds_lgamp": {}}
+        config["zero_optimization"] = {"stage": 3}
+        owned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(owned, lr=0.1)
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    frozen = next(parameter for parameter in engine.module.parameters() if not parameter.requires_grad)
+    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0), torch.no_grad():
+        frozen.fill_(0.5 if engine.grid.data_parallel_id == 0 else 7.0)
+    engine.train_batch(batches(0, engine))
+    with deepspeed.zero.GatheredParameters(frozen):
+        values = frozen.detach().clone()
+    return (
+        safe_get_full_fp32_param(frozen),
+        refusal(lambda: safe_set_full_fp32_param(frozen, torch.zeros(frozen.ds_shape))),
+        values,
+    )
+
+
+# The optimizer's state_dict.
+
+
+def optimizer_state(stage, precision):
+    """Losses and weights after a state was taken, and each time it was loaded; what another rank's state is refused
+    with."""
+    engine = engine_of(2, stage, precision)
+    engine.train_batch(batches(0, engine))
+    state, ends = engine.optimizer.state_dict(), []
+    for _ in range(3):
+        losses = [engine.train_batch(batches(step, engine)).item() for step in (1, 2)]
+        ends.append((losses, read(safe_get_full_fp32_param, engine)))
+        engine.optimizer.load_state_dict(state)
+    others = over_data_ranks(engine, state)
+    with pytest.raises(CheckpointError) as refused:
+        engine.optimizer.load_state_dict(others[1])
+    with pytest.raises(CheckpointError, match="none of engine.optimizer.state_dict"):
+        engine.optimizer.load_state_dict({})
+    return ends, str(refused.value)
+
+
+def run_all():
+    prepare_rank()
+    return {
+        "interventions": {key: intervene(*key) for key in product((2, 4), range(4))},
+        "bf16": {key: half_precision(*key) for key in product((2, 4), range(4))},
+        "parts": {stage: this_ranks_part(stage) for stage in range(4)},
+        "seen": {stage: seen(stage) for stage in range(4)},
+        "dropped": dropped(3),
+        "refusals": refusals(),
+        "frozen": parameters_without_optimizer(),
+        "optimizer": {(stage, name): optimizer_state(stage, each) for stage, name, each in OPTIMIZER_STATES},
+    }
+
+
+OPTIMIZER_STATES = [(0, "bf16", BF16), (1, "fp32", FP32), (2, "bf16", BF16), (3, "fp32", FP32), (3, "bf16", BF16)]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_on_ranks(4, run_all)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {data_ranks: intervene_on_one_process(data_ranks) for data_ranks in (1, 2)}
+
+
+def assert_equal(pair):
+    ours, expected = pair
+    assert ours.keys() == expected.keys()
+    for name in ours:
+        assert torch.equal(ours[name], expected[name]), name
+
+
+@pytest.mark.parametrize("what", ["gradients", "weights", "momentum", "inside", "after", "end"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("pipeline_ranks", [2, 4])
+def test_what_is_read_is_what_one_process_has_after_the_same_changes(ranks, references, pipeline_ranks, stage, what):
+    expected = references[4 // pipeline_ranks][what]
+    records = [rank["interventions"][pipeline_ranks, stage][what] for rank in ranks]
+    for record in records:
+        for name, tensor in record.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+    assert set().union(*records) == set(expected)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("pipeline_ranks", [2, 4])
+def test_training_goes_on_from_what_was_written(ranks, references, pipeline_ranks, stage):
+    for rank in ranks:
+        losses = rank["interventions"][pipeline_ranks, stage]["losses"]
+        assert losses == pytest.approx(references[4 // pipeline_ranks]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("pipeline_ranks", [2, 4])
+def test_in_bf16_master_weights_and_weights_are_written_to_the_bit(ranks, pipeline_ranks, stage):
+    for rank in ranks:
+        pairs = rank["bf16"][pipeline_ranks, stage]
+        stepped, expected = pairs.pop("the next step")
+        for name in stepped:
+            torch.testing.assert_close(stepped[name], expected[name], rtol=1e-6, atol=1e-6)
+        for pair in pairs.values():
+            assert_equal(pair)
+
+
+def test_parts_are_this_ranks_elements_at_stage_3_and_refused_below(ranks):
+    for rank in ranks:
+        for pair in rank["parts"][3].values():
+            assert_equal(pair)
+        for stage in range(3):
+            assert f"zero_optimization.stage is {stage}" in rank["parts"][stage]
+            assert "safe_get_full_*" in rank["parts"][stage]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_status_says_which_parameters_are_complete_and_current(ranks, stage):
+    for rank in ranks:
+        stepped, inside, after = rank["seen"][stage]
+        for _, has_elements, available in stepped:
+            assert has_elements == (stage < 3) and available == (stage == 0)
+        assert all(has_elements and available for _, has_elements, available in inside)
+        for _, has_elements, available in after:
+            assert has_elements == (stage < 3) and available == (stage < 3)
+
+
+def test_changes_in_a_block_without_a_modifier_are_dropped(ranks):
+    for rank in ranks:
+        assert_equal(rank["dropped"])
+
+
+def test_what_does_not_exist_is_refused_in_a_sentence(ranks):
+    for rank in ranks:
+        refused = rank["refusals"]
+        assert all("\n" not in sentence for sentence in refused.values())
+        assert "no state 'momentum_buffer' for every element of" in refused["no state yet"]
+        for case in ("exp_avg", "momentum"):
+            assert f"no state '{case}'" in refused[case] and "engine.optimizer.state" in refused[case]
+        for case in ("", " to set", "s to update", " after a step"):
+            assert "exists only while the optimizer steps" in refused[f"no gradient{case}"]
+        assert "the value has 1 elements" in refused["another size"]
+        assert "inside a block of deepspeed.zero.GatheredParameters" in refused["a step inside a block"]
+
+
+def test_frozen_parameters_are_none_to_read_and_written_in_a_block(ranks):
+    for rank in ranks:
+        value, sentence, values = rank["frozen"]
+        assert value is None and "no optimizer owns" in sentence and "GatheredParameters" in sentence
+        assert torch.equal(values, torch.full_like(values, 0.5))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [case[:2] for case in OPTIMIZER_STATES])
+def test_training_goes_on_from_a_state_of_the_optimizer(ranks, stage, precision):
+    for rank in ranks:
+        (first, *again), refused = rank["optimizer"][stage, precision]
+        for losses, weights in again:
+            assert losses == first[0]
+            assert_equal((weights, first[1]))
+        assert "that of data-parallel rank 1 of 2" in refused
