@@ -89,19 +89,21 @@ class ZeroPartition:
     def wait_room(self, chunk: int) -> None:
         """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""
         for unit in self.chunk_units[chunk]:
-            if not unit.accumulating:
+            if unit.trains and not unit.accumulating:
                 self._make_room(unit)
 
     def begin_backward(self, chunk: int) -> None:
         """Before a backward of ``chunk``: lets its gradients accumulate."""
         for unit in self.chunk_units[chunk]:
-            if not unit.accumulating:
+            if unit.trains and not unit.accumulating:
                 unit.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of the units whose last user is ``chunk``."""
         for unit in self.chunk_units[chunk]:
-            if unit.user_done():
+            if not unit.trains:
+                _refuse_thawed(unit)
+            elif unit.user_done():
                 unit.start_reduce()
                 self._reducing.append(unit)
 
@@ -113,7 +115,8 @@ class ZeroPartition:
         """After all reductions: every segment gets its gradient, averaged over the data-parallel ranks."""
         # By name: copies of tied units are summed in the same order on all pipeline ranks.
         for unit in sorted(self.units, key=lambda unit: unit.name):
-            unit.finish_gradient()
+            if unit.trains:
+                unit.finish_gradient()
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of what the optimizer owns, in fp64: the shares of all pipeline and
@@ -137,7 +140,8 @@ class ZeroPartition:
     def after_update(self) -> None:
         """The optimizer has changed the shards: gradients are done with, gathered weights are out of date."""
         for unit in self.units:
-            unit.finish_update()
+            if unit.trains:
+                unit.finish_update()
 
     def segments(self) -> Iterator[Segment]:
         """What the optimizer owns, in a fixed order."""
@@ -198,17 +202,32 @@ def build_partition(
     gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
-    units = {
-        chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage, gradient_dtype)] if parameters else []
-        for chunk, parameters in chunk_parameters.items()
-    }
+    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users; the
+    frozen ones among the parameters of either have a unit of their own."""
+
+    def build(
+        name: str, parameters: Sequence[UnitParameter], tied: bool = False, tie_group: dist.ProcessGroup | None = None
+    ) -> list[Unit]:
+        training = [entry for entry in parameters if entry.parameter.requires_grad]
+        frozen = [entry for entry in parameters if not entry.parameter.requires_grad]
+        return [
+            Unit(unit_name, members, data_group, zero_stage, gradient_dtype, tied, group)
+            for unit_name, members, group in ((name, training, tie_group), (f"{name} frozen", frozen, None))
+            if members
+        ]
+
+    units = {chunk: build(f"chunk {chunk}", parameters) for chunk, parameters in chunk_parameters.items()}
     for module in tied:
-        name = f"tied {module.key}"
-        unit = Unit(name, module.parameters, data_group, zero_stage, gradient_dtype, True, module.tie_group)
+        members = build(f"tied {module.key}", module.parameters, True, module.tie_group)
         for chunk in module.chunks:
-            units[chunk].append(unit)
+            units[chunk].extend(members)
     return ZeroPartition(units, gradient_buffers, device, trace)
+
+
+def _refuse_thawed(unit: Unit) -> None:
+    for entry in unit.parameters:
+        if entry.parameter.requires_grad:
+            raise ValueError(f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that")
 
 
 def global_norm(partition: ZeroPartition, group: dist.ProcessGroup | None) -> torch.Tensor:

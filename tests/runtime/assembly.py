@@ -112,6 +112,9 @@ def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tens
     tensors = {}
     for unit in partition.units:
         full = shards(unit)
+        if full is None:
+            # The gradient of a frozen unit.
+            continue
         if unit.partitioned:
             parts = [torch.empty_like(full) for _ in range(unit.data_group.size())]
             dist.all_gather(parts, full.contiguous(), group=unit.data_group)
