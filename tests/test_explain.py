@@ -252,7 +252,7 @@ def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explai
     """Four layers of 20, 0, 20 and 10 parameters, one chunk each, on two ranks; one data-parallel rank. The third,
     which needs data, is built on the second rank."""
     facts = facts_of(explained["unusual"])
-    assert facts["precision"] == "bf16" and facts["optimizer"].lower() == "adam" and facts["parameters"] == 50
+    assert facts["precision"] == "bf16" and facts["optimizer"] == "AdamW" and facts["parameters"] == 50
     assert facts["micro_batch_group"] == 2 and facts["bubble_formula"] is None
     assert [[chunk["parameters"] for chunk in rank["chunks"]] for rank in facts["ranks"]] == [[20, 20], [0, 10]]
     first = facts["ranks"][0]
@@ -300,8 +300,9 @@ def test_options_that_make_no_sense_are_refused(words, capsys):
 
 # The memory formula
 
-CHUNK_SHAPES = [[(7, 3), (5,)], [(4, 4)], [(9, 2), (3,), (1,)], [(6, 6)]]
-TIED_SHAPES = [(11, 2)]
+CHUNK_SHAPES = [[(7, 3), (5,)], [(4, 4)], [(9, 2), (3,), (1,)], []]
+FROZEN_SHAPES = [[(5, 5)], [], [(1, 3), (8,)], [(6, 6)]]
+TIED_SHAPES, FROZEN_TIED_SHAPES = [(11, 2)], [(2, 5)]
 CASES = {
     "layered": ("layered", 4, 4, 2),
     "one resident chunk": ("layered", 4, 4, 1),
@@ -334,10 +335,11 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
     schedule, micro_batches, group, resident = case
     spec = ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident)
     actions = build_program(spec)[0]
-    chunks = dict(zip((0, 2, 4, 6), CHUNK_SHAPES))
+    chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
+    tied = parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype)
     partition = build_partition(
-        {chunk: parameters(chunk, shapes, dtype) for chunk, shapes in chunks.items()},
-        [TiedParameters("embedding", parameters("tied", TIED_SHAPES, dtype), [0, 6], tie_group)],
+        {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
+        [TiedParameters("embedding", tied, [0, 6], tie_group)],
         data_group,
         zero_stage,
         resident,
@@ -350,8 +352,10 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
     state = [tensor for unit in partition.units for tensor in (unit.flat, unit.shard, unit.master, unit._gradient)]
     with PeakMemory([tensor for tensor in state if tensor is not None]) as memory:
         gradients, buffers = follow(partition, actions)
-    sizes = [UnitSize(*numbers(shapes), (chunk,)) for chunk, shapes in chunks.items()]
+    sizes = [UnitSize(*numbers(training), (chunk,)) for chunk, (training, _) in chunks.items() if training]
+    sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
     sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
+    sizes.append(UnitSize(numel(FROZEN_TIED_SHAPES), 0, (0, 6), tied=True, frozen=True))
     element = ElementBytes(dtype.itemsize, (gradient_dtype or dtype).itemsize)
     told = rank_memory(
         actions,
@@ -374,18 +378,25 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
     assert told.peak == memory.peak, label
 
 
-def parameters(name, shapes, dtype):
-    """The last one is frozen: the optimizer does not own it."""
+def parameters(name, shapes, frozen_shapes, dtype):
+    """The last one that trains is owned by no optimizer."""
     tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-    return [
+    training = [
         UnitParameter(f"{name}.{index}", tensor, 0 if index + 1 < len(shapes) or len(shapes) == 1 else None)
         for index, tensor in enumerate(tensors)
     ]
+    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False) for shape in frozen_shapes]
+    frozen = [UnitParameter(f"{name}.frozen.{index}", tensor, None) for index, tensor in enumerate(tensors)]
+    return [*frozen[:1], *training, *frozen[1:]]
 
 
 def numbers(shapes):
-    counts = [aligned(torch.Size(shape).numel()) for shape in shapes]
-    return sum(counts), sum(counts[:-1]) if len(counts) > 1 else sum(counts)
+    return numel(shapes), numel(shapes[:-1]) if len(shapes) > 1 else numel(shapes)
+
+
+def numel(shapes):
+    """In a unit's storage."""
+    return sum(aligned(torch.Size(shape).numel()) for shape in shapes)
 
 
 def follow(partition, actions):
@@ -407,7 +418,7 @@ def follow(partition, actions):
         elif action.kind is Kind.STEP:
             partition.wait_reductions()
             partition.finish_gradients()
-            gradients = sum(unit.shard_gradient.nbytes for unit in partition.units)
+            gradients = sum(unit.shard_gradient.nbytes for unit in partition.units if unit.trains)
             partition.after_update()
         buffers = max(buffers, sum(bytes_on_the_way(unit) for unit in partition.units))
     return gradients, buffers

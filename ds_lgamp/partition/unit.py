@@ -47,12 +47,14 @@ class Unit:
     updates all of it on every rank; stages 1 and 2 update this rank's part in place and gather the others'; stage 3
     keeps this rank's part in a storage of its own and frees the flat one between uses. It is freed by resizing and
     refilled in place, so views that autograd saved stay exact. A released parameter has no elements. Half-precision
-    parameters have fp32 master weights, of this rank's part, and the optimizer updates those.
+    parameters have fp32 master weights, of this rank's part, and the optimizer updates those. A frozen unit, one
+    without a parameter that requires a gradient, is gathered and released only, at stage 3; it has no gradient and no
+    master weights.
 
     Args:
         name: what errors and traces call it.
-        parameters: at least one; all of one dtype and on one device. Sorted by optimizer group here, so that each
-            group owns one range.
+        parameters: at least one; all of one dtype and on one device, all frozen or none. Sorted by optimizer group
+            here, so that each group owns one range.
         data_group: the data-parallel ranks that share the unit.
         zero_stage: 0 to 3.
         gradient_dtype: in which gradients accumulate over micro-batches and travel; None is the parameters' own.
@@ -76,6 +78,8 @@ class Unit:
         if len(dtypes) != 1:
             raise ValueError(f"{name} has parameters of {' and '.join(sorted(dtypes))}; a unit holds one dtype")
         self.name = name
+        self.trains = any(entry.parameter.requires_grad for entry in parameters)
+        """False if the unit is frozen."""
         self.data_group = data_group
         self.zero_stage = zero_stage
         self.gradient_dtype = gradient_dtype or parameters[0].parameter.dtype
@@ -122,7 +126,7 @@ class Unit:
         self.shard = self.flat[self.shard_start : self.shard_start + part] if self.partitioned else self.flat
         if self.frees_weights:
             self.shard = self.shard.clone()
-        self.master = self.shard.float() if self.shard.itemsize < 4 else self.shard
+        self.master = self.shard.float() if self.trains and self.shard.itemsize < 4 else self.shard
 
     def _prepare_accumulation(self) -> None:
         """Where gradients accumulate in another dtype than the parameters', teaches autograd so: torch 2.13 by an

@@ -89,19 +89,21 @@ class ZeroPartition:
     def wait_room(self, chunk: int) -> None:
         """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""
         for unit in self.chunk_units[chunk]:
-            if not unit.accumulating:
+            if unit.trains and not unit.accumulating:
                 self._make_room(unit)
 
     def begin_backward(self, chunk: int) -> None:
         """Before a backward of ``chunk``: lets its gradients accumulate."""
         for unit in self.chunk_units[chunk]:
-            if not unit.accumulating:
+            if unit.trains and not unit.accumulating:
                 unit.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of the units whose last user is ``chunk``."""
         for unit in self.chunk_units[chunk]:
-            if unit.user_done():
+            if not unit.trains:
+                _refuse_thawed(unit)
+            elif unit.user_done():
                 unit.start_reduce()
                 self._reducing.append(unit)
 
@@ -113,7 +115,8 @@ class ZeroPartition:
         """After all reductions: every segment gets its gradient, averaged over the data-parallel ranks."""
         # By name: copies of tied units are summed in the same order on all pipeline ranks.
         for unit in sorted(self.units, key=lambda unit: unit.name):
-            unit.finish_gradient()
+            if unit.trains:
+                unit.finish_gradient()
 
     def counted_gradients(self) -> list[torch.Tensor]:
         """This rank's share of the gradient of what the optimizer owns: all pipeline and data-parallel ranks' together
@@ -132,7 +135,8 @@ class ZeroPartition:
     def after_update(self) -> None:
         """The optimizer has changed the shards: gradients are done with, gathered weights are out of date."""
         for unit in self.units:
-            unit.finish_update()
+            if unit.trains:
+                unit.finish_update()
 
     def segments(self) -> Iterator[Segment]:
         """What the optimizer owns, in a fixed order."""
@@ -195,28 +199,48 @@ def build_partition(
     in_rank_order: bool = False,
     materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users.
+    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users; the
+    frozen ones among the parameters of either have a unit of their own.
 
     ``materialise`` is given where parameters have no memory yet: it makes those of one unit, which is built and
     released before the next.
     """
 
-    def build(name: str, parameters: Sequence[UnitParameter], **tie: Any) -> Unit:
-        made = parameters if materialise is None else materialise(parameters)
-        unit = Unit(name, made, data_group, zero_stage, gradient_dtype, in_rank_order=in_rank_order, **tie)
-        if materialise is not None:
-            unit.release()
-        return unit
+    def build(name: str, parameters: Sequence[UnitParameter], tie_group: Any = None, **tie: Any) -> list[Unit]:
+        training = [entry for entry in parameters if entry.parameter.requires_grad]
+        frozen = [entry for entry in parameters if not entry.parameter.requires_grad]
+        units = []
+        for unit_name, members, group in ((name, training, tie_group), (f"{name} frozen", frozen, None)):
+            if members:
+                made = members if materialise is None else materialise(members)
+                units.append(
+                    Unit(
+                        unit_name,
+                        made,
+                        data_group,
+                        zero_stage,
+                        gradient_dtype,
+                        tie_group=group,
+                        in_rank_order=in_rank_order,
+                        **tie,
+                    )
+                )
+                if materialise is not None:
+                    units[-1].release()
+        return units
 
-    units = {
-        chunk: [build(f"chunk {chunk}", parameters)] if parameters else []
-        for chunk, parameters in chunk_parameters.items()
-    }
+    units = {chunk: build(f"chunk {chunk}", parameters) for chunk, parameters in chunk_parameters.items()}
     for module in tied:
-        unit = build(f"tied {module.key}", module.parameters, tied=True, tie_group=module.tie_group)
+        members = build(f"tied {module.key}", module.parameters, module.tie_group, tied=True)
         for chunk in module.chunks:
-            units[chunk].append(unit)
+            units[chunk].extend(members)
     return ZeroPartition(units, gradient_buffers, device, trace)
+
+
+def _refuse_thawed(unit: Unit) -> None:
+    for entry in unit.parameters:
+        if entry.parameter.requires_grad:
+            raise ValueError(f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that")
 
 
 def global_norm(

@@ -1,9 +1,9 @@
 """The memory formula: bytes on one pipeline rank, by following its program.
 
-**State.** A unit is a chunk's own parameters or a tied module. Its storage has S equal parts of m elements, which
-``storage.py`` counts: S is the number of data-parallel ranks W at stages 1, 2 and 3, and 1 at stage 0. An element takes
-w bytes as a weight, g as a gradient and u, the larger of w and 4, as a master weight. A rank holds, summed over its
-units:
+**State.** A unit is a chunk's own parameters or a tied module, those of either that train or those that are frozen. Its
+storage has S equal parts of m elements, which ``storage.py`` counts: S is the number of data-parallel ranks W at stages
+1, 2 and 3, and 1 at stage 0. An element takes w bytes as a weight, g as a gradient and u, the larger of w and 4, as a
+master weight. A rank holds, summed over its units, of frozen ones the first two only:
 
 - weights: w S m; at stage 3 w m.
 - resident weights, at stage 3 and S > 1: w S m between gather and release. A tied unit is there while a user is.
@@ -57,7 +57,8 @@ _MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What is gathered, released and reduced together: a chunk's own parameters, or a tied module on one rank."""
+    """What is gathered, released and reduced together: a chunk's own parameters, or a tied module on one rank; of
+    either those that train or those that are frozen."""
 
     parameters: int
     """Elements its parameters take in its storage, as ``storage.aligned`` rounds them up."""
@@ -67,7 +68,9 @@ class UnitSize:
     """The chunks of the rank that use it; one unless the module is tied."""
     tied: bool = False
     copies: int = 1
-    """Pipeline ranks that hold the tied module."""
+    """Pipeline ranks that hold the tied module and sum their gradients."""
+    frozen: bool = False
+    """Whether none of its parameters has a gradient."""
 
     def parts(self, zero_stage: int, data_ranks: int) -> int:
         """Into how many equal parts the unit is cut."""
@@ -150,7 +153,7 @@ def rank_memory(
         part = unit.part(zero_stage, data_ranks)
         parts = 1 if zero_stage == 3 else unit.parts(zero_stage, data_ranks)
         weights += size.weights * part * parts
-        master += size.master * part if size.weights < size.master else 0
+        master += size.master * part if size.weights < size.master and not unit.frozen else 0
         trainable += min(part, unit.trainable)
     optimizer = None if size.optimizer is None else size.optimizer * trainable
     ledger = Ledger()
@@ -192,6 +195,7 @@ class _StateWalk:
         ledger: Ledger,
     ) -> None:
         self.units = [_Unit(unit, zero_stage, data_ranks) for unit in units]
+        self.training = [unit for unit in self.units if not unit.size.frozen]
         self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
         self.partitioned = zero_stage > 0 and data_ranks > 1
         self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
@@ -199,7 +203,7 @@ class _StateWalk:
         self.all_to_all, self.ledger = all_to_all, ledger
         self.reducing: deque[_Unit] = deque()
         if not self.partitioned:
-            for unit in self.units:
+            for unit in self.training:
                 ledger.take("gradients", size.gradients * unit.part)
 
     def follow(self, action: Action) -> None:
@@ -228,7 +232,7 @@ class _StateWalk:
                 self.ledger.free("resident", self.size.weights * unit.full)
 
     def begin_backward(self, units: Sequence["_Unit"]) -> None:
-        beginning = [unit for unit in units if not unit.accumulating]
+        beginning = [unit for unit in units if not unit.size.frozen and not unit.accumulating]
         for unit in beginning:
             while unit in self.reducing:
                 self.await_oldest_reduction()
@@ -244,6 +248,8 @@ class _StateWalk:
 
     def reduce(self, units: Sequence["_Unit"]) -> None:
         for unit in units:
+            if unit.size.frozen:
+                continue
             unit.users_done += 1
             if unit.users_done == len(unit.size.chunks):
                 unit.users_done = 0
@@ -277,7 +283,7 @@ class _StateWalk:
         while self.reducing:
             self.await_oldest_reduction()
         # Tied units are summed last, one after another.
-        for unit in sorted(self.units, key=lambda unit: unit.size.tied):
+        for unit in sorted(self.training, key=lambda unit: unit.size.tied):
             if not self.partitioned and self.size.gradients != self.size.master:
                 self.ledger.take("gradients", self.size.master * unit.part)
             if unit.size.copies > 1:

@@ -20,19 +20,29 @@ class Traffic:
     receives: int = 0
     tied_gathers: int = 0
     tied_reduces: int = 0
+    frozen_gathers: int = 0
+    """Of frozen parameters, beside those of their chunk or tied module that train; stage 3 only."""
 
 
 def predict_traffic(
-    actions: Sequence[Action], zero_stage: int, chunks: Collection[int], tied_users: Sequence[Collection[int]]
+    actions: Sequence[Action],
+    zero_stage: int,
+    chunks: Collection[int],
+    tied_users: Sequence[Collection[int]],
+    frozen_users: Sequence[Collection[int]] = (),
 ) -> Traffic:
     """Reads the traffic off a rank's program.
 
     Args:
-        chunks: the chunks of the rank that have parameters of their own.
-        tied_users: for every tied module on the rank, the chunks of the rank that use it. It is gathered with the first
-            user that needs it and reduced after the last.
+        chunks: the chunks of the rank that have parameters of their own that train.
+        tied_users: for every tied module on the rank that trains, the chunks of the rank that use it. It is gathered
+            with the first user that needs it and reduced after the last.
+        frozen_users: for every chunk and tied module with frozen parameters, the chunks of the rank that use them. They
+            never change, so that they are gathered at stage 3 only, and never reduced.
     """
     traffic = Traffic()
+    if zero_stage == 3:
+        traffic.frozen_gathers = sum(_gathers_of_frozen(actions, users) for users in frozen_users)
     holders: list[set[int]] = [set() for _ in tied_users]
     reduced: list[set[int]] = [set() for _ in tied_users]
     gathered_once: set[int] = set()
@@ -68,8 +78,12 @@ def collective_bytes(
     2(W-1)/W of it (in rank order an all-to-all and a gather, which send as much), the sum of T copies of a tied unit
     T-1 parts (as ``CollectiveCounter`` counts).
     """
-    own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
-    traffic = predict_traffic([action for action in actions if action.kind in PARTITION], zero_stage, own, tied)
+    moves = [action for action in actions if action.kind in PARTITION]
+    if unit.frozen:
+        traffic = predict_traffic(moves, zero_stage, [], [], [unit.chunks])
+    else:
+        own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
+        traffic = predict_traffic(moves, zero_stage, own, tied)
     part = unit.part(zero_stage, data_ranks)
     gather = size.weights * part * (data_ranks - 1)
     if zero_stage == 0:
@@ -77,7 +91,21 @@ def collective_bytes(
     else:
         reduce = size.gradients * part * (data_ranks - 1)
     return (
-        (traffic.gathers + traffic.tied_gathers) * gather
+        (traffic.gathers + traffic.tied_gathers + traffic.frozen_gathers) * gather
         + (traffic.reduces + traffic.tied_reduces) * reduce
         + (unit.copies - 1) * size.master * part
     )
+
+
+def _gathers_of_frozen(actions: Sequence[Action], users: Collection[int]) -> int:
+    """At stage 3: a gather whenever a user needs the parameters and none holds them."""
+    gathers = 0
+    holders: set[int] = set()
+    for action in actions:
+        if action.chunk in users:
+            if action.kind is Kind.GATHER:
+                gathers += not holders
+                holders.add(action.chunk)
+            elif action.kind is Kind.RELEASE:
+                holders.discard(action.chunk)
+    return gathers

@@ -122,12 +122,13 @@ def train_reference(training: Training, data_ranks: int) -> Reference:
     return reference._replace(evaluation=evaluation)
 
 
-def build_layers(training: Training) -> tuple[list, dict[str, nn.Parameter]]:
-    """The layers with the weights ``pipeline_module`` gives them, and their parameters by global name."""
+def build_layers(training: Training, specs: list | None = None) -> tuple[list, dict[str, nn.Parameter]]:
+    """The layers with the weights ``pipeline_module`` gives them, and their parameters by global name; of others than
+    the training's if ``specs`` are given."""
     built: list = []
     tied: dict[str, nn.Module] = {}
     parameters: dict[str, nn.Parameter] = {}
-    for index, spec in enumerate(layer_specs(training)):
+    for index, spec in enumerate(layer_specs(training) if specs is None else specs):
         seed(BASE_SEED + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied:

@@ -110,4 +110,10 @@ def assemble(
 
 def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:
     """Full tensors by parameter name from a shard of every unit."""
-    return {part.name: part.gather(shards(unit)[part.in_shard]) for unit in partition.units for part in parts_of(unit)}
+    return {
+        part.name: part.gather(shards(unit)[part.in_shard])
+        for unit in partition.units
+        # A frozen unit has no gradient.
+        if shards(unit) is not None
+        for part in parts_of(unit)
+    }

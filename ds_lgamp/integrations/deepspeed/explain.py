@@ -27,6 +27,12 @@ from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory
 from ds_lgamp.integrations.deepspeed.engine import layout_of
 from ds_lgamp.integrations.deepspeed.install import install, partition_method_of, standing_in
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
+from ds_lgamp.integrations.deepspeed.optimizer_choice import (
+    choose_optimizer,
+    kernels_of,
+    state_tensors,
+    updates_in_place,
+)
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered
@@ -166,8 +172,8 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
     spec = program_spec(settings, layout.placement, config_class.gradient_accumulation_steps, stage)
     program = build_program(spec)
     validate(spec, program)
-    optimizer_name, state_tensors = _optimizer_state(optimizer, config_class)
-    precision, size = _element_bytes(config_class, state_tensors)
+    optimizer_facts = _optimizer_facts(optimizer, config_class)
+    precision, size = _element_bytes(config_class, optimizer_facts)
     model = _Model(module, layout)
     if settings.recompute == "selective":
         refuse_unless_offered(model.offers_selective)
@@ -190,7 +196,7 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
         resident_chunks=spec.resident_chunks,
         recompute=settings.recompute,
         precision=precision,
-        optimizer=optimizer_name,
+        optimizer=optimizer_facts.name,
         layers=module._num_layers,
         parameters=sum(size.parameters for size in model.sizes.values()),
         bubble=simulate(spec, program).bubble,
@@ -287,20 +293,16 @@ def _rank_facts(
 ) -> RankFacts:
     chunks = [model.chunk(chunk) for chunk in model.layout.chunks_of(rank)]
     tied = model.tied(rank)
-    units = [
-        UnitSize(size_of.stored, size_of.trainable, (chunk,))
-        for chunk, size_of in ((facts.chunk, model.size(facts.chunk)) for facts in chunks)
-        if size_of.parameters
-    ]
-    units += [
-        UnitSize(size_of.stored, size_of.trainable, tuple(facts.chunks), True, len(facts.pipeline_ranks))
-        for facts, size_of in ((facts, model.sizes[facts.key]) for facts in tied)
-    ]
+    units = [unit for facts in chunks for unit in _units(model.size(facts.chunk), (facts.chunk,))]
+    for module in tied:
+        units += _units(model.sizes[module.key], tuple(module.chunks), True, len(module.pipeline_ranks))
+    training = [unit for unit in units if not unit.frozen]
     traffic = predict_traffic(
         actions,
         spec.zero_stage,
-        [facts.chunk for facts in chunks if facts.parameters],
-        [facts.chunks for facts in tied],
+        [chunk for unit in training if not unit.tied for chunk in unit.chunks],
+        [unit.chunks for unit in training if unit.tied],
+        [unit.chunks for unit in units if unit.frozen],
     )
     if data_ranks == 1:
         traffic = Traffic(sends=traffic.sends, receives=traffic.receives)
@@ -325,6 +327,13 @@ def _rank_facts(
     )
 
 
+def _units(size: _LayerSize, chunks: tuple[int, ...], tied: bool = False, copies: int = 1) -> list[UnitSize]:
+    """A chunk's or tied module's unit of what trains and its unit of what is frozen."""
+    frozen = size.stored - size.trainable
+    units = [UnitSize(size.trainable, size.trainable, chunks, tied, copies)] if size.trainable else []
+    return [*units, UnitSize(frozen, 0, chunks, tied, frozen=True)] if frozen else units
+
+
 def _placement_name(settings: LgampConfig) -> str:
     return settings.placement or ("contiguous" if settings.schedule in SINGLE_CHUNK_SCHEDULES else "modular")
 
@@ -339,7 +348,7 @@ def _bubble_formula(spec: ProgramSpec) -> float | None:
     return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
 
 
-def _element_bytes(config: Any, state_tensors: int | None) -> tuple[str, ElementBytes]:
+def _element_bytes(config: Any, optimizer: "_OptimizerFacts") -> tuple[str, ElementBytes]:
     """Name of the precision and bytes per element."""
     half = "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else None
     weights = 4 if half is None else 2
@@ -347,32 +356,35 @@ def _element_bytes(config: Any, state_tensors: int | None) -> tuple[str, Element
     named = config.grad_accum_dtype
     gradients = weights if named is None else DtypeEnum(named).value.itemsize
     size = ElementBytes(weights, gradients)
-    state = None if state_tensors is None else state_tensors * size.master
-    return half or "fp32", ElementBytes(weights, gradients, state, update=None)
+    state = None if optimizer.state_tensors is None else optimizer.state_tensors * size.master
+    return half or "fp32", ElementBytes(weights, gradients, state, update=0 if optimizer.in_place else None)
 
 
-def _optimizer_state(optimizer: Any, config: Any) -> tuple[str, int | None]:
-    """The optimizer's name and how many tensors of a parameter's shape it keeps; None if that is unknown."""
+@dataclass(frozen=True)
+class _OptimizerFacts:
+    name: str
+    state_tensors: int | None = None
+    """How many tensors of a parameter's shape it keeps; None if unknown."""
+    in_place: bool = False
+    """Whether its step is known to take nothing for the moment."""
+
+
+def _optimizer_facts(optimizer: Any, config: Any) -> _OptimizerFacts:
     if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-        counts = [_state_tensors(name, group) for group in optimizer.param_groups]
-        return name, None if None in counts else max(count for count in counts if count is not None)
-    if optimizer is not None:
-        return "made by a function", None
-    return config.optimizer_name, _state_tensors(config.optimizer_name, config.optimizer_params or {})
-
-
-def _state_tensors(name: str, options: dict[str, Any]) -> int | None:
-    kind = name.lower()
-    if kind == "sgd":
-        return int(bool(options.get("momentum")))
-    if kind == "rmsprop":
-        return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
-    if kind in ("adam", "adamw", "fusedadam", "deepspeedcpuadam"):
-        return 3 if options.get("amsgrad") else 2
-    if kind in ("nadam", "radam", "adamax", "adadelta"):
-        return 2
-    return 1 if kind in ("lion", "fusedlion", "deepspeedcpulion") else None
+        kind, options = type(optimizer), optimizer.param_groups
+    elif optimizer is not None:
+        return _OptimizerFacts("made by a function")
+    else:
+        device = torch.device(get_accelerator().current_device_name())
+        named = config.optimizer_params or {}
+        choice = choose_optimizer(config.optimizer_name, named, device, kernels_of(device))
+        kind, options = choice.kind, [choice.options]
+    counts = [state_tensors(kind, group) for group in options]
+    return _OptimizerFacts(
+        kind.__name__,
+        None if None in counts else max(count for count in counts if count is not None),
+        all(updates_in_place(kind, group) for group in options),
+    )
 
 
 def as_text(facts: Explanation) -> str:
@@ -413,13 +425,14 @@ def _compressed(names: Sequence[str]) -> list[str]:
 
 
 def _traffic_table(facts: Explanation) -> str:
-    titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "messages", "collectives send"]
+    titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
     rows = []
     for rank in facts.ranks:
         moved = rank.traffic
-        counts = [moved.gathers, moved.reduces, moved.tied_gathers, moved.tied_reduces, rank.tied_sums, moved.sends]
+        of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
+        counts = [*of_chunks, *of_tied, moved.frozen_gathers, moved.sends]
         rows.append([rank.pipeline_rank, *counts, _bytes(rank.collective_bytes_sent)])
-    return "Each step, each rank\n" + _table(titles, rows)
+    return "Each step, each rank\n" + _table([*titles, "collectives send"], rows)
 
 
 def _memory_table(facts: Explanation) -> str:
@@ -452,9 +465,10 @@ def _words(facts: Explanation) -> str:
             f"not {gathers}."
         )
     kept = "inputs of chunks" if facts.recompute == "full" else "chunks with all that autograd saves of them"
+    passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     sentences.append(
         f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen. The peak leaves "
-        "them out, and what layers and the optimizer take for the moment."
+        f"them out, and what {passing} take for the moment."
     )
     if facts.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them, none frozen.")
