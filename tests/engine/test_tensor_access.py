@@ -45,14 +45,14 @@ FP32, BF16 = {}, {"bf16": {"enabled": True}}
 MOMENTUM = "momentum_buffer"
 
 
-def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping):
+def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None):
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": clipping,
         "zero_optimization": {"stage": stage},
-        "ds_lgamp": {},
+        "ds_lgamp": block or {},
         **precision,
     }
     with quiet():
@@ -69,6 +69,10 @@ def named(engine):
 
 def read(get, engine, *arguments):
     return {name: get(parameter, *arguments).clone() for name, parameter in named(engine).items()}
+
+
+def detached(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def before_step(engine, function):
@@ -109,16 +113,13 @@ def intervene_on_one_process(data_ranks):
     count = MICRO_BATCHES * data_ranks
     record = {"losses": []}
 
-    def copies(tensors):
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
     def train(step):
         losses = [loss_of(layers, step, index) / count for index in range(count)]
         for loss in losses:
             loss.backward()
         record["losses"].append(sum(loss.item() for loss in losses))
         if step == 1:
-            record["gradients"] = copies({name: parameter.grad for name, parameter in parameters.items()})
+            record["gradients"] = detached({name: parameter.grad for name, parameter in parameters.items()})
             for parameter in parameters.values():
                 parameter.grad = changed_gradient(parameter.grad)
         torch.nn.utils.clip_grad_norm_(parameters.values(), TRAINING.clipping)
@@ -127,20 +128,20 @@ def intervene_on_one_process(data_ranks):
 
     train(0)
     train(1)
-    record["weights"] = copies(parameters)
-    record["momentum"] = copies({name: optimizer.state[each][MOMENTUM] for name, each in parameters.items()})
+    record["weights"] = detached(parameters)
+    record["momentum"] = detached({name: optimizer.state[each][MOMENTUM] for name, each in parameters.items()})
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.copy_(changed_weights(parameter))
             optimizer.state[parameter][MOMENTUM] = changed_momentum(optimizer.state[parameter][MOMENTUM])
     train(2)
-    record["inside"] = copies(parameters)
+    record["inside"] = detached(parameters)
     with torch.no_grad():
         for parameter in parameters.values():
             change_in_place(parameter)
-    record["after"] = copies(parameters)
+    record["after"] = detached(parameters)
     train(3)
-    record["end"] = copies(parameters)
+    record["end"] = detached(parameters)
     return record
 
 
@@ -171,13 +172,13 @@ def intervene(pipeline_ranks, stage):
     train(2)
     modifier = engine.dp_world_size - 1
     with deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=modifier):
-        record["inside"] = {name: parameter.detach().clone() for name, parameter in named(engine).items()}
+        record["inside"] = detached(named(engine))
         if engine.grid.data_parallel_id == modifier:
             with torch.no_grad():
                 for parameter in parameters:
                     change_in_place(parameter)
     with deepspeed.zero.GatheredParameters(parameters):
-        record["after"] = {name: parameter.detach().clone() for name, parameter in named(engine).items()}
+        record["after"] = detached(named(engine))
     train(3)
     record["end"] = read(safe_get_full_fp32_param, engine)
     return record
@@ -200,7 +201,7 @@ def half_precision(pipeline_ranks, stage):
         safe_set_full_optimizer_state(parameter, momentum[name], MOMENTUM)
     pairs = {"master weights read": (read(safe_get_full_fp32_param, engine), written)}
     with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=0):
-        working = {name: each.detach().clone() for name, each in parameters.items()}
+        working = detached(parameters)
     pairs["weights read"] = working, {name: value.bfloat16() for name, value in written.items()}
     pairs["state read"] = read(safe_get_full_optimizer_state, engine, MOMENTUM), momentum
     pairs["master weights after a block that changed nothing"] = read(safe_get_full_fp32_param, engine), written
@@ -226,16 +227,19 @@ def half_precision(pipeline_ranks, stage):
             parameter.fill_(0.75)
         engine.optimizer.refresh_fp32_params()
     refreshed = {name: torch.full_like(value, 0.75) for name, value in written.items()}
-    pairs["master weights refreshed"] = read(safe_get_full_fp32_param, engine), refreshed
+    pairs["master weights refreshed in a block"] = read(safe_get_full_fp32_param, engine), refreshed
+    for name, parameter in parameters.items():
+        safe_set_full_fp32_param(parameter, written[name])
+    engine.optimizer.refresh_fp32_params()
+    rounded = {name: value.bfloat16().float() for name, value in written.items()}
+    pairs["master weights refreshed"] = read(safe_get_full_fp32_param, engine), rounded
     return pairs
 
 
-def this_ranks_part(stage):
-    """Functions for parts, joined over the data-parallel ranks, beside those for whole tensors."""
-    engine = engine_of(2, stage)
+def this_ranks_part():
+    """Functions for parts at stage 3, joined over the data-parallel ranks, beside those for whole tensors."""
+    engine = engine_of(2, 3)
     engine.train_batch(batches(0, engine))
-    if stage < 3:
-        return refusal(lambda: read(safe_get_local_fp32_param, engine))
     pairs = {}
 
     def joined(parts):
@@ -273,11 +277,9 @@ def over_data_ranks(engine, tensor):
 # What user code sees of parameters outside a step.
 
 
-def seen(stage):
-    """Per parameter: shape, whether it has elements, and status, after a step, inside a block of half of them, and
+def seen(engine):
+    """Per parameter: shape, whether it has elements, and status, after a step, inside a block of what is missing, and
     after the block."""
-    engine = engine_of(2, stage)
-    engine.train_batch(batches(0, engine))
     parameters = list(engine.module.parameters())
     moments = []
 
@@ -297,16 +299,45 @@ def seen(stage):
     return moments
 
 
-def dropped(stage):
-    """The weights before, and after a block without a modifier in which they were changed."""
+def changes_in_blocks(engine, stage):
+    """What must be equal tensors, by what it shows."""
+    parameters = named(engine)
+    before = read(safe_get_full_fp32_param, engine)
+    pairs = {}
+    if stage == 3:
+        with deepspeed.zero.GatheredParameters(parameters.values()), torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(1.0)
+        with deepspeed.zero.GatheredParameters(parameters.values()):
+            pairs["dropped without a modifier"] = before, detached(parameters)
+    with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=1):
+        for name, parameter in parameters.items():
+            safe_set_full_fp32_param(parameter, 2 * before[name])
+        pairs["set in the block"] = {name: 2 * value for name, value in before.items()}, detached(parameters)
+    with deepspeed.zero.GatheredParameters(parameters.values()):
+        pairs["after the block"] = {name: 2 * value for name, value in before.items()}, detached(parameters)
+    return pairs
+
+
+def values_that_differ(engine):
+    """What the data-parallel ranks see of every parameter, and its master weights, after each rank has written another
+    value."""
+    parameters = named(engine)
+    for parameter in parameters.values():
+        safe_set_full_fp32_param(parameter, torch.full(parameter.ds_shape, float(engine.grid.data_parallel_id)))
+    with deepspeed.zero.GatheredParameters(parameters.values()):
+        return over_data_ranks(engine, detached(parameters)), read(safe_get_full_fp32_param, engine)
+
+
+def outside_a_step(stage):
     engine = engine_of(2, stage)
     engine.train_batch(batches(0, engine))
-    before = read(safe_get_full_fp32_param, engine)
-    with deepspeed.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
-        for parameter in engine.module.parameters():
-            parameter.add_(1.0)
-    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
-        return before, {name: parameter.detach().clone() for name, parameter in named(engine).items()}
+    return {
+        "seen": seen(engine),
+        "blocks": changes_in_blocks(engine, stage),
+        "differing": values_that_differ(engine),
+        "parts": None if stage == 3 else refusal(lambda: read(safe_get_local_fp32_param, engine)),
+    }
 
 
 def refusal(call):
@@ -330,6 +361,7 @@ def refusals():
         "another size": refusal(lambda: safe_set_full_fp32_param(parameters[0], torch.zeros(1))),
     }
     engine.train_batch(batches(0, engine))
+    refused["no gradient between two groups of micro-batches"] = gradient_in_the_loss()
     refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(parameters[0]))
     for name in ("exp_avg", "momentum"):
         refused[name] = refusal(lambda name=name: safe_set_full_optimizer_state(parameters[0], value, name))
@@ -344,6 +376,21 @@ def refusals():
     engine.zero_grad()
     engine.train_batch(batches(1, engine))
     return refused
+
+
+def gradient_in_the_loss():
+    """What reading a gradient is refused with where the loss of a second group of micro-batches is computed."""
+    engine = engine_of(2, 3, block={"micro_batch_group": 2})
+    loss_fn, refused = engine.module.loss_fn, []
+
+    def reading_loss(outputs, labels):
+        refused.append(refusal(lambda: safe_get_full_grad(parameter)))
+        return loss_fn(outputs, labels)
+
+    engine.module.loss_fn = reading_loss
+    parameter = next(reversed(list(engine.module.parameters())))
+    engine.train_batch(batches(0, engine))
+    return refused[-1] if refused else refusal(lambda: safe_get_full_grad(parameter))
 
 
 def parameters_without_optimizer():
@@ -383,8 +430,8 @@ def optimizer_state(stage, precision):
     engine.train_batch(batches(0, engine))
     state, ends = engine.optimizer.state_dict(), []
     for _ in range(3):
-        losses = [engine.train_batch(batches(step, engine)).item() for step in (1, 2)]
-        ends.append((losses, read(safe_get_full_fp32_param, engine)))
+        loss = engine.train_batch(batches(1, engine)).item()
+        ends.append((loss, read(safe_get_full_fp32_param, engine)))
         engine.optimizer.load_state_dict(state)
     others = over_data_ranks(engine, state)
     with pytest.raises(CheckpointError) as refused:
@@ -397,18 +444,19 @@ def optimizer_state(stage, precision):
 def run_all():
     prepare_rank()
     return {
-        "interventions": {key: intervene(*key) for key in product((2, 4), range(4))},
-        "bf16": {key: half_precision(*key) for key in product((2, 4), range(4))},
-        "parts": {stage: this_ranks_part(stage) for stage in range(4)},
-        "seen": {stage: seen(stage) for stage in range(4)},
-        "dropped": dropped(3),
+        "interventions": {key: intervene(*key) for key in LAYOUTS},
+        "bf16": {key: half_precision(*key) for key in LAYOUTS},
+        "parts": this_ranks_part(),
+        "outside": {stage: outside_a_step(stage) for stage in range(4)},
         "refusals": refusals(),
         "frozen": parameters_without_optimizer(),
         "optimizer": {(stage, name): optimizer_state(stage, each) for stage, name, each in OPTIMIZER_STATES},
     }
 
 
-OPTIMIZER_STATES = [(0, "bf16", BF16), (1, "fp32", FP32), (2, "bf16", BF16), (3, "fp32", FP32), (3, "bf16", BF16)]
+LAYOUTS = [*product((2,), range(4)), (4, 1), (4, 3)]
+"""Pipeline ranks and ZeRO stage, on four ranks."""
+OPTIMIZER_STATES = [(0, "bf16", BF16), (1, "fp32", FP32), (3, "bf16", BF16)]
 
 
 @pytest.fixture(scope="module")
@@ -429,8 +477,7 @@ def assert_equal(pair):
 
 
 @pytest.mark.parametrize("what", ["gradients", "weights", "momentum", "inside", "after", "end"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("pipeline_ranks", [2, 4])
+@pytest.mark.parametrize(("pipeline_ranks", "stage"), LAYOUTS)
 def test_what_is_read_is_what_one_process_has_after_the_same_changes(ranks, references, pipeline_ranks, stage, what):
     expected = references[4 // pipeline_ranks][what]
     records = [rank["interventions"][pipeline_ranks, stage][what] for rank in ranks]
@@ -440,16 +487,14 @@ def test_what_is_read_is_what_one_process_has_after_the_same_changes(ranks, refe
     assert set().union(*records) == set(expected)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("pipeline_ranks", [2, 4])
+@pytest.mark.parametrize(("pipeline_ranks", "stage"), LAYOUTS)
 def test_training_goes_on_from_what_was_written(ranks, references, pipeline_ranks, stage):
     for rank in ranks:
         losses = rank["interventions"][pipeline_ranks, stage]["losses"]
         assert losses == pytest.approx(references[4 // pipeline_ranks]["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("pipeline_ranks", [2, 4])
+@pytest.mark.parametrize(("pipeline_ranks", "stage"), LAYOUTS)
 def test_in_bf16_master_weights_and_weights_are_written_to_the_bit(ranks, pipeline_ranks, stage):
     for rank in ranks:
         pairs = rank["bf16"][pipeline_ranks, stage]
@@ -462,17 +507,17 @@ def test_in_bf16_master_weights_and_weights_are_written_to_the_bit(ranks, pipeli
 
 def test_parts_are_this_ranks_elements_at_stage_3_and_refused_below(ranks):
     for rank in ranks:
-        for pair in rank["parts"][3].values():
+        for pair in rank["parts"].values():
             assert_equal(pair)
         for stage in range(3):
-            assert f"zero_optimization.stage is {stage}" in rank["parts"][stage]
-            assert "safe_get_full_*" in rank["parts"][stage]
+            refused = rank["outside"][stage]["parts"]
+            assert f"zero_optimization.stage is {stage}" in refused and "safe_get_full_*" in refused
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_status_says_which_parameters_are_complete_and_current(ranks, stage):
     for rank in ranks:
-        stepped, inside, after = rank["seen"][stage]
+        stepped, inside, after = rank["outside"][stage]["seen"]
         for _, has_elements, available in stepped:
             assert has_elements == (stage < 3) and available == (stage == 0)
         assert all(has_elements and available for _, has_elements, available in inside)
@@ -480,9 +525,19 @@ def test_status_says_which_parameters_are_complete_and_current(ranks, stage):
             assert has_elements == (stage < 3) and available == (stage < 3)
 
 
-def test_changes_in_a_block_without_a_modifier_are_dropped(ranks):
+@pytest.mark.parametrize("stage", range(4))
+def test_blocks_keep_what_a_modifier_changed_and_show_what_is_set_inside(ranks, stage):
     for rank in ranks:
-        assert_equal(rank["dropped"])
+        for pair in rank["outside"][stage]["blocks"].values():
+            assert_equal(pair)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_write_different_values_still_have_one_parameter(ranks, stage):
+    for rank in ranks:
+        (first, second), masters = rank["outside"][stage]["differing"]
+        assert_equal((first, second))
+        assert_equal((first, masters))
 
 
 def test_what_does_not_exist_is_refused_in_a_sentence(ranks):
@@ -492,7 +547,7 @@ def test_what_does_not_exist_is_refused_in_a_sentence(ranks):
         assert "no state 'momentum_buffer' for every element of" in refused["no state yet"]
         for case in ("exp_avg", "momentum"):
             assert f"no state '{case}'" in refused[case] and "engine.optimizer.state" in refused[case]
-        for case in ("", " to set", "s to update", " after a step"):
+        for case in ("", " to set", "s to update", " between two groups of micro-batches", " after a step"):
             assert "exists only while the optimizer steps" in refused[f"no gradient{case}"]
         assert "the value has 1 elements" in refused["another size"]
         assert "inside a block of deepspeed.zero.GatheredParameters" in refused["a step inside a block"]
@@ -509,7 +564,7 @@ def test_frozen_parameters_are_none_to_read_and_written_in_a_block(ranks):
 def test_training_goes_on_from_a_state_of_the_optimizer(ranks, stage, precision):
     for rank in ranks:
         (first, *again), refused = rank["optimizer"][stage, precision]
-        for losses, weights in again:
-            assert losses == first[0]
+        for loss, weights in again:
+            assert loss == first[0]
             assert_equal((weights, first[1]))
         assert "that of data-parallel rank 1 of 2" in refused

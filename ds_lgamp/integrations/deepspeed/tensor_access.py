@@ -80,6 +80,9 @@ class TensorAccess:
             "all_gather": partial(_all_gather, part.parameter),
             "partition": partial(_partition, part.parameter),
             "_z3_optimizer": self,
+            # Asked first by safe_get_full_grad, before the sum that this rank alone accumulates in ``grad``.
+            "_hp_grad": True,
+            "get_full_hp_grad": partial(self.get_fp32_grad_for_param, part.parameter),
         }
         for name, value in attributes.items():
             setattr(part.parameter, name, value)
@@ -95,7 +98,7 @@ class TensorAccess:
     def set_full_hp_param(
         self, value: torch.Tensor, parameter: torch.nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        part = self._writable(parameter, value, parameter.ds_numel)
+        part = self._writable(self._parts[parameter], value)
         if optim_state_key is None:
             part.write_weights(part.of(value), value)
         else:
@@ -110,7 +113,7 @@ class TensorAccess:
     def set_local_hp_param(
         self, value: torch.Tensor, parameter: torch.nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        part = self._writable(parameter, value, self._local(parameter).numel)
+        part = self._writable(self._local(parameter), value, local=True)
         if optim_state_key is None:
             part.write_weights(value.reshape(-1))
         else:
@@ -123,7 +126,7 @@ class TensorAccess:
         return None if part.group is None else part.gather(self._gradient(part).float())
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
-        part = self._writable(parameter, value, parameter.ds_numel)
+        part = self._writable(self._parts[parameter], value)
         self._gradient(part).copy_(part.of(value))
 
     def get_local_fp32_grad_for_param(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -131,7 +134,7 @@ class TensorAccess:
         return None if part.group is None else self._gradient(part).float().clone()
 
     def set_local_grad_for_param(self, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
-        part = self._writable(parameter, value, self._local(parameter).numel)
+        part = self._writable(self._local(parameter), value, local=True)
         self._gradient(part).copy_(value.reshape(-1))
 
     def update_fp32_grad_for_param_vectorized(
@@ -207,12 +210,12 @@ class TensorAccess:
             )
         return part
 
-    def _writable(self, parameter: torch.nn.Parameter, value: torch.Tensor, numel: int) -> Part:
-        part = self._parts[parameter]
+    def _writable(self, part: Part, value: torch.Tensor, local: bool = False) -> Part:
         if part.group is None:
             raise ConfigError(
                 f"no optimizer owns {part.name}; write to it in deepspeed.zero.GatheredParameters with a modifier_rank"
             )
+        numel = part.numel if local else part.shape.numel()
         if value.numel() != numel:
             raise ConfigError(f"the value has {value.numel()} elements, but {part.name} takes {numel} here")
         return part
