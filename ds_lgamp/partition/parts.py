@@ -83,8 +83,7 @@ class Part(NamedTuple):
 def parts_of(unit: Unit) -> Iterator[Part]:
     """The parameters of ``unit``, in the order of its storage."""
     shard_end = unit.shard_start + unit.shard.numel()
-    start = 0
-    for entry, (_, shape, _) in zip(unit.parameters, unit.contents()):
+    for entry, (_, shape, _), start in zip(unit.parameters, unit.contents(), unit.offsets):
         end = start + torch.Size(shape).numel()
         first = min(max(start, unit.shard_start), end)
         last = max(min(end, shard_end), first)
@@ -95,4 +94,3 @@ def parts_of(unit: Unit) -> Iterator[Part]:
         yield Part(
             unit, entry.name, entry.parameter, torch.Size(shape), entry.group, slice(start, end), in_shard, in_parameter
         )
-        start = end

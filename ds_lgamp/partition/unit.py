@@ -111,13 +111,13 @@ class Unit:
         ranks, rank = self.data_group.size(), self.data_group.rank()
         self.partitioned = self.zero_stage > 0 and ranks > 1
         first = self.parameters[0].parameter
-        *self._offsets, self._end = offsets(entry.parameter.numel() for entry in self.parameters)
+        *self.offsets, self._end = offsets(entry.parameter.numel() for entry in self.parameters)
         part = part_size(self._end, ranks)
         self.flat = first.new_zeros(part * ranks, requires_grad=False)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._released = first.new_empty(0, requires_grad=False)
         self._views = []
-        for entry, offset in zip(self.parameters, self._offsets):
+        for entry, offset in zip(self.parameters, self.offsets):
             view = self.flat[offset : offset + entry.parameter.numel()].view(entry.parameter.shape)
             view.copy_(entry.parameter.detach())
             entry.parameter.data = view
@@ -149,7 +149,7 @@ class Unit:
     def _build_segments(self) -> list[Segment]:
         # With the zeros between parameters, which an update leaves alone.
         bounds: dict[int, list[int]] = {}
-        for entry, offset, end in zip(self.parameters, self._offsets, [*self._offsets[1:], self._end]):
+        for entry, offset, end in zip(self.parameters, self.offsets, [*self.offsets[1:], self._end]):
             if entry.group is not None:
                 bounds.setdefault(entry.group, [offset, end])[1] = end
         segments = []
@@ -176,7 +176,7 @@ class Unit:
 
     def split(self, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of a tensor laid out like the unit (its weights, gradient or an optimizer state), by parameter name."""
-        for entry, view, offset in zip(self.parameters, self._views, self._offsets):
+        for entry, view, offset in zip(self.parameters, self._views, self.offsets):
             yield entry.name, full[offset : offset + view.numel()].view(view.shape)
 
     def contents(self) -> list[tuple[str, list[int], int | None]]:
@@ -229,7 +229,7 @@ class Unit:
             self._gradient = torch.zeros_like(self.flat, dtype=self.gradient_dtype)
         elif self.shard_gradient is None:
             self._gradient.zero_()
-        for entry, offset in zip(self.parameters, self._offsets):
+        for entry, offset in zip(self.parameters, self.offsets):
             if entry.parameter.requires_grad:
                 end = offset + entry.parameter.numel()
                 view = self._gradient[offset:end].view(entry.parameter.shape)
