@@ -154,7 +154,7 @@ class _Lane:
             while self.reducing:
                 yield self.oldest_reduction()
         elif kind is Kind.BACKWARD and chunk not in self.accumulating:
-            while chunk in self.reducing or (self.reducing and self.zero_stage >= 2 and self.is_full()):
+            while chunk in self.reducing or (self.reducing and self.zero_stage >= 1 and self.is_full()):
                 yield self.oldest_reduction()
             self.accumulating.add(chunk)
 
