@@ -25,7 +25,7 @@ from tests.ranks import run_on_ranks
 
 SCRIPT = Path(__file__).parent / "engine" / "scripts" / "public_example.py"
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {}}
+LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "communication_data_type": "bf16", "ds_lgamp": {}}
 FORKS = """
 import json, os, sys
 import torch._dynamo  # every optimizer imports it
@@ -311,13 +311,24 @@ def imagined_group():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, None, None),
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, None, torch.float16),
+        (torch.float16, None, torch.bfloat16),
+        (torch.float16, None, torch.float32),
+        (torch.float16, torch.float32, torch.float16),
+    ],
+)
 def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
     for zero_stage, data_ranks in itertools.product(range(4), (1, 2, 3)):
         compare_memory(CASES[case], zero_stage, imagined_group(data_ranks), imagined_group(2), *dtypes)
 
 
-def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype):
+def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype, communication_dtype):
     """On pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6; the first and the last share a tied module."""
     schedule, micro_batches, group, resident = case
     spec = ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident)
@@ -331,6 +342,7 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         resident,
         torch.device("cpu"),
         gradient_dtype,
+        communication_dtype=communication_dtype,
     )
     partition.release_all()
     follow(partition, actions)
@@ -339,12 +351,16 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         gradients, buffers = follow(partition, actions)
     sizes = [UnitSize(*numbers(shapes), (chunk,)) for chunk, shapes in chunks.items()]
     sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
-    element = ElementBytes(dtype.itemsize, (gradient_dtype or dtype).itemsize)
+    element = ElementBytes(
+        dtype.itemsize,
+        (gradient_dtype or dtype).itemsize,
+        communication=None if communication_dtype is None else communication_dtype.itemsize,
+    )
     told = rank_memory(actions, sizes, zero_stage, data_group.size(), resident, element)
-    label = (case, zero_stage, data_group.size(), dtype, gradient_dtype)
+    label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype)
     held = {tensor.untyped_storage()._cdata: tensor for unit in partition.units for tensor in (unit.flat, unit.shard)}
     assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
-    converts = element.gradients != element.master
+    converts = communication_dtype is not None or element.gradients != element.master
     # Converting takes a moment of its own, which only the peak shows.
     partitioned = partition.units[0].partitioned
     assert told.gradients == gradients or (converts and not partitioned), label

@@ -54,9 +54,10 @@ class Unit:
             group owns one range.
         data_group: the data-parallel ranks that share the unit.
         zero_stage: 0 to 3.
-        gradient_dtype: in which gradients accumulate over micro-batches and travel; None is the parameters' own.
+        gradient_dtype: in which gradients accumulate over micro-batches; None is the parameters' own.
         tied: whether the unit is a tied module, which does not count as a chunk.
         tie_group: the pipeline ranks that hold a copy of a tied unit, None if there is no other.
+        communication_dtype: in which gradients travel between data-parallel ranks; None is ``gradient_dtype``.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Unit:
         gradient_dtype: torch.dtype | None = None,
         tied: bool = False,
         tie_group: dist.ProcessGroup | None = None,
+        communication_dtype: torch.dtype | None = None,
     ) -> None:
         dtypes = {str(entry.parameter.dtype) for entry in parameters}
         if len(dtypes) != 1:
@@ -76,6 +78,7 @@ class Unit:
         self.data_group = data_group
         self.zero_stage = zero_stage
         self.gradient_dtype = gradient_dtype or parameters[0].parameter.dtype
+        self.communication_dtype = communication_dtype or self.gradient_dtype
         self.tied = tied
         self.tie_group = tie_group
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
@@ -254,9 +257,11 @@ class Unit:
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self.partitioned:
+            # In another type, a copy travels and the accumulated gradient is done with.
+            gradient = self._gradient = gradient.to(self.communication_dtype)
             self._reducing = start_reduce_scatter(gradient, self.data_group, self.master.dtype)
         elif self.data_group.size() > 1:
-            self._reducing = start_all_reduce(gradient, self.data_group)
+            self._reducing = start_all_reduce(gradient.to(self.communication_dtype), self.data_group)
         else:
             self._reducing = lambda: gradient
 

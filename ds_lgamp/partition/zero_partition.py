@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -197,15 +198,22 @@ def build_partition(
     device: torch.device,
     gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
+    communication_dtype: torch.dtype | None = None,
 ) -> ZeroPartition:
     """One unit for every chunk's own parameters and one for every tied module, which travels beside its users."""
+    make = partial(
+        Unit,
+        data_group=data_group,
+        zero_stage=zero_stage,
+        gradient_dtype=gradient_dtype,
+        communication_dtype=communication_dtype,
+    )
     units = {
-        chunk: [Unit(f"chunk {chunk}", parameters, data_group, zero_stage, gradient_dtype)] if parameters else []
+        chunk: [make(f"chunk {chunk}", parameters)] if parameters else []
         for chunk, parameters in chunk_parameters.items()
     }
     for module in tied:
-        name = f"tied {module.key}"
-        unit = Unit(name, module.parameters, data_group, zero_stage, gradient_dtype, True, module.tie_group)
+        unit = make(f"tied {module.key}", module.parameters, tied=True, tie_group=module.tie_group)
         for chunk in module.chunks:
             units[chunk].append(unit)
     return ZeroPartition(units, gradient_buffers, device, trace)

@@ -19,10 +19,18 @@ class BatchLoader:
         needs_inputs: whether this rank owns the first chunk.
         needs_labels: whether this rank computes the loss.
         device: where micro-batches are moved when they are used.
+        inputs_dtype: what floating-point inputs, not labels, are cast to then; None leaves them as they are.
     """
 
-    def __init__(self, needs_inputs: bool, needs_labels: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        needs_inputs: bool,
+        needs_labels: bool,
+        device: torch.device,
+        inputs_dtype: torch.dtype | None = None,
+    ) -> None:
         self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
+        self._inputs_dtype = inputs_dtype
         # The host waits for the answer, so that it travels between hosts, not between devices.
         self._agreement = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._micro_batches: dict[int, Any] = {}
@@ -71,7 +79,7 @@ class BatchLoader:
         if self._needs_inputs:
             self.tokens += _integer_elements(inputs)
         return (
-            _to_device(inputs, self._device) if self._needs_inputs else None,
+            _to_device(inputs, self._device, self._inputs_dtype) if self._needs_inputs else None,
             _to_device(labels, self._device) if self._needs_labels else None,
         )
 
@@ -91,10 +99,11 @@ def _integer_elements(inputs: Any) -> int:
     return first.numel() if integers else 0
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside ``value`` on ``device``; lists become tuples, as everywhere in a pipeline."""
+def _to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Tensors inside ``value`` on ``device``, floating-point ones in ``dtype``; lists become tuples, as everywhere in a
+    pipeline."""
     if torch.is_tensor(value):
-        return value.to(device)
+        return value.to(device, dtype=dtype if value.is_floating_point() else None)
     if isinstance(value, (list, tuple)):
-        return tuple(_to_device(member, device) for member in value)
+        return tuple(_to_device(member, device, dtype) for member in value)
     return value

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
@@ -26,6 +26,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec, read_
 from ds_lgamp.integrations.deepspeed.engine import layout_of
 from ds_lgamp.integrations.deepspeed.install import install, partition_method_of, standing_in
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
+from ds_lgamp.integrations.deepspeed.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_unsupported
 from ds_lgamp.runtime.random_state import undisturbed
@@ -322,14 +323,13 @@ def _bubble_formula(spec: ProgramSpec) -> float | None:
 
 def _element_bytes(config: Any, state_tensors: int | None) -> tuple[str, ElementBytes]:
     """Name of the precision and bytes per element."""
-    half = "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else None
-    weights = 4 if half is None else 2
-    # DeepSpeed's get_data_types: gradients are as wide as weights unless the configuration says otherwise.
-    named = config.grad_accum_dtype
-    gradients = weights if named is None else DtypeEnum(named).value.itemsize
-    size = ElementBytes(weights, gradients)
+    weights, gradients = parameter_dtype(config), accumulation_dtype(config)
+    travelling = config.communication_data_type or gradients
+    size = ElementBytes(
+        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
+    )
     state = None if state_tensors is None else state_tensors * size.master
-    return half or "fp32", ElementBytes(weights, gradients, state, update=None)
+    return DtypeEnum(weights).name, replace(size, optimizer=state, update=None)
 
 
 def _optimizer_state(optimizer: Any, config: Any) -> tuple[str, int | None]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
 from ds_lgamp.integrations.deepspeed.optimizer import check_elementwise, check_optimizer_type
+from ds_lgamp.integrations.deepspeed.precision import refuse_cast_parameter, refuse_precision
 
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -31,7 +32,9 @@ _SHARED_KEYS = (
     "train_micro_batch_size_per_gpu",
     "gradient_clipping",
     "bf16",
+    "fp16",
     "data_types",
+    "communication_data_type",
 )
 """Keys that all ranks must agree on."""
 
@@ -63,11 +66,12 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
         _try_optimizer(config.optimizer_name, config.optimizer_params or {})
     if config.scheduler_name is not None:
         _try_scheduler(config.scheduler_name, config.scheduler_params)
+    refuse_precision(config)
     _refuse_module(module)
     raise_everywhere(_complaint_about_tensors(module))
     for name, info in announced_tensors(module).items():
-        if info.is_parameter and info.dtype != torch.float32 and not config.bfloat16_config.enabled:
-            raise ConfigError(f"parameter {name} is {info.dtype}, but bf16.enabled is false; set it or remove the cast")
+        if info.is_parameter:
+            refuse_cast_parameter(config, name, info.dtype)
 
 
 def _try_optimizer(name: str, options: dict[str, Any]) -> None:

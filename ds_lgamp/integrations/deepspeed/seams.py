@@ -15,6 +15,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", "DtypeEnum"),
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
+    "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler", "LossScaler", "LossScalerBase"),
     "deepspeed.runtime.engine": ("ZERO_OPTIMIZATION",),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_INSTRUCTION_MAP",
@@ -28,9 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_next_batch",
         "_scheduler_from_config",
         "_train_schedule",
-        "bfloat16_enabled",
         "eval_batch",
-        "get_data_types",
         "get_global_grad_norm",
         "get_lr",
         "gradient_clipping",
