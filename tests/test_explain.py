@@ -26,7 +26,7 @@ from tests.ranks import run_on_ranks
 
 SCRIPT = Path(__file__).parent / "engine" / "scripts" / "public_example.py"
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {}}
+LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "communication_data_type": "bf16", "ds_lgamp": {}}
 FORKS = """
 import json, os, sys
 import torch._dynamo  # every optimizer imports it
@@ -321,7 +321,18 @@ def imagined_group():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, None, None),
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, None, torch.float16),
+        (torch.float16, None, torch.bfloat16),
+        (torch.float16, None, torch.float32),
+        (torch.float16, torch.float32, torch.float16),
+    ],
+)
 def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
     tie_group = imagined_group(2)
     for data_ranks in (1, 2, 3):
@@ -330,7 +341,7 @@ def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
             compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order)
 
 
-def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype, in_rank_order):
+def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype, communication_dtype, in_rank_order):
     """On pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6; the first and the last share a tied module."""
     schedule, micro_batches, group, resident = case
     spec = ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident)
@@ -346,6 +357,7 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         torch.device("cpu"),
         gradient_dtype,
         in_rank_order=in_rank_order,
+        communication_dtype=communication_dtype,
     )
     partition.release_all()
     follow(partition, actions)
@@ -356,7 +368,11 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
     sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
     sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
     sizes.append(UnitSize(numel(FROZEN_TIED_SHAPES), 0, (0, 6), tied=True, frozen=True))
-    element = ElementBytes(dtype.itemsize, (gradient_dtype or dtype).itemsize)
+    element = ElementBytes(
+        dtype.itemsize,
+        (gradient_dtype or dtype).itemsize,
+        communication=None if communication_dtype is None else communication_dtype.itemsize,
+    )
     told = rank_memory(
         actions,
         sizes,
@@ -367,10 +383,10 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         all_to_all=in_rank_order,
         in_rank_order=in_rank_order,
     )
-    label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, in_rank_order)
+    label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
     held = {tensor.untyped_storage()._cdata: tensor for unit in partition.units for tensor in (unit.flat, unit.shard)}
     assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
-    converts = element.gradients != element.master
+    converts = communication_dtype is not None or element.gradients != element.master
     # Converting takes a moment of its own, as does adding up, which only the peak shows.
     partitioned = partition.units[0].partitioned
     assert told.gradients == gradients or (converts and not partitioned), label

@@ -154,8 +154,12 @@ def test_keys_beside_a_switch_that_is_off_are_not_mentioned(config):
         ({"bfloat16": {"bf16_optimizer_states": True}}, "bfloat16.bf16_optimizer_states is True: "),
         ({"elasticity": {"enabled": False}}, "elasticity is {'enabled': False}: DeepSpeed has removed it"),
         (
-            {"data_types": {"grad_accum_dtype": "fp16"}},
-            "data_types.grad_accum_dtype is 'fp16', but ds_lgamp takes fp32 or",
+            {"data_types": {"grad_accum_dtype": "int8"}},
+            "data_types.grad_accum_dtype is 'int8', but ds_lgamp takes fp32, fp16 or bf16; use one",
+        ),
+        (
+            {"fp16": {"enabled": True}, "bfloat16": {"enabled": True}},
+            "fp16.enabled and bfloat16.enabled are True; set one of them to false",
         ),
         (
             {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}},

@@ -57,10 +57,11 @@ class Unit:
             here, so that each group owns one range.
         data_group: the data-parallel ranks that share the unit.
         zero_stage: 0 to 3.
-        gradient_dtype: in which gradients accumulate over micro-batches and travel; None is the parameters' own.
+        gradient_dtype: in which gradients accumulate over micro-batches; None is the parameters' own.
         tied: whether the unit is a tied module, which does not count as a chunk.
         tie_group: the pipeline ranks that hold a copy of a tied unit, None if there is no other.
         in_rank_order: whether gradients add up in the order of data-parallel ranks at every stage and on every backend.
+        communication_dtype: in which gradients travel between data-parallel ranks; None is ``gradient_dtype``.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Unit:
         tied: bool = False,
         tie_group: dist.ProcessGroup | None = None,
         in_rank_order: bool = False,
+        communication_dtype: torch.dtype | None = None,
     ) -> None:
         dtypes = {str(entry.parameter.dtype) for entry in parameters}
         if len(dtypes) != 1:
@@ -83,6 +85,7 @@ class Unit:
         self.data_group = data_group
         self.zero_stage = zero_stage
         self.gradient_dtype = gradient_dtype or parameters[0].parameter.dtype
+        self.communication_dtype = communication_dtype or self.gradient_dtype
         self.tied = tied
         self.tie_group = tie_group
         self.in_rank_order = in_rank_order
@@ -256,8 +259,11 @@ class Unit:
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self.partitioned:
+            # In another type, a copy travels and the accumulated gradient is done with.
+            gradient = self._gradient = gradient.to(self.communication_dtype)
             self._reducing = start_reduce_scatter(gradient, self.data_group, self.master.dtype, self.in_rank_order)
         elif self.data_group.size() > 1:
+            gradient = gradient.to(self.communication_dtype)
             self._reducing = start_all_reduce(gradient, self.data_group, self.in_rank_order)
         else:
             self._reducing = lambda: gradient

@@ -197,6 +197,7 @@ def build_partition(
     gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
     in_rank_order: bool = False,
+    communication_dtype: torch.dtype | None = None,
     materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
     """One unit for every chunk's own parameters and one for every tied module, which travels beside its users; the
@@ -222,6 +223,7 @@ def build_partition(
                         gradient_dtype,
                         tie_group=group,
                         in_rank_order=in_rank_order,
+                        communication_dtype=communication_dtype,
                         **tie,
                     )
                 )

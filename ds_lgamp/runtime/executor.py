@@ -37,6 +37,8 @@ class Executor:
         recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
             otherwise what autograd saved in the forward pass is kept.
         trace: where actions are recorded as they start; None records nothing.
+        loss_scale: what gradients are multiplied with, all alike, so that half precision can hold them; asked for every
+            micro-batch.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Executor:
         random_sources: Sequence[RandomSource],
         recompute: bool = True,
         trace: list[str] | None = None,
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.placement, self.rank = placement, rank
         self.chunks, self.partition, self.links = chunks, partition, links
@@ -58,6 +61,7 @@ class Executor:
         self.draws = Draws(random_sources)
         self.recompute = recompute
         self.trace = trace
+        self.loss_scale = loss_scale
         self.stopwatch = Stopwatch(partition.device)
         self.current: Action | None = None
         self._broken = False
@@ -268,8 +272,10 @@ class Executor:
                 raise ValueError("the loss is no tensor of one element; loss_fn must return one")
             if not result.requires_grad:
                 raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
-            # The mean over micro-batches.
-            return [torch.full_like(result, 1 / self._micro_batches)]
+            # The mean over micro-batches. By fp64: a scale too large for a half-precision loss must become infinite,
+            # which the step then finds, and no error.
+            gradient = torch.full_like(result, self.loss_scale() / self._micro_batches, dtype=torch.float64)
+            return [gradient.to(result.dtype)]
         if self.placement[chunk + 1] == self.rank:
             return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self.stopwatch.time("gradient"):

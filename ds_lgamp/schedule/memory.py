@@ -2,19 +2,20 @@
 
 **State.** A unit is a chunk's own parameters or a tied module, those of either that train or those that are frozen. Its
 storage has S equal parts of m elements, which ``storage.py`` counts: S is the number of data-parallel ranks W at stages
-1, 2 and 3, and 1 at stage 0. An element takes w bytes as a weight, g as a gradient and u, the larger of w and 4, as a
-master weight. A rank holds, summed over its units, of frozen ones the first two only:
+1, 2 and 3, and 1 at stage 0. An element takes w bytes as a weight, g as a gradient, c as a gradient that travels and u,
+the larger of w and 4, as a master weight. A rank holds, summed over its units, of frozen ones the first two only:
 
 - weights: w S m; at stage 3 w m.
 - resident weights, at stage 3 and S > 1: w S m between gather and release. A tied unit is there while a user is.
 - master weights: u m if w < u. Optimizer state: of at most m elements, those the optimizer owns.
-- gradients, S > 1: u m from the reduction to the end of the step. S = 1: g m for good; from the step's beginning to its
-  end u m more if g < u.
-- gradient buffers, S > 1: g S m from the first backward until the reduction is awaited; beside it, while it is under
-  way, what it receives: g m, or g S m where an all-to-all stands for the reduce-scatter; and u m at its end, if g
-  differs from u or parts are summed here.
-- gradient buffers, stage 0 and W > 1, where gradients add up in rank order: g m more from the reduction until it is
-  awaited, and g m / W at its end.
+- gradients, S > 1: u m from the reduction to the end of the step. S = 1: g m for good; where they travel in a type of
+  their own, c m more from the reduction on; from the step's beginning to its end u m, instead of those c m, if what
+  was reduced takes less.
+- gradient buffers, S > 1: g S m from the first backward until the reduction begins, c S m from there until it is
+  awaited, for a moment both where the types differ; beside it, while it is under way, what it receives: c m, or c S m
+  where an all-to-all stands for the reduce-scatter; and u m at its end, if c differs from u or parts are summed here.
+- gradient buffers, stage 0 and W > 1, where gradients add up in rank order: c m more from the reduction until it is
+  awaited, and c m / W at its end.
 - copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
 - the optimizer's temporaries: of one unit's part after another, or of all together.
 
@@ -44,7 +45,7 @@ a GPU micro-batches wait in the host's memory, and members of a result that have
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.activations import ActivationBytes, ActivationMemory, ActivationWalk
@@ -87,18 +88,25 @@ class ElementBytes:
 
     weights: int = 4
     gradients: int = 4
-    """In which gradients accumulate and travel."""
+    """In which gradients accumulate."""
     optimizer: int | None = 0
     """Optimizer state per element, without master weights; None if unknown."""
     update: int | None = 0
     """What the optimizer takes for the moment per element it updates at once; None if unknown."""
     updates_together: bool = False
     """Whether it updates all elements at once (torch's ``foreach``) or those of one unit after another."""
+    communication: int | None = None
+    """Of the copy in which gradients travel, if that is a type of their own; None if they travel as they are."""
 
     @property
     def master(self) -> int:
         """Of what the optimizer updates: half-precision weights have a copy in fp32."""
         return max(self.weights, _MASTER_BYTES)
+
+    @property
+    def travelling(self) -> int:
+        """Of a gradient that is reduced."""
+        return self.gradients if self.communication is None else self.communication
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,9 @@ class _StateWalk:
         self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
         self.partitioned = zero_stage > 0 and data_ranks > 1
         self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
-        self.zero_stage, self.gradient_buffers, self.size = zero_stage, gradient_buffers, size
+        # With one data-parallel rank nothing travels.
+        self.size = size if data_ranks > 1 else replace(size, communication=None)
+        self.zero_stage, self.gradient_buffers = zero_stage, gradient_buffers
         self.all_to_all, self.ledger = all_to_all, ledger
         self.reducing: deque[_Unit] = deque()
         if not self.partitioned:
@@ -214,7 +224,7 @@ class _StateWalk:
             self.release(using, action.chunk)
         elif action.kind is Kind.BACKWARD and self.partitioned:
             self.begin_backward(using)
-        elif action.kind is Kind.REDUCE and self.receives:
+        elif action.kind is Kind.REDUCE:
             self.reduce(using)
         elif action.kind is Kind.STEP:
             self.step()
@@ -253,24 +263,32 @@ class _StateWalk:
             unit.users_done += 1
             if unit.users_done == len(unit.size.chunks):
                 unit.users_done = 0
-                unit.accumulating = False
-                self.ledger.take("buffers", self.received(unit))
-                self.reducing.append(unit)
+                if self.size.communication is not None:
+                    kind = "buffers" if self.partitioned else "gradients"
+                    self.ledger.take(kind, self.size.communication * unit.full)
+                if self.receives:
+                    self.start_reduction(unit)
+
+    def start_reduction(self, unit: "_Unit") -> None:
+        unit.accumulating = False
+        if self.size.communication is not None and self.partitioned:
+            self.ledger.free("buffers", self.size.gradients * unit.full)
+        self.ledger.take("buffers", self.received(unit))
+        self.reducing.append(unit)
 
     def received(self, unit: "_Unit") -> int:
         """Bytes a reduction receives."""
-        return self.size.gradients * (unit.full if self.all_to_all else unit.part)
+        return self.size.travelling * (unit.full if self.all_to_all else unit.part)
 
     def await_oldest_reduction(self) -> None:
         unit = self.reducing.popleft()
         done_with = self.received(unit)
         if not self.partitioned:
-            summed = self.size.gradients * unit.full // self.data_ranks
-            self.ledger.pass_by("buffers", summed)
+            self.ledger.pass_by("buffers", self.size.travelling * unit.full // self.data_ranks)
             self.ledger.free("buffers", done_with)
             return
-        done_with += self.size.gradients * unit.full
-        if self.all_to_all or self.size.gradients != self.size.master:
+        done_with += self.size.travelling * unit.full
+        if self.all_to_all or self.size.travelling != self.size.master:
             self.ledger.take("buffers", self.size.master * unit.part)
             done_with += self.size.master * unit.part
         self.ledger.free("buffers", done_with)
@@ -284,8 +302,9 @@ class _StateWalk:
             self.await_oldest_reduction()
         # Tied units are summed last, one after another.
         for unit in sorted(self.training, key=lambda unit: unit.size.tied):
-            if not self.partitioned and self.size.gradients != self.size.master:
+            if not self.partitioned and self.size.travelling != self.size.master:
                 self.ledger.take("gradients", self.size.master * unit.part)
+                self.ledger.free("gradients", (self.size.communication or 0) * unit.part)
             if unit.size.copies > 1:
                 self.ledger.pass_by("copies", self.size.master * unit.part * unit.size.copies)
         owned = [min(unit.part, unit.size.trainable) for unit in self.units]

@@ -87,9 +87,9 @@ def collective_bytes(
     part = unit.part(zero_stage, data_ranks)
     gather = size.weights * part * (data_ranks - 1)
     if zero_stage == 0:
-        reduce = 2 * size.gradients * part * (data_ranks - 1) // data_ranks
+        reduce = 2 * size.travelling * part * (data_ranks - 1) // data_ranks
     else:
-        reduce = size.gradients * part * (data_ranks - 1)
+        reduce = size.travelling * part * (data_ranks - 1)
     return (
         (traffic.gathers + traffic.tied_gathers + traffic.frozen_gathers) * gather
         + (traffic.reduces + traffic.tied_reduces) * reduce

@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -139,12 +140,27 @@ CONFIGS = {
         {"zero_optimization": {"stage": 4}},
         "stage is 4; write 0, 1, 2 or 3",
     ),
-    "fp16": ({"fp16": {"enabled": True}}, "fp16.enabled is True"),
-    "two precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled is True"),
+    "fp16 where the device has none": (
+        {"fp16": {"enabled": True}},
+        "fp16.enabled is True, but DeepSpeed says that this device (cpu) has no fp16; use bf16 or remove it",
+    ),
+    "two precisions": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "fp16.enabled and bf16.enabled are True; set one of them to false",
+    ),
+    "a negative loss scale": ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale is -1; write a number from 0"),
+    "master weights in fp16": (
+        {"fp16": {"fp16_master_weights_and_grads": True}},
+        "fp16.fp16_master_weights_and_grads is True: the optimizer updates fp32 copies of the parameters; remove it",
+    ),
+    "parameters of another type than the precision": (
+        {"data_types": {"param_dtype": "half"}},
+        "data_types.param_dtype is 'half', but fp16.enabled and bf16.enabled make parameters torch.float32; change one",
+    ),
     "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled is True"),
-    "accumulation in fp16": ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is 'fp16'"),
+    "accumulation in integers": ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype is 'int8'"),
     "sums instead of means": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
-    "reductions in another type": ({"communication_data_type": "fp16"}, "communication_data_type is 'fp16'"),
+    "reductions in integers": ({"communication_data_type": "int8"}, "communication_data_type is 'int8', but ds_lgamp"),
     "an offloaded optimizer": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
         "zero_optimization.offload_optimizer.device is 'cpu'",
@@ -267,6 +283,8 @@ def merged(changes):
 
 def run_all():
     prepare_rank()
+    # Whatever this machine has.
+    get_accelerator().is_fp16_supported = lambda: False
     ds_lgamp.install()
     said = {("block", name): refusal({**BASE, "ds_lgamp": block}) for name, (block, _) in BLOCKS.items()}
     said |= {("config", name): refusal(merged(changes)) for name, (changes, _) in CONFIGS.items()}
@@ -277,6 +295,7 @@ def run_all():
         if name == "another block" or dist.get_rank() == 1:
             mine["ds_lgamp"] = block
         said["rank", name] = refusal(mine)
+    said["rank", "another loss scale"] = refusal(merged({"fp16": {"loss_scale": 1 + dist.get_rank()}}))
     return said, still_trains()
 
 
@@ -308,6 +327,7 @@ EXPECTED = {
         "rank",
         "another block",
     ): "ds_lgamp is {'resident_chunks': 1} on rank 0 and {'resident_chunks': 2} on rank 1",
+    ("rank", "another loss scale"): "fp16 is {'loss_scale': 1} on rank 0 and {'loss_scale': 2} on rank 1",
     ("rank", "a block"): "ds_lgamp is None on rank 0 and {} on rank 1; give every rank the same configuration",
 }
 
@@ -359,8 +379,8 @@ COMMANDS = {
     ),
     "a refused key, in a file with a comment": (
         [str(EXAMPLE), "--deepspeed_config=c.json"],
-        '{"ds_lgamp": {}, # DeepSpeed reads HJSON\n"fp16": {"enabled": true}}',
-        "fp16.enabled is True",
+        '{"ds_lgamp": {}, # DeepSpeed reads HJSON\n"torch_autocast": {"enabled": true}}',
+        "torch_autocast.enabled is True",
     ),
     "stages that do not divide the ranks": (
         [str(EXAMPLE), "--deepspeed_config", "c.json", "--stages", "2"],

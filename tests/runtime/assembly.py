@@ -71,6 +71,7 @@ def assemble(
     apply_step: Callable[[], None],
     recompute: bool = True,
     trace: list[str] | None = None,
+    communication_dtype: torch.dtype | None = None,
 ) -> Assembled:
     """``bounds`` are the chunk bounds over the model's layers."""
     rank = grid.pipeline_rank
@@ -91,7 +92,14 @@ def assemble(
         embedding = [UnitParameter("0.weight", model.parameters()["0.weight"], 0)]
         tied.append(TiedParameters("embedding", embedding, users, group))
     partition = build_partition(
-        parameters, tied, grid.data_group, spec.zero_stage, spec.resident_chunks, DEVICE, trace=trace
+        parameters,
+        tied,
+        grid.data_group,
+        spec.zero_stage,
+        spec.resident_chunks,
+        DEVICE,
+        trace=trace,
+        communication_dtype=communication_dtype,
     )
     executor = Executor(
         spec.placement,

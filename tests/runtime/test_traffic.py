@@ -1,23 +1,30 @@
 """What moves is what the program says, and when it says so."""
 
+import math
+from itertools import product
+
 import pytest
 import torch
 
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.memory import ElementBytes, UnitSize
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import ProgramSpec, build_program
-from ds_lgamp.schedule.traffic import predict_traffic
+from ds_lgamp.schedule.storage import aligned
+from ds_lgamp.schedule.traffic import collective_bytes, predict_traffic
 from tests.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import build_model, micro_batch
 
 
-def train(grid, spec, tied, steps=2, trace=None):
+def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
     """The calls of the last step, the assembly and this rank's program."""
     model = build_model(8, tied)
     bounds = split_balanced([1] * len(model.layers), spec.chunks)
-    assembled = assemble(grid, spec, model, bounds, lambda: optimizer.step(), trace=trace)
+    assembled = assemble(
+        grid, spec, model, bounds, lambda: optimizer.step(), trace=trace, communication_dtype=communication_dtype
+    )
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=0.01)
     actions = build_program(spec)[grid.pipeline_rank]
@@ -92,6 +99,31 @@ def test_bytes_are_a_shard_per_gather_and_reduce():
     sent, shards = run_on_ranks(2, bytes_of_a_step)[0]
     assert sent["all_gather"] == sum(shards) + shards[0] + shards[1]
     assert sent["all_to_all"] == sum(shards)
+
+
+def bytes_by_communication_type():
+    """Sent and predicted, by stage and type."""
+    grid, told = build_grid(1, 2), {}
+    for stage, dtype in product(range(4), (None, torch.float16, torch.bfloat16)):
+        spec = ProgramSpec((0, 0, 0, 0), "layered", 4, 2, stage)
+        counter, assembled, actions, _ = train(grid, spec, tied=False, communication_dtype=dtype)
+        size = ElementBytes(communication=None if dtype is None else dtype.itemsize)
+        predicted = 0
+        for chunk, (unit,) in assembled.partition.chunk_units.items():
+            parameters = sum(aligned(math.prod(shape)) for _, shape, _ in unit.contents())
+            predicted += collective_bytes(actions, UnitSize(parameters, parameters, (chunk,)), stage, 2, size)
+        told[stage, dtype] = counter.bytes_sent, predicted
+    return told
+
+
+def test_gradients_send_the_bytes_of_the_type_they_travel_in():
+    for told in run_on_ranks(2, bytes_by_communication_type):
+        for (stage, dtype), (sent, predicted) in told.items():
+            assert sent.total() == predicted, (stage, dtype)
+            reduction = "all_to_all" if stage else "all_reduce"
+            wide = told[stage, None][0]
+            assert sent["all_gather"] == wide["all_gather"]
+            assert sent[reduction] == wide[reduction] // (1 if dtype is None else 2)
 
 
 def trace_of_a_step(resident_chunks, zero_stage=3):

@@ -55,6 +55,9 @@ def check_keys(config: dict[str, Any]) -> list[str]:
                 meaningless[setting.name] = setting.position
         elif not _passes(setting.key, setting.value):
             raise ConfigError(_complaint(setting))
+    halves = [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled")]
+    if len(halves) > 1 and halves[0] == "fp16":
+        raise ConfigError(f"fp16.enabled and {halves[1]}.enabled are True; set one of them to false")
     if config.get("wall_clock_breakdown") and config.get("steps_per_print") is None:
         raise ConfigError("wall_clock_breakdown is True, but steps_per_print is missing; write how often it is printed")
     return sorted(meaningless, key=lambda name: meaningless[name])

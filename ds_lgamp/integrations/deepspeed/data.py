@@ -20,10 +20,18 @@ class BatchLoader:
         needs_inputs: whether this rank owns the first chunk.
         needs_labels: whether this rank computes the loss.
         device: where micro-batches are moved when they are used.
+        inputs_dtype: what floating-point inputs, not labels, are cast to then; None leaves them as they are.
     """
 
-    def __init__(self, needs_inputs: bool, needs_labels: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        needs_inputs: bool,
+        needs_labels: bool,
+        device: torch.device,
+        inputs_dtype: torch.dtype | None = None,
+    ) -> None:
         self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
+        self._inputs_dtype = inputs_dtype
         # The host waits for the answer, so that it travels between hosts, not between devices.
         self._agreement = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._micro_batches: dict[int, Any] = {}
@@ -72,7 +80,7 @@ class BatchLoader:
         if self._needs_inputs:
             self.tokens += _integer_elements(inputs)
         return (
-            _to_device(inputs, self._device) if self._needs_inputs else None,
+            _to_device(inputs, self._device, self._inputs_dtype) if self._needs_inputs else None,
             _to_device(labels, self._device) if self._needs_labels else None,
         )
 
@@ -92,12 +100,14 @@ def _integer_elements(inputs: Any) -> int:
     return first.numel() if integers else 0
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside ``value`` on ``device``; lists become tuples, as everywhere in a pipeline. A copy from the host
-    starts in page-locked memory: from any other, the host would wait until the device has done all that came before."""
+def _to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Tensors inside ``value`` on ``device``, floating-point ones in ``dtype``; lists become tuples, as everywhere in a
+    pipeline. A copy from the host starts in page-locked memory: from any other, the host would wait until the device
+    has done all that came before."""
     if torch.is_tensor(value):
         from_host = value.device.type == "cpu"
-        return (get_accelerator().pin_memory(value) if from_host else value).to(device, non_blocking=from_host)
+        start = get_accelerator().pin_memory(value) if from_host else value
+        return start.to(device, dtype=dtype if value.is_floating_point() else None, non_blocking=from_host)
     if isinstance(value, (list, tuple)):
-        return tuple(_to_device(member, device) for member in value)
+        return tuple(_to_device(member, device, dtype) for member in value)
     return value

@@ -39,6 +39,15 @@ from ds_lgamp.integrations.deepspeed.optimizer import (
     trainable_parameters,
 )
 from ds_lgamp.integrations.deepspeed.optimizer_choice import check_elementwise, choose_optimizer, kernels_of
+from ds_lgamp.integrations.deepspeed.precision import (
+    accumulation_dtype,
+    checks_overflow,
+    input_dtype,
+    load_scaler_state,
+    loss_scaler,
+    parameter_dtype,
+    scaler_state,
+)
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered, switch_on
@@ -91,7 +100,7 @@ class LgampEngine(PipelineEngine):
         self._random_sources = layer_sources(self.device)
         self.executor = self._build_executor()
         self._partition.release_all()
-        self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device)
+        self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
         self._training_iterator = self.data_iterator
         self._pulled_of_training_data = 0
         """Micro-batches taken from the engine's own data."""
@@ -177,8 +186,9 @@ class LgampEngine(PipelineEngine):
             self.gradient_clipping(),
             self.module.world_group,
             self.data_parallel_group,
-            skips_overflow=self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow,
             reproducible=self.lgamp_settings.reproducible,
+            skips_overflow=checks_overflow(self._config),
+            loss_scaler=loss_scaler(self._config),
         )
 
     def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
@@ -208,8 +218,9 @@ class LgampEngine(PipelineEngine):
             self.zero_stage,
             self.lgamp_settings.resident_chunks,
             self.device,
-            self.get_data_types()[1],
+            accumulation_dtype(self._config),
             in_rank_order=self.lgamp_settings.reproducible,
+            communication_dtype=self._config.communication_data_type,
         )
         if self._deferred is None:
             return build()
@@ -248,6 +259,7 @@ class LgampEngine(PipelineEngine):
             self._exec_optimizer_step,
             [] if reproducible else self._random_sources,
             recompute=self.lgamp_settings.recompute == "full",
+            loss_scale=lambda: self.optimizer.loss_scale,
         )
 
     def _before_layer(self) -> Callable[[int, int], None] | None:
@@ -379,6 +391,7 @@ class LgampEngine(PipelineEngine):
             "partition": checkpoint.partition_state(self._partition),
             "buffers": dict(self._buffers_by_name()),
             "optimizer": self.optimizer.optimizer.state_dict(),
+            "loss_scaler": scaler_state(self.optimizer.loss_scaler),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {name: getattr(self, name) for name in _COUNTERS},
             "micro_offset": self.module.micro_offset,
@@ -438,10 +451,12 @@ class LgampEngine(PipelineEngine):
             )
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Goes on where the checkpoint was written: counters, position in the engine's own data, random states."""
+        """Goes on where the checkpoint was written: counters, loss scale, position in the engine's own data, random
+        states."""
         for name, value in state["counters"].items():
             setattr(self, name, value)
         self.module.micro_offset = state["micro_offset"]
+        load_scaler_state(self.optimizer.loss_scaler, state.get("loss_scaler"))
         if self.training_data:
             self._build_data_iter(self.training_data)
             if self.data_iterator is not None and self._pulled_of_training_data:
@@ -458,7 +473,7 @@ class LgampEngine(PipelineEngine):
             "zero_stage": self.zero_stage,
             "chunk_bounds": layout.bounds,
             "placement": layout.placement,
-            "data_type": str(self.get_data_types()[0]),
+            "data_type": str(parameter_dtype(self._config)),
         }
 
     def _buffers_by_name(self) -> list[tuple[str, torch.Tensor]]:

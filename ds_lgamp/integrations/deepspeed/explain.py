@@ -9,7 +9,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
@@ -33,6 +33,7 @@ from ds_lgamp.integrations.deepspeed.optimizer_choice import (
     state_tensors,
     updates_in_place,
 )
+from ds_lgamp.integrations.deepspeed.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered
@@ -350,14 +351,13 @@ def _bubble_formula(spec: ProgramSpec) -> float | None:
 
 def _element_bytes(config: Any, optimizer: "_OptimizerFacts") -> tuple[str, ElementBytes]:
     """Name of the precision and bytes per element."""
-    half = "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else None
-    weights = 4 if half is None else 2
-    # DeepSpeed's get_data_types: gradients are as wide as weights unless the configuration says otherwise.
-    named = config.grad_accum_dtype
-    gradients = weights if named is None else DtypeEnum(named).value.itemsize
-    size = ElementBytes(weights, gradients)
+    weights, gradients = parameter_dtype(config), accumulation_dtype(config)
+    travelling = config.communication_data_type or gradients
+    size = ElementBytes(
+        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
+    )
     state = None if optimizer.state_tensors is None else optimizer.state_tensors * size.master
-    return half or "fp32", ElementBytes(weights, gradients, state, update=0 if optimizer.in_place else None)
+    return DtypeEnum(weights).name, replace(size, optimizer=state, update=0 if optimizer.in_place else None)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ _TRAINING = (
         takes=NAME,
     ),
     Key("optimizer.params", HONOURED, "torch_adam is torch's Adam as DeepSpeed makes it, not fused", takes=OBJECT),
-    Key("optimizer.legacy_fusion", MEANINGLESS, "only with fp16.enabled"),
+    Key("optimizer.legacy_fusion", MEANINGLESS, "DeepSpeed's fp16 optimizers are not used"),
     Key("scheduler.type", HONOURED, takes=NAME),
     Key("scheduler.params", HONOURED, takes=OBJECT),
     Key(
@@ -111,7 +111,7 @@ _TRAINING = (
     Key("prescale_gradients", MEANINGLESS, "gradients are divided in an order of their own"),
     Key("gradient_predivide_factor", MEANINGLESS, "gradients are divided in an order of their own"),
     Key("gradient_allreduce_op", REFUSED, "gradients are averaged over data-parallel ranks; remove it", ("mean",)),
-    Key("communication_data_type", REFUSED, "gradients travel in data_types.grad_accum_dtype; remove it"),
+    Key("communication_data_type", HONOURED, "fp32, fp16 or bf16", ("fp32", "fp16", "bf16")),
     Key("disable_allgather", MEANINGLESS, "DeepSpeed does not use it either"),
     Key("allgather_size", MEANINGLESS, _PROGRAM),
 )
@@ -150,6 +150,7 @@ _REPORTS = (
 )
 
 _FP32 = ("fp32", "float32", "float", "torch.float32")
+_FP16 = ("fp16", "float16", "half", "torch.float16")
 _BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 _PRECISION = (
     Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters", takes=SWITCH),
@@ -163,20 +164,38 @@ _PRECISION = (
         (False,),
     ),
     Key("bfloat16.*", HONOURED, "old name of bf16"),
-    Key("fp16.enabled", REFUSED, _USE_BF16, (False,)),
-    *_keys(
-        "fp16",
-        "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
-        "fp16_master_weights_and_grads",
-        MEANINGLESS,
-        "only with fp16.enabled",
+    Key("fp16.enabled", HONOURED, "the optimizer updates fp32 copies of fp16 parameters", takes=SWITCH),
+    Key("fp16.auto_cast", HONOURED, "casts the inputs of the first layer to fp16", takes=SWITCH),
+    Key("fp16.loss_scale", HONOURED, "0 for a dynamic one", takes=AMOUNT),
+    Key("fp16.initial_scale_power", HONOURED, "of a dynamic loss scale", takes=INDEX),
+    *_keys("fp16", "loss_scale_window hysteresis min_loss_scale", HONOURED, "of a dynamic loss scale", takes=COUNT),
+    Key("fp16.consecutive_hysteresis", HONOURED, "of a dynamic loss scale", takes=SWITCH),
+    Key(
+        "fp16.fp16_master_weights_and_grads",
+        REFUSED,
+        "the optimizer updates fp32 copies of the parameters; remove it",
+        (False,),
     ),
     Key("torch_autocast.enabled", REFUSED, _USE_BF16, (False,)),
     *_keys("torch_autocast", "dtype lower_precision_safe_modules", MEANINGLESS, "only with torch_autocast.enabled"),
-    Key("data_types.grad_accum_dtype", HONOURED, "fp32 or bf16", (*_FP32, *_BF16)),
-    Key("data_types.param_dtype", HONOURED, "fp32 or bf16, in agreement with bf16.enabled", (*_FP32, *_BF16)),
-    Key("data_types.buffer_dtype", HONOURED, "fp32 or bf16, with bf16.enabled", (*_FP32, *_BF16)),
-    Key("data_types.keep_in_fp32_modules", HONOURED, "with bf16.enabled; concerns buffers only, as in DeepSpeed"),
+    Key("data_types.grad_accum_dtype", HONOURED, "fp32, fp16 or bf16", (*_FP32, *_FP16, *_BF16)),
+    Key(
+        "data_types.param_dtype",
+        HONOURED,
+        "fp32, fp16 or bf16, in agreement with fp16.enabled and bf16.enabled",
+        (*_FP32, *_FP16, *_BF16),
+    ),
+    Key(
+        "data_types.buffer_dtype",
+        HONOURED,
+        "fp32, fp16 or bf16, with fp16.enabled or bf16.enabled",
+        (*_FP32, *_FP16, *_BF16),
+    ),
+    Key(
+        "data_types.keep_in_fp32_modules",
+        HONOURED,
+        "with fp16.enabled or bf16.enabled; concerns buffers only, as in DeepSpeed",
+    ),
 )
 
 _ZERO = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
@@ -29,6 +30,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         norm_group: all pipeline and data-parallel ranks.
         skips_overflow: whether a step is skipped, on all ranks, where a gradient is infinite or no number.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
+        loss_scaler: what says by how much gradients are too large when :meth:`step` is called, and learns from it.
     """
 
     def __init__(
@@ -40,11 +42,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         data_group: dist.ProcessGroup,
         skips_overflow: bool,
         reproducible: bool,
+        loss_scaler: LossScalerBase,
     ) -> None:
         self.optimizer = optimizer
         self.partition = partition
         self.dp_process_group = data_group
         self.overflow = False
+        self.loss_scaler = loss_scaler
+        self.custom_loss_scaler = False
         self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
         self._norm = exact_norm if reproducible else global_norm
         self._global_grad_norm: torch.Tensor | None = None
@@ -63,16 +68,38 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def state(self) -> dict:
         return self.optimizer.state
 
+    @property
+    def loss_scale(self) -> float:
+        """Of the gradients that are accumulating; setting it changes that of the next."""
+        return self.loss_scaler.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.loss_scaler.cur_scale = scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """From now on the user decides about the scale, as in DeepSpeed's optimizers."""
+        self.loss_scaler, self.custom_loss_scaler = LossScaler(loss_scale), True
+
     def step(self) -> None:
-        """Clips by the norm of the whole model's gradient and updates the shards."""
+        """Unscales gradients, clips by the norm of the whole model's and updates the shards."""
+        scale = self.loss_scale
         gradients = self.partition.counted_gradients()
-        self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device)
+        self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) / scale
         # The one place where a step waits for the device; the norm is finite if and only if every gradient is.
         self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
+        self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
             return
-        if self._clipping > 0:
-            self.partition.scale_gradients(clip_factor(self._global_grad_norm, self._clipping))
+        if self._clipping > 0 or scale != 1:
+            limit = self._clipping or float("inf")
+            self.partition.scale_gradients(clip_factor(self._global_grad_norm, limit) / scale)
         self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -20,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.optimizer_choice import (
     kernels_of,
     try_out,
 )
+from ds_lgamp.integrations.deepspeed.precision import refuse_cast_parameter, refuse_precision
 
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -40,7 +41,9 @@ _SHARED_KEYS = (
     "train_micro_batch_size_per_gpu",
     "gradient_clipping",
     "bf16",
+    "fp16",
     "data_types",
+    "communication_data_type",
 )
 """Keys that all ranks must agree on."""
 
@@ -74,12 +77,13 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
         _try_optimizer(config.optimizer_name, config.optimizer_params or {}, device)
     if config.scheduler_name is not None:
         _try_scheduler(config.scheduler_name, config.scheduler_params)
+    refuse_precision(config)
     _refuse_module(module)
     raise_everywhere(_complaint_about_tensors(module))
     _refuse_differing_freezing(module)
     for name, info in announced_tensors(module).items():
-        if info.is_parameter and info.dtype != torch.float32 and not config.bfloat16_config.enabled:
-            raise ConfigError(f"parameter {name} is {info.dtype}, but bf16.enabled is false; set it or remove the cast")
+        if info.is_parameter:
+            refuse_cast_parameter(config, name, info.dtype)
 
 
 def refuse_irreproducible(settings: LgampConfig, module: PipelineModule) -> None:

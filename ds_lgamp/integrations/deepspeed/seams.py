@@ -18,6 +18,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
     "deepspeed.ops.lion": ("DeepSpeedCPULion", "FusedLion"),
     "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
+    "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler", "LossScaler", "LossScalerBase"),
     "deepspeed.runtime.engine": ("ZERO_OPTIMIZATION",),
     "deepspeed.runtime.keep_in_fp32": ("keep_in_fp32_pattern",),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
@@ -38,9 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_next_batch",
         "_scheduler_from_config",
         "_train_schedule",
-        "bfloat16_enabled",
         "eval_batch",
-        "get_data_types",
         "get_global_grad_norm",
         "get_lr",
         "gradient_clipping",
