@@ -21,6 +21,7 @@ from tests.runtime.assembly import gathered
 
 WIDTH, INNER, VOCABULARY = 13, 29, 11
 """Odd, so that nothing fits into the vectors of a processor."""
+DATA_RANKS = (1, 2, 3)
 MICRO_BATCHES, STEPS, SAVED, LIMIT = 4, 4, 2, 0.05
 
 
@@ -197,46 +198,53 @@ def resumed(layout, folder):
     return end_of(second, steps + train(second, STEPS - SAVED))
 
 
-def run_all(names, folder):
+def run_all(folder):
+    """Every layout of as many pipeline ranks as divide the processes; by data-parallel ranks and name."""
     prepare_rank()
-    runs = {name: run(LAYOUTS[name]) for name in names}
-    if folder is not None:
-        runs["resumed"] = resumed(LAYOUTS[names[-1]], folder)
-    return runs
+    runs, processes = {}, dist.get_world_size()
+    for name, layout in LAYOUTS.items():
+        data_ranks, rest = divmod(processes, layout.pipeline_ranks)
+        if rest == 0 and data_ranks <= DATA_RANKS[-1]:
+            runs[data_ranks, name] = run(layout)
+    if processes == 2 * DATA_RANKS[1]:
+        layout = LAYOUTS["interleaved"]
+        runs[DATA_RANKS[1], "resumed"] = resumed(layout, folder)
+    return runs, drawn_numbers() if processes == 2 else None
 
 
-def runs_of(pipeline_ranks, data_ranks, folder=None):
-    """By layout, the run; its parameters are those of all ranks."""
-    names = [name for name, layout in LAYOUTS.items() if layout.pipeline_ranks == pipeline_ranks]
-    on_ranks = run_on_ranks(pipeline_ranks * data_ranks, run_all, names, folder)
-    merged = {}
-    for name in on_ranks[0]:
-        parameters: dict = {}
-        for runs in on_ranks:
-            assert runs[name][:2] == on_ranks[0][name][:2], name
-            for parameter, digest in runs[name].parameters.items():
-                assert parameters.setdefault(parameter, digest) == digest, (name, parameter)
-        merged[name] = on_ranks[0][name]._replace(parameters=parameters)
-    return merged
+def merged(on_ranks):
+    """The runs of all ranks as one: they agree on losses and norms, and together have every parameter."""
+    parameters: dict = {}
+    for other in on_ranks:
+        assert other[:2] == on_ranks[0][:2]
+        for name, digest in other.parameters.items():
+            assert parameters.setdefault(name, digest) == digest, name
+    return on_ranks[0]._replace(parameters=parameters)
 
 
-@pytest.mark.parametrize("data_ranks", [1, 2])
-def test_a_run_is_the_same_to_the_bit_in_every_layout(data_ranks, tmp_path):
-    runs = {}
-    for pipeline_ranks in (1, 2, 4):
-        runs |= runs_of(pipeline_ranks, data_ranks, str(tmp_path) if pipeline_ranks == 2 else None)
-    assert len(runs) == len(LAYOUTS) + 1
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory):
+    """What ranks returned, by number of processes."""
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    return {processes: run_on_ranks(processes, run_all, folder) for processes in (1, 2, 3, 4, 8)}
+
+
+@pytest.mark.parametrize("data_ranks", DATA_RANKS)
+def test_a_run_is_the_same_to_the_bit_in_every_layout(spawned, data_ranks):
+    """With three data-parallel ranks the order of adding matters."""
+    runs = {
+        key[1]: merged([rank[0][key] for rank in on_ranks])
+        for on_ranks in spawned.values()
+        for key in on_ranks[0][0]
+        if key[0] == data_ranks
+    }
+    expected = [*LAYOUTS] if data_ranks < 3 else [name for name in LAYOUTS if LAYOUTS[name].pipeline_ranks == 1]
+    assert sorted(runs) == sorted([*expected, "resumed"] if data_ranks == 2 else expected)
     first = runs["layered"]
     assert len(first.parameters) == 1 + 7 * 6
     assert all(norm > LIMIT for _, norm in first.steps), "every step is clipped"
     for name, other in runs.items():
         assert other == first, name
-
-
-def test_with_three_data_parallel_ranks_the_order_of_adding_matters():
-    runs = runs_of(1, 3)
-    for name, other in runs.items():
-        assert other == runs["layered"], name
 
 
 def plain_run():
@@ -280,7 +288,7 @@ class Drawing(nn.Module):
 
 
 def drawn_numbers():
-    prepare_rank()
+    """What layers drew, and whether generators are where they were."""
     layers = [LayerSpec(Embedding, 0), LayerSpec(Drawing, 0), LayerSpec(Drawing, 1), LayerSpec(Block, 1, VOCABULARY)]
     engine = engine_of(Layout(1, 0, {}), layers)
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
@@ -291,8 +299,8 @@ def drawn_numbers():
     return Drawing.drawn, states == after
 
 
-def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_no_trace():
-    on_ranks = run_on_ranks(2, drawn_numbers)
+def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_no_trace(spawned):
+    on_ranks = [drawn for _, drawn in spawned[2]]
     forwards = [numbers for drawn, _ in on_ranks for _, again, numbers in drawn if not again]
     repeated = [numbers for drawn, _ in on_ranks for _, again, numbers in drawn if again]
     # Two layers, two steps and an evaluation.
@@ -304,29 +312,21 @@ def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_n
     assert all(untouched for _, untouched in on_ranks)
 
 
-def alone():
-    """What needs one rank only: the run, the plain loop, and what is refused."""
+def test_the_run_is_that_of_a_plain_loop(spawned):
+    ((runs, _),) = spawned[1]
+    for own, expected in zip(runs[1, "layered"].steps, plain_run(), strict=True):
+        assert own == pytest.approx(expected, rel=1e-5)
+
+
+def complaint_about_tied_layers():
     prepare_rank()
-    engine = engine_of(LAYOUTS["layered"])
-    steps = train(engine, STEPS)
     tied = [TiedLayerSpec("shared", Block, 1), LayerSpec(Block, 2), TiedLayerSpec("shared", Block, 1)]
     with pytest.raises(ConfigError) as refused:
         engine_of(LAYOUTS["layered"], tied)
     engine_of(LAYOUTS["layered"], tied, reproducible=False)
-    return steps, plain_run(), str(refused.value)
+    return str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def lone_rank():
-    return run_on_ranks(1, alone)[0]
-
-
-def test_the_run_is_that_of_a_plain_loop(lone_rank):
-    steps, plain, _ = lone_rank
-    for own, expected in zip(steps, plain, strict=True):
-        assert own == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_tied_module_used_twice_is_refused(lone_rank):
-    _, _, refused = lone_rank
-    assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in refused
+def test_a_tied_module_used_twice_is_refused():
+    (complaint,) = run_on_ranks(1, complaint_about_tied_layers)
+    assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in complaint

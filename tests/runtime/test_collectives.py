@@ -1,10 +1,10 @@
-"""Reductions of half-precision gradients end in full precision."""
+"""Reductions of half-precision gradients end in full precision; sums in rank order are just that."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.collectives import start_reduce_scatter
+from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatter
 from tests.ranks import run_on_ranks
 
 SMALL = 2.0**-9
@@ -20,3 +20,26 @@ def test_a_sum_of_bf16_is_not_rounded_to_bf16():
     for part in run_on_ranks(2, reduced):
         assert part.dtype == torch.float32
         assert part.item() == pytest.approx(1 + SMALL, abs=0)
+
+
+RANKS, ELEMENTS = 5, 1003
+"""Odd, and so many ranks that torch's own sum adds some elements in another order than the rest."""
+
+
+def addend(rank):
+    return torch.randn(RANKS * ELEMENTS, generator=torch.Generator().manual_seed(rank))
+
+
+def sums_in_rank_order():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    part = start_reduce_scatter(addend(rank), group, torch.float32, in_rank_order=True)()
+    return part, start_all_reduce(addend(rank), group, in_rank_order=True)()
+
+
+def test_every_element_is_added_in_rank_order():
+    total = addend(0)
+    for rank in range(1, RANKS):
+        total += addend(rank)
+    for rank, (part, whole) in enumerate(run_on_ranks(RANKS, sums_in_rank_order)):
+        assert torch.equal(part, total[rank * ELEMENTS : (rank + 1) * ELEMENTS])
+        assert torch.equal(whole, total)
