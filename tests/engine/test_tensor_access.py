@@ -350,26 +350,28 @@ def refusal(call):
 def refusals():
     """By what is asked."""
     engine = engine_of(2, 3)
-    frozen = next(iter(engine.module.parameters()))
     parameters = list(engine.module.parameters())
-    value = torch.zeros(parameters[0].ds_shape)
+    first = parameters[0]
+    value = torch.zeros(first.ds_shape)
     refused = {
-        "no state yet": refusal(lambda: safe_get_full_optimizer_state(parameters[0], MOMENTUM)),
-        "no gradient": refusal(lambda: safe_get_full_grad(parameters[0])),
-        "no gradient to set": refusal(lambda: safe_set_full_grad(parameters[0], value)),
+        "no state yet": refusal(lambda: safe_get_full_optimizer_state(first, MOMENTUM)),
+        "no gradient": refusal(lambda: safe_get_full_grad(first)),
+        "no gradient to set": refusal(lambda: safe_set_full_grad(first, value)),
         "no gradients to update": refusal(lambda: safe_update_full_grad_vectorized(parameters, lambda each, _: each)),
-        "another size": refusal(lambda: safe_set_full_fp32_param(parameters[0], torch.zeros(1))),
+        "another size": refusal(lambda: safe_set_full_fp32_param(first, torch.zeros(1))),
     }
     engine.train_batch(batches(0, engine))
     refused["no gradient between two groups of micro-batches"] = gradient_in_the_loss()
-    refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(parameters[0]))
+    refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(first))
     for name in ("exp_avg", "momentum"):
-        refused[name] = refusal(lambda name=name: safe_set_full_optimizer_state(parameters[0], value, name))
-    with deepspeed.zero.GatheredParameters(frozen):
+        refused[name] = refusal(lambda name=name: safe_set_full_optimizer_state(first, value, name))
+    with deepspeed.zero.GatheredParameters(first):
+        part = safe_get_local_fp32_param(first)
+        refused["a part inside a block"] = refusal(lambda: safe_set_local_fp32_param(first, part))
         refused["a step inside a block"] = refusal(lambda: engine.train_batch(batches(1, engine)))
         engine.eval_batch(batches(1, engine))
-        assert frozen.numel() == frozen.ds_numel
-    assert frozen.numel() == 0
+        assert first.numel() == first.ds_numel
+    assert first.numel() == 0
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call()
@@ -550,7 +552,8 @@ def test_what_does_not_exist_is_refused_in_a_sentence(ranks):
         for case in ("", " to set", "s to update", " between two groups of micro-batches", " after a step"):
             assert "exists only while the optimizer steps" in refused[f"no gradient{case}"]
         assert "the value has 1 elements" in refused["another size"]
-        assert "inside a block of deepspeed.zero.GatheredParameters" in refused["a step inside a block"]
+        for case in ("a part inside a block", "a step inside a block"):
+            assert "inside a block of deepspeed.zero.GatheredParameters" in refused[case]
 
 
 def test_frozen_parameters_are_none_to_read_and_written_in_a_block(ranks):
