@@ -426,8 +426,8 @@ def parameters_without_optimizer():
 
 
 def optimizer_state(stage, precision):
-    """Losses and weights after a state was taken, and each time it was loaded; what another rank's state is refused
-    with."""
+    """Losses and weights after a state was taken, and each time it was loaded; what states are refused with that do not
+    fit."""
     engine = engine_of(2, stage, precision)
     engine.train_batch(batches(0, engine))
     state, ends = engine.optimizer.state_dict(), []
@@ -435,12 +435,20 @@ def optimizer_state(stage, precision):
         loss = engine.train_batch(batches(1, engine)).item()
         ends.append((loss, read(safe_get_full_fp32_param, engine)))
         engine.optimizer.load_state_dict(state)
-    others = over_data_ranks(engine, state)
-    with pytest.raises(CheckpointError) as refused:
-        engine.optimizer.load_state_dict(others[1])
-    with pytest.raises(CheckpointError, match="none of engine.optimizer.state_dict"):
-        engine.optimizer.load_state_dict({})
-    return ends, str(refused.value)
+    shorter = {name: {**saved, "master": saved["master"][1:]} for name, saved in state["partition"].items()}
+    unfit = {
+        "another rank's": over_data_ranks(engine, state)[1],
+        "no state": {},
+        "other groups": {**state, "optimizer": {**state["optimizer"], "param_groups": []}},
+        "other units": {**state, "partition": {}},
+        "other shards": {**state, "partition": shorter},
+    }
+    refused = {}
+    for case, other in unfit.items():
+        with pytest.raises(CheckpointError) as error:
+            engine.optimizer.load_state_dict(other)
+        refused[case] = str(error.value)
+    return ends, refused
 
 
 def run_all():
@@ -570,4 +578,8 @@ def test_training_goes_on_from_a_state_of_the_optimizer(ranks, stage, precision)
         for loss, weights in again:
             assert loss == first[0]
             assert_equal((weights, first[1]))
-        assert "that of data-parallel rank 1 of 2" in refused
+        assert "that of data-parallel rank 1 of 2" in refused["another rank's"]
+        assert "none of engine.optimizer.state_dict()" in refused["no state"]
+        assert "has parameter groups of []" in refused["other groups"]
+        assert "has other parameters" in refused["other units"]
+        assert "as another zero_optimization.stage or data type does" in refused["other shards"]
