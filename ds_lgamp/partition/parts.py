@@ -62,12 +62,8 @@ class Part(NamedTuple):
         unit = self.unit
         unit.master[self.in_shard] = part
         unit.shard[self.in_shard] = unit.master[self.in_shard]
-        if unit.resident:
-            flat = unit.flat[self.in_flat]
-            if whole is None:
-                flat[self.in_parameter] = unit.shard[self.in_shard]
-            else:
-                flat.copy_(whole.reshape(-1))
+        if unit.resident and whole is not None:
+            unit.flat[self.in_flat] = whole.reshape(-1)
         unit.stale = unit.stale or (unit.partitioned and not unit.frees_weights)
 
     @torch.no_grad()
@@ -85,12 +81,10 @@ def parts_of(unit: Unit) -> Iterator[Part]:
     shard_end = unit.shard_start + unit.shard.numel()
     for entry, (_, shape, _), start in zip(unit.parameters, unit.contents(), unit.offsets):
         end = start + torch.Size(shape).numel()
-        first = min(max(start, unit.shard_start), end)
-        last = max(min(end, shard_end), first)
-        in_shard = slice(first - unit.shard_start, last - unit.shard_start)
-        if first == last:
-            in_shard = slice(0, 0)
-        in_parameter = slice(first - start, last - start)
-        yield Part(
-            unit, entry.name, entry.parameter, torch.Size(shape), entry.group, slice(start, end), in_shard, in_parameter
-        )
+        first, last = max(start, unit.shard_start), min(end, shard_end)
+        in_shard = in_parameter = slice(0, 0)
+        if first < last:
+            in_shard = slice(first - unit.shard_start, last - unit.shard_start)
+            in_parameter = slice(first - start, last - start)
+        whole = slice(start, end)
+        yield Part(unit, entry.name, entry.parameter, torch.Size(shape), entry.group, whole, in_shard, in_parameter)

@@ -350,26 +350,28 @@ def refusal(call):
 def refusals():
     """By what is asked."""
     engine = engine_of(2, 3)
-    frozen = next(iter(engine.module.parameters()))
     parameters = list(engine.module.parameters())
-    value = torch.zeros(parameters[0].ds_shape)
+    first = parameters[0]
+    value = torch.zeros(first.ds_shape)
     refused = {
-        "no state yet": refusal(lambda: safe_get_full_optimizer_state(parameters[0], MOMENTUM)),
-        "no gradient": refusal(lambda: safe_get_full_grad(parameters[0])),
-        "no gradient to set": refusal(lambda: safe_set_full_grad(parameters[0], value)),
+        "no state yet": refusal(lambda: safe_get_full_optimizer_state(first, MOMENTUM)),
+        "no gradient": refusal(lambda: safe_get_full_grad(first)),
+        "no gradient to set": refusal(lambda: safe_set_full_grad(first, value)),
         "no gradients to update": refusal(lambda: safe_update_full_grad_vectorized(parameters, lambda each, _: each)),
-        "another size": refusal(lambda: safe_set_full_fp32_param(parameters[0], torch.zeros(1))),
+        "another size": refusal(lambda: safe_set_full_fp32_param(first, torch.zeros(1))),
     }
     engine.train_batch(batches(0, engine))
     refused["no gradient between two groups of micro-batches"] = gradient_in_the_loss()
-    refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(parameters[0]))
+    refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(first))
     for name in ("exp_avg", "momentum"):
-        refused[name] = refusal(lambda name=name: safe_set_full_optimizer_state(parameters[0], value, name))
-    with deepspeed.zero.GatheredParameters(frozen):
+        refused[name] = refusal(lambda name=name: safe_set_full_optimizer_state(first, value, name))
+    with deepspeed.zero.GatheredParameters(first):
+        part = safe_get_local_fp32_param(first)
+        refused["a part inside a block"] = refusal(lambda: safe_set_local_fp32_param(first, part))
         refused["a step inside a block"] = refusal(lambda: engine.train_batch(batches(1, engine)))
         engine.eval_batch(batches(1, engine))
-        assert frozen.numel() == frozen.ds_numel
-    assert frozen.numel() == 0
+        assert first.numel() == first.ds_numel
+    assert first.numel() == 0
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call()
@@ -424,8 +426,8 @@ def parameters_without_optimizer():
 
 
 def optimizer_state(stage, precision):
-    """Losses and weights after a state was taken, and each time it was loaded; what another rank's state is refused
-    with."""
+    """Losses and weights after a state was taken, and each time it was loaded; what states are refused with that do not
+    fit."""
     engine = engine_of(2, stage, precision)
     engine.train_batch(batches(0, engine))
     state, ends = engine.optimizer.state_dict(), []
@@ -433,12 +435,20 @@ def optimizer_state(stage, precision):
         loss = engine.train_batch(batches(1, engine)).item()
         ends.append((loss, read(safe_get_full_fp32_param, engine)))
         engine.optimizer.load_state_dict(state)
-    others = over_data_ranks(engine, state)
-    with pytest.raises(CheckpointError) as refused:
-        engine.optimizer.load_state_dict(others[1])
-    with pytest.raises(CheckpointError, match="none of engine.optimizer.state_dict"):
-        engine.optimizer.load_state_dict({})
-    return ends, str(refused.value)
+    shorter = {name: {**saved, "master": saved["master"][1:]} for name, saved in state["partition"].items()}
+    unfit = {
+        "another rank's": over_data_ranks(engine, state)[1],
+        "no state": {},
+        "other groups": {**state, "optimizer": {**state["optimizer"], "param_groups": []}},
+        "other units": {**state, "partition": {}},
+        "other shards": {**state, "partition": shorter},
+    }
+    refused = {}
+    for case, other in unfit.items():
+        with pytest.raises(CheckpointError) as error:
+            engine.optimizer.load_state_dict(other)
+        refused[case] = str(error.value)
+    return ends, refused
 
 
 def run_all():
@@ -550,7 +560,8 @@ def test_what_does_not_exist_is_refused_in_a_sentence(ranks):
         for case in ("", " to set", "s to update", " between two groups of micro-batches", " after a step"):
             assert "exists only while the optimizer steps" in refused[f"no gradient{case}"]
         assert "the value has 1 elements" in refused["another size"]
-        assert "inside a block of deepspeed.zero.GatheredParameters" in refused["a step inside a block"]
+        for case in ("a part inside a block", "a step inside a block"):
+            assert "inside a block of deepspeed.zero.GatheredParameters" in refused[case]
 
 
 def test_frozen_parameters_are_none_to_read_and_written_in_a_block(ranks):
@@ -567,4 +578,8 @@ def test_training_goes_on_from_a_state_of_the_optimizer(ranks, stage, precision)
         for loss, weights in again:
             assert loss == first[0]
             assert_equal((weights, first[1]))
-        assert "that of data-parallel rank 1 of 2" in refused
+        assert "that of data-parallel rank 1 of 2" in refused["another rank's"]
+        assert "none of engine.optimizer.state_dict()" in refused["no state"]
+        assert "has parameter groups of []" in refused["other groups"]
+        assert "has other parameters" in refused["other units"]
+        assert "as another zero_optimization.stage or data type does" in refused["other shards"]

@@ -54,7 +54,12 @@ class TensorInfo(NamedTuple):
 
 
 class PlacedModule(PipelineModule):
-    """Mixed into the class of a re-placed module: what DeepSpeed asks of a stage is answered per chunk."""
+    """Mixed into the class of a re-placed module: what DeepSpeed asks of a stage is answered per chunk.
+
+    Between two batches, ``parameters()`` are as the partition left them: at stage 3 without elements (``ds_shape`` and
+    ``ds_numel`` say what they have), at stages 1 and 2 with the last step's values in this rank's part and older ones
+    elsewhere, which ``ds_status`` tells. Inside ``deepspeed.zero.GatheredParameters`` they are complete and current.
+    """
 
     layout: Layout
     chunk_functions: dict[int, list[Callable]]

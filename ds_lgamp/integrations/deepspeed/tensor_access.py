@@ -115,6 +115,11 @@ class TensorAccess:
     ) -> None:
         part = self._writable(self._local(parameter), value, local=True)
         if optim_state_key is None:
+            if part.unit.frees_weights and part.unit.resident:
+                raise ConfigError(
+                    f"safe_set_local_fp32_param is called for {part.name} inside a block of "
+                    "deepspeed.zero.GatheredParameters; leave it first, or use safe_set_full_fp32_param"
+                )
             part.write_weights(value.reshape(-1))
         else:
             self._values(part, optim_state_key, together=False).copy_(value.reshape(-1))
