@@ -3,7 +3,9 @@
 Compute is virtual (every chunk sleeps), collectives are real gloo over throttled links. A chunk has as many parameters
 as make the collectives of a step at ZeRO stage 3 with two resident chunks last about ``SHARE`` of its compute. The
 simulation (``ds_lgamp/schedule/simulate.py``) gets the time that one gather and one reduction take alone, measured in
-the same run. Waits are those that the executor's stopwatch tells, of the rank that waits longest.
+the same run. So is the step without collectives, of chunks that have no other parameters than their weight: what the
+executor costs beside them is the schedule benchmark's. Waits are those that the executor's stopwatch tells, of the rank
+that waits longest.
 """
 
 import gc
@@ -15,13 +17,14 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.network import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed, data_group, spec_of
-from benchmarks.virtual.steps import Start, Step, begin_together, check_durations, time_step
+from benchmarks.virtual.steps import Start, Step, check_durations, time_step
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
@@ -37,6 +40,7 @@ POLICIES = ((1, 2), (2, 2), (3, 2), (3, 1))
 """ZeRO stage and resident chunks."""
 COLLECTIVES = 20
 """How many of a kind a calibration times, after a first one."""
+COMPUTE = f"{OURS}, no collectives"
 BOUND = "step / (compute + first gather + last reduction)"
 RATIO = "step / simulated"
 KINDS = {"gather": Kind.GATHER, "reduce": Kind.REDUCE}
@@ -119,12 +123,13 @@ def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]],
         record.add("gloo", config, f"{kind} alone", [sample * 1000 for sample in samples], "ms")
         alone[kind] = median(samples)
     seconds = check_durations(setting, [on_rank.steps for on_rank in found])
+    record.add(COMPUTE, config, "step", [step * 1000 for step in seconds[COMPUTE]], "ms")
+    limit = median(seconds[COMPUTE]) + sum(alone.values())
     hidden = []
     for policy in policies:
         name = name_of(*policy)
-        compute = simulated(setting, policy, setting.durations()).step_time
         timeline = simulated(setting, policy, setting.durations(**alone))
-        bound = [step / (compute + sum(alone.values())) for step in seconds[name]]
+        bound = [step / limit for step in seconds[name]]
         record.add(name, config, BOUND, bound, "ratio")
         record.add(name, config, RATIO, [step / timeline.step_time for step in seconds[name]], "ratio")
         for word, kind in KINDS.items():
@@ -141,6 +146,7 @@ def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]],
 def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repetitions: int) -> OnRank:
     alone = _calibrate(setting)
     pipelines = {name_of(*policy): Executed(setting, "layered", *policy) for policy in policies}
+    pipelines[COMPUTE] = Executed(setting._replace(parameters=0), "layered", alone=True)
     gc.collect()
     gc.freeze()
     steps: dict[str, list[Step]] = {name: [] for name in pipelines}
@@ -167,8 +173,10 @@ def _calibrate(setting: Setting) -> dict[str, list[float]]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """How long a collective takes that all ranks begin together."""
-    begin_together()
+    """How long a collective takes that ranks begin at about the same time, as behind compute. Only if they began at the
+    same instant would gloo's all-to-all between two ranks use both directions of the link at once: otherwise the later
+    rank's word that it is ready stands in line behind what it sends."""
+    dist.barrier()
     start = time.monotonic()
     call()
     return time.monotonic() - start

@@ -90,7 +90,7 @@ def overlap() -> str:
         found.setdefault((layout, row.contender), {})[row.metric] = row
     lines = []
     for (layout, contender), rows in found.items():
-        if contender != "gloo":
+        if "exposed gather" in rows:
             alone = [f"{found[layout, 'gloo'][f'{kind} alone'].median:.1f}" for kind in ("gather", "reduce")]
             waits = [
                 f"{rows[f'exposed {kind}'].median:.1f} ({rows[f'simulated exposed {kind}'].median:.1f})"

@@ -5,7 +5,19 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.network import NetworkUnavailable
-from benchmarks.overlap import BOUND, LAYOUTS, POLICIES, SHARE, enter, measure, name_of, run, setting_of, simulated
+from benchmarks.overlap import (
+    BOUND,
+    COMPUTE,
+    LAYOUTS,
+    POLICIES,
+    SHARE,
+    enter,
+    measure,
+    name_of,
+    run,
+    setting_of,
+    simulated,
+)
 from benchmarks.record import Record
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting
@@ -40,7 +52,7 @@ def test_every_policy_does_the_work_and_gets_its_rows(found):
     record = Record("overlap", {})
     enter(record, TINY, TINY_POLICIES, found)
     rows = {(row.contender, row.metric): row for row in record.rows}
-    assert {name for name, _ in rows} == {"gloo", *(name_of(*policy) for policy in TINY_POLICIES)}
+    assert {name for name, _ in rows} == {"gloo", COMPUTE, *(name_of(*policy) for policy in TINY_POLICIES)}
     assert rows["gloo", "gather alone"].median > 0 and rows["gloo", "reduce alone"].median > 0
     for policy in TINY_POLICIES:
         # Sleeps last as long as they should.

@@ -2,6 +2,7 @@
 optimizer's, whose learning rate is zero, so that every step has the same numbers.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import NamedTuple, Protocol
@@ -69,15 +70,27 @@ def spec_of(schedule: str, setting: Setting, zero_stage: int = 0, resident_chunk
 
 
 class Executed:
-    """Our executor, without recomputation: a simulated backward is a backward alone."""
+    """Our executor, without recomputation: a simulated backward is a backward alone.
 
-    def __init__(self, setting: Setting, schedule: str, zero_stage: int = 0, resident_chunks: int = 2) -> None:
+    Args:
+        alone: whether data-parallel ranks have nothing to do with each other.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        schedule: str,
+        zero_stage: int = 0,
+        resident_chunks: int = 2,
+        alone: bool = False,
+    ) -> None:
         rank = dist.get_rank() // setting.data_ranks
         self.setting = setting
         self.chunks = setting.chunks_of(rank)
         self.program = build_rank_program(spec_of(schedule, setting, zero_stage, resident_chunks), rank)
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
-        partition = build_partition(parameters, [], data_group(setting.data_ranks), zero_stage, resident_chunks, DEVICE)
+        group = data_group(1 if alone else setting.data_ranks)
+        partition = build_partition(parameters, [], group, zero_stage, resident_chunks, DEVICE)
         partition.release_all()
         optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
         self.executor = Executor(
@@ -197,7 +210,9 @@ def data_group(ranks: int) -> dist.ProcessGroup:
     if ranks > 1:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        # Where gloo's own groups would go, too.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
         store = dist.PrefixStore(f"one after another {group.group_name}", dist.distributed_c10d._get_default_store())
         in_order = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
         group._register_backend(DEVICE, dist.ProcessGroup.BackendType.CUSTOM, in_order)

@@ -98,7 +98,9 @@ def hidden_collectives(draw):
     gather, its backwards as long as a reduction and, at stage 3, a gather. With several groups forwards follow
     backwards, and every visit takes as long as both."""
     spec = replace(draw(program_specs().filter(lambda spec: spec.schedule == "layered")), forward_only=False)
-    spec = replace(spec, zero_stage=draw(st.integers(1, 3)), resident_chunks=draw(st.integers(2, 5)))
+    stage = draw(st.integers(1, 3))
+    # Stage 1 keeps all gradients until the step.
+    spec = replace(spec, zero_stage=stage, resident_chunks=draw(st.integers(1 if stage == 1 else 2, 5)))
     gather, reduce = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     both = gather + reduce
     groups = micro_batch_groups(spec.micro_batches, spec.micro_batch_group)
@@ -155,3 +157,10 @@ def test_a_backward_waits_for_the_oldest_reduction_when_gradient_buffers_are_ful
         ("STEP", "REDUCE1", 3),
         ("STEP", "REDUCE0", 5),
     ]
+
+
+def test_stage_1_awaits_every_reduction_at_the_step():
+    spec = ProgramSpec((0,) * 3, "layered", 2, 2, 1, resident_chunks=1)
+    (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits
+    reductions = [(str(wait.action), str(wait.collective)) for wait in waits if wait.collective.kind is Kind.REDUCE]
+    assert reductions == [("STEP", "REDUCE2"), ("STEP", "REDUCE1"), ("STEP", "REDUCE0")]
