@@ -439,7 +439,7 @@ def _words(facts: Explanation) -> str:
             f"2*N*M = 2*{chunks}*{facts.micro_batches} = {facts.micro_batch_outer_gathers} times per step and rank, "
             f"not {gathers}."
         )
-    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with all that autograd saves of them"
+    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with what autograd saves of them"
     sentences.append(
         f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen. The peak leaves "
         "them out, and what layers and the optimizer take for the moment."
