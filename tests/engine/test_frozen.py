@@ -20,6 +20,7 @@ from ds_lgamp.runtime.executor import ActionError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.memory import ElementBytes, UnitSize, rank_memory
 from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.storage import aligned
 from ds_lgamp.schedule.traffic import collective_bytes, predict_traffic
 from tests.engine.models import BASE_SEED, MICRO_BATCHES, Training, build_layers, loss_of, seed, tied_logits
 from tests.engine.running import batches, gathered, prepare_rank, quiet
@@ -196,7 +197,7 @@ def sizes_of(partition):
     sizes = []
     for unit in partition.units:
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
-        numels = [(view.numel(), entry.group is not None) for view, entry in zip(unit._views, unit.parameters)]
+        numels = [(aligned(view.numel()), entry.group is not None) for view, entry in zip(unit._views, unit.parameters)]
         owned = sum(numel for numel, is_owned in numels if is_owned)
         copies = 1 if unit.tie_group is None else unit.tie_group.size()
         sizes.append(UnitSize(sum(n for n, _ in numels), owned, chunks, unit.tied, copies, not unit.trains))
@@ -216,7 +217,7 @@ def check_traffic(case, engine, counter):
             moved = predict_traffic(actions, case.stage, own, shared, [size.chunks] if size.frozen else [])
             gathers = moved.gathers + moved.tied_gathers + moved.frozen_gathers
             expected["all_gather", 4 * part * (ranks - 1)] += gathers
-            whole = ("all_reduce", 2 * 4 * size.parameters * (ranks - 1) // ranks)
+            whole = ("all_reduce", 2 * 4 * part * (ranks - 1) // ranks)
             reduction = ("all_to_all", 4 * part * (ranks - 1)) if case.stage else whole
             expected[reduction] += moved.reduces + moved.tied_reduces
         expected["all_gather", (size.copies - 1) * 4 * part] += size.copies > 1

@@ -464,7 +464,7 @@ def _words(facts: Explanation) -> str:
             f"2*N*M = 2*{chunks}*{facts.micro_batches} = {facts.micro_batch_outer_gathers} times per step and rank, "
             f"not {gathers}."
         )
-    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with all that autograd saves of them"
+    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     sentences.append(
         f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen. The peak leaves "
