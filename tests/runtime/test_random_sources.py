@@ -38,6 +38,17 @@ def test_draws_repeat_and_what_was_interrupted_goes_on(kind):
         assert [draw() for _ in range(3)] == following
 
 
+def test_every_generator_can_be_seeded():
+    sources = layer_sources(CPU)
+    drawn = []
+    for seed in (2**64 - 1, 5, 2**64 - 1):
+        for source in sources:
+            source.seed(seed)
+        drawn.append([draw() for draw in DRAWS.values()])
+    assert drawn[0] == drawn[2]
+    assert all(first != second for first, second in zip(drawn[0], drawn[1]))
+
+
 def test_megatrons_tracker_is_followed_and_keeps_its_own_states():
     megatron = pytest.importorskip("megatron.core.tensor_parallel.random")
     tracker = megatron.get_cuda_rng_tracker()
@@ -54,5 +65,8 @@ def test_megatrons_tracker_is_followed_and_keeps_its_own_states():
         assert torch.equal(tracker.get_states()["experts"], first)
         tracker.states_["experts"] = drawn
         assert torch.equal(state["experts"], first)
+        tracker.states_["model"] = drawn
+        source.seed(2**64 - 1)
+        assert len({tuple(seeded.tolist()) for seeded in (drawn, *tracker.states_.values())}) == 3
     finally:
         tracker.set_states(before)
