@@ -47,7 +47,8 @@ class LgampConfig(BaseModel):
     reproducible: bool = False
     """true: random numbers and orders of summation depend on step, layer, micro-batch and data-parallel rank alone. In
     fp32 on CPU a run is then the same to the bit under every schedule, placement, cut into chunks, number of pipeline
-    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks."""
+    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks. At stages 2 and 3
+    a smaller micro_batch_group adds up in another order."""
 
     @property
     def one_chunk_per_rank(self) -> bool:

@@ -24,9 +24,10 @@ def laid_out(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     plain = _plain(value)
+    if plain.requires_grad and plain.is_leaf:
+        # A hook on a parameter would stay.
+        plain = plain.view_as(plain)
     if plain.requires_grad:
-        # A hook on a leaf would stay.
-        plain = plain.view_as(plain) if plain.is_leaf else plain
         plain.register_hook(_plain)
     return plain
 

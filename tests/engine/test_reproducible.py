@@ -15,6 +15,7 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.runtime.reproducible import hashed_seed
+from tests.engine.models import seed
 from tests.engine.running import prepare_rank, quiet
 from tests.ranks import run_on_ranks
 from tests.runtime.assembly import gathered
@@ -298,24 +299,39 @@ def drawn_numbers():
     layers = [LayerSpec(Embedding, 0), LayerSpec(Drawing, 0), LayerSpec(Drawing, 1), LayerSpec(Block, 1, VOCABULARY)]
     engine = engine_of(Layout(1, 0, {}), layers)
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    engine.eval_batch(batch_of(engine))
     for _ in range(2):
         engine.train_batch(batch_of(engine))
-    engine.eval_batch(batch_of(engine))
     after = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-    return Drawing.drawn, states == after
+    drawn = Drawing.drawn[:]
+    Drawing.drawn.clear()
+    engine_of(Layout(1, 0, {"recompute": "none"}), layers, seed_layers=True, seed_fn=seed).train_batch(
+        batch_of(engine, 0)
+    )
+    return drawn, states == after, Drawing.drawn
 
 
 def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_no_trace(spawned):
     on_ranks = [drawn for _, drawn in spawned[2]]
-    forwards = [numbers for drawn, _ in on_ranks for _, again, numbers in drawn if not again]
-    repeated = [numbers for drawn, _ in on_ranks for _, again, numbers in drawn if again]
+    forwards = [numbers for drawn, *_ in on_ranks for _, again, numbers in drawn if not again]
+    repeated = [numbers for drawn, *_ in on_ranks for _, again, numbers in drawn if again]
     # Two layers, two steps and an evaluation.
     assert len(forwards) == 2 * 2 * 3 * MICRO_BATCHES and len(repeated) == 2 * 2 * 2 * MICRO_BATCHES
     for kind in range(3):
         distinct = {str(numbers[kind]) for numbers in forwards}
         assert len(distinct) == len(forwards)
         assert {str(numbers[kind]) for numbers in repeated} < distinct
-    assert all(untouched for _, untouched in on_ranks)
+    assert all(untouched for _, untouched, _ in on_ranks)
+
+
+def test_the_seeds_a_module_asks_for_have_the_last_word(spawned):
+    """Stock's seeds of torch, which all data-parallel ranks share; ours of the generators its function leaves alone."""
+    (*_, first), (*_, second) = (drawn for _, drawn in spawned[2])
+    assert [numbers[0] for *_, numbers in first] == [numbers[0] for *_, numbers in second]
+    seed(1234 * 2 + 1)
+    assert first[0][2][0] == torch.rand(2).tolist()
+    others = [numbers[1:] for drawn in (first, second) for *_, numbers in drawn]
+    assert len(set(others)) == 2 * 2 * MICRO_BATCHES
 
 
 def test_the_run_is_that_of_a_plain_loop(spawned):

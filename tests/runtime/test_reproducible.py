@@ -32,6 +32,14 @@ def test_a_leaf_keeps_no_hook():
     for _ in range(2):
         laid_out(leaf).sum().backward()
     assert not leaf._backward_hooks and torch.equal(leaf.grad, torch.full((3,), 2.0))
+    with torch.no_grad():
+        assert torch.equal(laid_out(leaf), leaf)
+
+
+def test_layers_may_work_in_place():
+    leaf = torch.randn(4, requires_grad=True)
+    laid_out(laid_out(leaf * 2).relu_()).sum().backward()
+    assert torch.equal(leaf.grad, torch.where(leaf > 0, 2.0, 0.0))
 
 
 def test_seeds_differ_where_a_word_does():

@@ -22,7 +22,7 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.random_state import RandomSource, read_states, write_states
 
 LATEST, LAYOUT = "latest", "layout.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(RuntimeError):
