@@ -17,14 +17,13 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.network import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.schedule import LIMIT
-from benchmarks.virtual.chunk import Setting
+from benchmarks.virtual.chunk import Setting, sleep_until
 from benchmarks.virtual.pipelines import Executed, data_group, spec_of
-from benchmarks.virtual.steps import Start, Step, check_durations, time_step
+from benchmarks.virtual.steps import Start, Step, begin_together, check_durations, time_step
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
@@ -41,6 +40,8 @@ POLICIES = ((1, 2), (2, 2), (3, 2), (3, 1))
 COLLECTIVES = 20
 """How many of a kind a calibration times, after a first one."""
 COMPUTE = f"{OURS}, no collectives"
+APART = 0.001
+"""Seconds from one data-parallel rank's beginning to the next one's."""
 BOUND = "step / (compute + first gather + last reduction)"
 RATIO = "step / simulated"
 KINDS = {"gather": Kind.GATHER, "reduce": Kind.REDUCE}
@@ -119,7 +120,8 @@ def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]],
     record.machine["scheduling"] = "real-time (SCHED_RR)" if precise else "time-sharing"
     alone = {}
     for kind in KINDS:
-        samples = found[0].alone[kind]
+        # Of the rank that begins last.
+        samples = found[setting.data_ranks - 1].alone[kind]
         record.add("gloo", config, f"{kind} alone", [sample * 1000 for sample in samples], "ms")
         alone[kind] = median(samples)
     seconds = check_durations(setting, [on_rank.steps for on_rank in found])
@@ -169,14 +171,15 @@ def _calibrate(setting: Setting) -> dict[str, list[float]]:
         "gather": lambda: start_all_gather(full, part, group).wait(),
         "reduce": lambda: start_reduce_scatter(full, group, torch.float32)(),
     }
-    return {kind: [_seconds(call) for _ in range(COLLECTIVES + 1)][1:] for kind, call in calls.items()}
+    return {kind: [_seconds(call, group.rank()) for _ in range(COLLECTIVES + 1)][1:] for kind, call in calls.items()}
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """How long a collective takes that ranks begin at about the same time, as behind compute. Only if they began at the
-    same instant would gloo's all-to-all between two ranks use both directions of the link at once: otherwise the later
+def _seconds(call: Callable[[], object], data_rank: int) -> float:
+    """How long a collective takes that ranks begin a little apart, as behind compute. Only if they began at the same
+    instant would gloo's all-to-all between two ranks use both directions of the link at once: otherwise the later
     rank's word that it is ready stands in line behind what it sends."""
-    dist.barrier()
-    start = time.monotonic()
+    begin_together()
+    start = time.monotonic() + APART * data_rank
+    sleep_until(start)
     call()
     return time.monotonic() - start

@@ -106,14 +106,14 @@ def _measure_on_rank(
 
 def time_step(pipeline: Pipeline) -> Step:
     """One step, begun on all ranks together."""
-    _begin_together()
+    begin_together()
     start = time.monotonic()
     loss = pipeline.step()
     end = time.monotonic()
     return Step(start, end, loss, {index: chunk.take_gradient() for index, chunk in pipeline.chunks.items()})
 
 
-def _begin_together() -> None:
+def begin_together() -> None:
     """Returns on all ranks at the same instant; from a barrier alone they return one after the other."""
     dist.barrier()
     instant = torch.tensor(time.monotonic() + HEAD_START, dtype=torch.float64)
@@ -136,7 +136,7 @@ def _exchange(elements: int, both: bool) -> float:
     rank = dist.get_rank()
     message, answer = torch.zeros(elements), torch.empty(elements)
     receive = dist.irecv(answer, 1 - rank) if rank < 2 else None
-    _begin_together()
+    begin_together()
     if receive is None:
         return 0.0
     start = time.monotonic()
