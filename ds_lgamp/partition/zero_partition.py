@@ -208,27 +208,29 @@ def build_partition(
     """
 
     def build(name: str, parameters: Sequence[UnitParameter], tie_group: Any = None, **tie: Any) -> list[Unit]:
-        training = [entry for entry in parameters if entry.parameter.requires_grad]
-        frozen = [entry for entry in parameters if not entry.parameter.requires_grad]
-        units = []
-        for unit_name, members, group in ((name, training, tie_group), (f"{name} frozen", frozen, None)):
-            if members:
-                made = members if materialise is None else materialise(members)
-                units.append(
-                    Unit(
-                        unit_name,
-                        made,
-                        data_group,
-                        zero_stage,
-                        gradient_dtype,
-                        tie_group=group,
-                        in_rank_order=in_rank_order,
-                        communication_dtype=communication_dtype,
-                        **tie,
-                    )
-                )
-                if materialise is not None:
-                    units[-1].release()
+        made = parameters if materialise is None else materialise(parameters)
+        kinds = (
+            (name, [entry for entry in made if entry.parameter.requires_grad], tie_group),
+            (f"{name} frozen", [entry for entry in made if not entry.parameter.requires_grad], None),
+        )
+        units = [
+            Unit(
+                kind,
+                members,
+                data_group,
+                zero_stage,
+                gradient_dtype,
+                tie_group=group,
+                in_rank_order=in_rank_order,
+                communication_dtype=communication_dtype,
+                **tie,
+            )
+            for kind, members, group in kinds
+            if members
+        ]
+        if materialise is not None:
+            for unit in units:
+                unit.release()
         return units
 
     units = {chunk: build(f"chunk {chunk}", parameters) for chunk, parameters in chunk_parameters.items()}
