@@ -1,11 +1,11 @@
 """How much of gathers and reductions compute hides: ``python -m benchmarks run overlap``.
 
 Compute is virtual (every chunk sleeps), collectives are real gloo over throttled links. A chunk has as many parameters
-as make the collectives of a step at ZeRO stage 3 with two resident chunks last about ``SHARE`` of its compute. The
-simulation (``ds_lgamp/schedule/simulate.py``) gets the time that one gather and one reduction take alone, measured in
-the same run. So is the step without collectives, of chunks that have no other parameters than their weight: what the
-executor costs beside them is the schedule benchmark's. Waits are those that the executor's stopwatch tells, of the rank
-that waits longest.
+as make the collectives of a step at ZeRO stage 3 with two resident chunks last about ``SHARE`` of its compute, if they
+use the full rate of the link. The simulation (``ds_lgamp/schedule/simulate.py``) gets the time that one gather and one
+reduction take alone, measured in the same run. So is the step without collectives, of chunks that have no other
+parameters than their weight: what the executor costs beside them is the schedule benchmark's. Waits are those that the
+executor's stopwatch tells, of the rank that waits longest.
 """
 
 import gc
