@@ -272,10 +272,9 @@ class Executor:
                 raise ValueError("the loss is no tensor of one element; loss_fn must return one")
             if not result.requires_grad:
                 raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
-            # The mean over micro-batches. By fp64: a scale too large for a half-precision loss must become infinite,
-            # which the step then finds, and no error.
-            gradient = torch.full_like(result, self.loss_scale() / self._micro_batches, dtype=torch.float64)
-            return [gradient.to(result.dtype)]
+            # The mean over micro-batches. A product: it is infinite where a half-precision loss cannot hold the scale,
+            # which the step then finds. Filling a tensor with such a number may be an error.
+            return [torch.ones_like(result) * (self.loss_scale() / self._micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self.stopwatch.time("gradient"):
