@@ -34,9 +34,9 @@ def deferred_init() -> AbstractContextManager[None]:
     equal those of an ordinary construction; otherwise every layer has a seed of its own, counted from a number drawn
     from torch's generator, and the weights depend neither on the ranks nor on the placement.
 
-    Layers given as modules are kept as they are. Before ``deepspeed.initialize``, parameters can be frozen and put into
-    optimizers, but have no values: writing to them raises ConfigError. Does what :func:`install` does, and raises what
-    it raises.
+    Layers given as modules are kept as they are, and so are those whose LayerSpec passes modules or tensors on to them.
+    Before ``deepspeed.initialize``, parameters can be frozen and put into optimizers, but have no values: writing to
+    them raises ConfigError. Does what :func:`install` does, and raises what it raises.
     """
     install()
     from ds_lgamp.integrations.deepspeed.deferred_init import deferred_init

@@ -1,5 +1,6 @@
 """A model built inside ``ds_lgamp.deferred_init()`` is that of an ordinary construction, built in less memory."""
 
+import os
 from contextlib import nullcontext
 from itertools import product
 
@@ -19,7 +20,10 @@ from tests.ranks import run_on_ranks
 from tests.runtime.models import WIDTH, Embedding, TupleBlock, loss_function, micro_batch
 
 CHUNKS = {"layers_per_chunk": 2, "placement": "modular"}
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {
+    "bf16": {"enabled": True},
+    "data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["7.noise"], "grad_accum_dtype": "fp32"},
+}
 
 
 class Buffered(nn.Module):
@@ -39,8 +43,28 @@ class Buffered(nn.Module):
         return nn.functional.dropout(scaled * self.frozen, self.rate)
 
 
+class Shift(nn.Module):
+    """Has a buffer and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.shift.to(hidden.dtype)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)
+
+
 def many_kinds():
-    """Tied, buffered, without parameters, a function, and a module that was built outside."""
+    """Tied, buffered, without parameters, a function, and modules that were built outside."""
     torch.manual_seed(3)
     outside = TupleBlock()
     return [
@@ -48,9 +72,12 @@ def many_kinds():
         LayerSpec(Buffered),
         outside,
         LayerSpec(nn.Dropout, 0.1),
+        TiedLayerSpec("wrapped", Wrapped, TupleBlock(), tied_weight_attr="inner.inner.weight"),
         LayerSpec(TupleBlock),
         torch.tanh,
         LayerSpec(Buffered),
+        LayerSpec(Shift),
+        TiedLayerSpec("wrapped", Wrapped, TupleBlock(), tied_weight_attr="inner.inner.weight"),
         TiedLayerSpec("embedding", Embedding, forward_fn=tied_logits),
     ]
 
@@ -82,12 +109,11 @@ def batches(step):
     return iter([micro_batch(step, index) for index in range(2)])
 
 
-def weights_and_losses(specs, pipeline_ranks, deferred, stage, options=None, freeze=False, **settings):
-    """The initial state of all pipeline ranks, what is trained of it, and the losses of two steps."""
-    module = build(specs, pipeline_ranks, deferred, **(options or {}))
-    if freeze:
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and not name.endswith("norm.bias"))
+def weights_and_losses(specs, pipeline_ranks, deferred, stage, **settings):
+    """The initial state of all pipeline ranks, what is trained of it here, and the losses of two steps."""
+    module = build(specs, pipeline_ranks, deferred)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not name.endswith("norm.bias"))
     torch.manual_seed(0)
     engine = engine_of(module, stage, **settings)
     assert engine.module is module
@@ -106,28 +132,16 @@ def same(first, second):
 
 
 def compare(layouts):
-    """By case, whether a deferred model is the ordinary one."""
-    prepare_rank()
+    """By pipeline ranks and stage, whether a deferred model is the ordinary one."""
     found = {}
     for pipeline_ranks, stage in product(layouts, range(4)):
-        training = Training(tied=stage % 2 == 1)
+        # Both precisions at every stage.
+        settings = BF16 if (pipeline_ranks + stage) % 2 else {}
         runs = [
-            weights_and_losses(layer_specs(training), pipeline_ranks, deferred, stage) for deferred in (False, True)
+            weights_and_losses(many_kinds(), pipeline_ranks, deferred, stage, **settings) for deferred in (False, True)
         ]
-        found[f"plain, P {pipeline_ranks}, stage {stage}"] = same(*runs)
-        runs = [
-            weights_and_losses(many_kinds(), pipeline_ranks, deferred, stage, freeze=True, **BF16 if stage % 2 else {})
-            for deferred in (False, True)
-        ]
-        found[f"all kinds, P {pipeline_ranks}, stage {stage}"] = same(*runs)
+        found[pipeline_ranks, stage] = same(*runs)
     return found
-
-
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, (1, 2)), (4, (1, 2, 4))])
-def test_weights_and_losses_are_those_of_an_ordinary_construction(ranks, layouts):
-    for found in run_on_ranks(ranks, compare, layouts):
-        assert len(found) == 8 * len(layouts)
-        assert found == {case: [True, True, True] for case in found}
 
 
 def plain_layers(base):
@@ -142,9 +156,13 @@ def plain_layers(base):
 
 def without_seeds():
     """For layouts and stages, whether a model without seeds of its own is the one rank 0's generator decides, whether
-    the next is another, and whether building draws nothing else."""
-    prepare_rank()
-    found = []
+    the next is another, and whether building draws nothing else; the last for a constructor that needs values too."""
+    seed(7)
+    torch.randint(2**31, ())
+    one_number_drawn = torch.get_rng_state()
+    seed(7)
+    build([LayerSpec(Buffered)], 1, True, seed_layers=False)
+    found = [torch.equal(one_number_drawn, torch.get_rng_state())]
     for pipeline_ranks, stage in ((1, 3), (2, 3), (2, 0), (4, 1)):
         seed(7 + torch.distributed.get_rank())
         options = {"seed_layers": False, "seed_fn": None}
@@ -161,7 +179,6 @@ def without_seeds():
 
 def saved_and_loaded(folder):
     """Whether weights that were saved, or taken from another engine, are those of deferred models that load them."""
-    prepare_rank()
     first, second, third = (engine_of(build(many_kinds(), 2, True, base_seed=base), **BF16) for base in (1, 2, 3))
     first.train_batch(batches(0))
     first.save_checkpoint(folder)
@@ -174,7 +191,22 @@ def saved_and_loaded(folder):
     ]
 
 
-LAYERS, SIZE = 120, 64
+class Unseeded(nn.Module):
+    """Draws from the operating system: another number on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = int.from_bytes(os.urandom(3), "big")
+        self.weight = nn.Parameter(torch.full((WIDTH,), float(number)))
+
+
+def unseeded():
+    """The values of a tied module, on this rank."""
+    module = build([TiedLayerSpec("number", Unseeded) for _ in range(2)], 2, True)
+    return engine_of(module, block={"layers_per_chunk": 1}).module.state_dict()["tied_modules.number.weight"].tolist()
+
+
+LAYERS, SIZE = 100, 64
 
 
 class Residual(nn.Linear):
@@ -216,15 +248,6 @@ def test_a_model_of_eight_times_the_peak_of_any_rank_is_built_and_trained():
     assert [loss for _, loss in results] == pytest.approx([expected] * 10, rel=1e-5)
 
 
-def test_without_seeds_layers_have_their_own_from_rank_0s_generator():
-    for found in run_on_ranks(4, without_seeds):
-        assert found == [[True, True, False, True]] * 4
-
-
-def test_checkpoints_and_states_load_into_deferred_models(tmp_path):
-    assert run_on_ranks(4, saved_and_loaded, str(tmp_path)) == [[True, True]] * 4
-
-
 class Moody(nn.Module):
     """Builds another parameter where tensors have no values."""
 
@@ -260,7 +283,6 @@ WRITES = {
 
 def refusals():
     """What is said, by what a user does; None for nothing."""
-    prepare_rank()
     module = build([LayerSpec(nn.Linear, 6, 6) for _ in range(2)], 2, True)
     weight = next(module.parameters())
     actions = {name: lambda write=write: write(module, weight) for name, write in WRITES.items()}
@@ -277,8 +299,49 @@ def refusals():
     return said
 
 
-def test_what_cannot_be_done_is_refused_on_every_rank():
-    for said in run_on_ranks(2, refusals):
+def on_two_ranks():
+    prepare_rank()
+    return compare((1, 2)), refusals()
+
+
+def on_four_ranks(folder):
+    prepare_rank()
+    return compare((2, 4)), without_seeds(), saved_and_loaded(folder), unseeded()
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_on_ranks(2, on_two_ranks)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return run_on_ranks(4, on_four_ranks, str(tmp_path_factory.mktemp("saved")))
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+def test_state_and_losses_are_those_of_an_ordinary_construction(ranks, request):
+    for found, *_ in request.getfixturevalue(ranks):
+        assert len(found) >= 8
+        assert found == {case: [True, True, True] for case in found}
+
+
+def test_without_seeds_layers_have_their_own_from_rank_0s_generator(four_ranks):
+    for _, found, *_ in four_ranks:
+        assert found == [True, *[[True, True, False, True]] * 4]
+
+
+def test_values_are_alike_on_all_ranks_whatever_a_layer_draws_from(four_ranks):
+    values = [value for *_, values in four_ranks for value in values]
+    assert len(values) == 4 * WIDTH and len(set(values)) == 1
+
+
+def test_checkpoints_and_states_load_into_deferred_models(four_ranks):
+    assert [found for _, _, found, _ in four_ranks] == [[True, True]] * 4
+
+
+def test_what_cannot_be_done_is_refused_on_every_rank(two_ranks):
+    for _, said in two_ranks:
         for name in WRITES:
             assert "has no values before deepspeed.initialize; load or change weights after it" in said[name], name
         assert "no enabled ds_lgamp block; add one, or build the module outside" in said["no block"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
@@ -67,17 +68,18 @@ def _construct(construct: Any, module: PipelineModule, layers: list, arguments: 
     """Runs the constructor, with the steps that take or need memory replaced on the objects at hand."""
     # A number of torch's generator, so that torch.manual_seed decides and a second module gets other weights.
     seed = 0 if options.get("seed_layers") else int(torch.randint(2**31, (), device="cpu"))
-    specs = [layer for layer in layers if isinstance(layer, LayerSpec)]
+    replaced = {"to": partial(_move, module), "_synchronize_tied_weights": partial(_synchronize, module)}
+    specs = [layer for layer in layers if _can_be_built_later(layer)]
     try:
         for spec in specs:
             spec.build = partial(build_without_memory, spec)
         # nn.Module's constructor, which would refuse other ways, has not run yet.
-        vars(module).update({_SEED: seed, "to": partial(_move, module), "_synchronize_tied_weights": lambda: None})
+        vars(module).update({_SEED: seed, **replaced})
         construct(module, layers, *arguments, **options)
     finally:
         for spec in specs:
             vars(spec).pop("build", None)
-        for name in ("to", "_synchronize_tied_weights"):
+        for name in replaced:
             vars(module).pop(name, None)
 
 
@@ -87,9 +89,35 @@ def _move(module: PipelineModule, *arguments: Any, **options: Any) -> PipelineMo
         return nn.Module.to(module, *arguments, **options)
 
 
+def _synchronize(module: PipelineModule) -> None:
+    """Stock's broadcast of tied weights, of those that have memory."""
+    every = module.tied_comms
+    module.tied_comms = {key: tied for key, tied in every.items() if key not in deferred_keys(module)}
+    PipelineModule._synchronize_tied_weights(module)
+    module.tied_comms = every
+
+
 def is_deferred(module: PipelineModule) -> bool:
-    """Whether the layers of its specifications are still to be built."""
+    """Whether layers of ``module`` are still to be built."""
     return _SEED in vars(module)
+
+
+def defers(module: PipelineModule, spec: Any) -> bool:
+    """Whether the layer of ``spec`` is still to be built."""
+    return is_deferred(module) and _can_be_built_later(spec)
+
+
+def _can_be_built_later(spec: Any) -> bool:
+    """Whether the layer is made of nothing that has memory already, such as a module that ``spec`` passes on to it."""
+    if not isinstance(spec, LayerSpec):
+        return False
+    given = tree_leaves((spec.module_args, spec.module_kwargs))
+    return not any(isinstance(value, (nn.Module, torch.Tensor)) for value in given)
+
+
+def deferred_keys(module: PipelineModule) -> set[str]:
+    """Of tied modules."""
+    return {spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec) and defers(module, spec)}
 
 
 def deferred_seed(module: PipelineModule) -> int:
@@ -102,7 +130,7 @@ def end_deferral(module: PipelineModule) -> None:
     del vars(module)[_SEED]
 
 
-def build_without_memory(spec: LayerSpec, log: bool = False) -> nn.Module:
+def build_without_memory(spec: LayerSpec) -> nn.Module:
     """The layer ``spec`` describes, on the meta device. Consumes no random numbers.
 
     A layer whose constructor needs the values of tensors is built for real, and its memory freed at once.
@@ -111,10 +139,10 @@ def build_without_memory(spec: LayerSpec, log: bool = False) -> nn.Module:
     with undisturbed(layer_sources(torch.device(get_accelerator().current_device_name()))):
         try:
             with torch.device("meta"):
-                layer = build(spec, log)
+                layer = build(spec)
         except Exception:
             # Any layer may do in its constructor what only tensors with data can.
-            layer = build(spec, log)
+            layer = build(spec)
     _drop_memory(layer)
     return layer
 
@@ -143,14 +171,16 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def children_with_memory(module: PipelineModule) -> dict[str, nn.Module]:
     """The children of ``module`` by name, without those that are deferred."""
-    if not is_deferred(module):
-        return dict(module._modules)
-    specs = module._layer_specs
-    return {
+    specs, keys = module._layer_specs, deferred_keys(module)
+    children = {
         name: child
         for name, child in module._modules.items()
-        if name != "tied_modules" and not (name.isdecimal() and isinstance(specs[int(name)], LayerSpec))
+        if not (name.isdecimal() and defers(module, specs[int(name)]))
     }
+    if keys:
+        tied = {key: layer for key, layer in module.tied_modules.items() if key not in keys}
+        children["tied_modules"] = nn.ModuleDict(tied)
+    return children
 
 
 @contextmanager

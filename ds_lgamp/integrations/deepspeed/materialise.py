@@ -5,15 +5,15 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime import utils as deepspeed_utils
-from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.deferred_init import (
     build_without_memory,
     deferred_seed,
+    defers,
     end_deferral,
-    is_deferred,
     showing,
 )
 from ds_lgamp.integrations.deepspeed.module import (
@@ -98,14 +98,8 @@ class DeferredLayers:
 
 def deferred_layers(module: PipelineModule) -> dict[str, nn.Module]:
     """This rank's layers without memory, by the prefix of their global names."""
-    if not is_deferred(module):
-        return {}
-    specs = module._layer_specs
-    return {
-        prefix: layer
-        for prefix, layer in built_layers(module).items()
-        if prefix.startswith(_TIED) or isinstance(specs[int(prefix)], LayerSpec)
-    }
+    deferred = {prefix_of(index, spec) for index, spec in enumerate(module._layer_specs) if defers(module, spec)}
+    return {prefix: layer for prefix, layer in built_layers(module).items() if prefix in deferred}
 
 
 def changed_layer(module: PipelineModule) -> str | None:

@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory, is_deferred
+from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory, deferred_keys, defers
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
@@ -137,8 +137,8 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     module.layout = layout
     _register(module, built)
     module.tied_comms = module._index_tied_modules()
-    if not is_deferred(module):
-        for key in module.tied_comms:
+    for key in module.tied_comms:
+        if key not in deferred_keys(module):
             share_tied_values(module, key, module.tied_modules[key])
 
 
@@ -179,7 +179,7 @@ def _obtain(
     rank = module.stage_id
     prefix = prefix_of(layer, spec)
     built = built_layers(module).get(prefix)
-    deferred = is_deferred(module) and isinstance(spec, LayerSpec)
+    deferred = defers(module, spec)
     if rank == source and rank != target and built is not None and not deferred:
         for _, tensor in tensors_of(built):
             dist.send(tensor.detach().contiguous(), module._grid.stage_to_global(target))
