@@ -13,8 +13,9 @@ import torch.distributed as dist
 _BITS, _CUTS = 22, 3
 """Of a square, the 66 bits below the greatest one's first are counted, 22 at a time: as many as 2^41 numbers of 22 bits
 add up in an int64, and what is left out of them is less than 2^-25 of the greatest square."""
-_BLOCK = 1 << 16
-"""Elements that are worked on at once, so that copies in fp64 stay small."""
+_CPU_BLOCK, _BLOCK = 1 << 16, 1 << 24
+"""Elements that are worked on at once: copies in fp64 stay in a CPU's cache, and small on other devices, where every
+call has its price."""
 
 
 def exact_norm(
@@ -22,7 +23,7 @@ def exact_norm(
 ) -> torch.Tensor:
     """The 2-norm of the gradients of all ranks together, fp64, the same to the bit however they are spread.
 
-    Infinite where one of them is infinite or no number.
+    Not a number where one of them is infinite or none.
 
     Args:
         gradients: this rank's, fp32 or less.
@@ -51,9 +52,9 @@ def exact_norm(
     total = torch.zeros_like(greatest)
     for cut in reversed(range(_CUTS)):
         total += counts[cut].double() * 2.0 ** (-_BITS * (cut + 1))
-    return torch.where(greatest.isfinite(), (total * unit).sqrt(), greatest)
+    return torch.where(greatest.isfinite(), (total * unit).sqrt(), torch.nan)
 
 
 def _blocks(gradients: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for gradient in gradients:
-        yield from gradient.split(_BLOCK)
+        yield from gradient.split(_CPU_BLOCK if gradient.device.type == "cpu" else _BLOCK)

@@ -64,16 +64,13 @@ class Part(NamedTuple):
         unit.shard[self.in_shard] = unit.master[self.in_shard]
         if unit.resident and whole is not None:
             unit.flat[self.in_flat] = whole.reshape(-1)
-        unit.stale = unit.stale or (unit.partitioned and not unit.frees_weights)
+        unit.stale = unit.stale or (whole is None and unit.partitioned and not unit.frees_weights)
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
         """Takes this rank's part of the shard and of the master weights from the full parameter, which has been
         gathered and may have been changed since. Master weights whose weight has not changed keep their bits."""
-        unit = self.unit
-        weights, master = unit.flat[self.in_flat][self.in_parameter], unit.master[self.in_shard]
-        unit.shard[self.in_shard] = weights
-        master.copy_(torch.where(weights != master.to(weights.dtype), weights.to(master.dtype), master))
+        self.unit.adopt(self.in_shard)
 
 
 def parts_of(unit: Unit) -> Iterator[Part]:

@@ -1,6 +1,6 @@
 """A flat unit: the parameters of one chunk, or of one tied module, in one storage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,12 +86,14 @@ class Unit:
         self.zero_stage = zero_stage
         self.gradient_dtype = gradient_dtype or parameters[0].parameter.dtype
         self.communication_dtype = communication_dtype or self.gradient_dtype
+        # Sums of fp16 numbers leave its range soon.
+        self._averages_first = self.communication_dtype == torch.float16 and data_group.size() > 1
         self.tied = tied
         self.tie_group = tie_group
         self.in_rank_order = in_rank_order
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
-        self.holders: set[int | str] = set()
-        """Chunks, by number, and parameters of its own, by name, for which the full parameters are held now."""
+        self.holders: set[Hashable] = set()
+        """For what the full parameters are held now: chunks, by number; parameters of its own, by name; blocks."""
         self.users = 0
         """Chunks of this rank that use the unit."""
         self._users_done = 0
@@ -177,11 +179,6 @@ class Unit:
         """Whether a full gradient is accumulating or on its way through the reduction."""
         return self.accumulating or self._reducing is not None
 
-    def split(self, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of a tensor laid out like the unit (its weights, gradient or an optimizer state), by parameter name."""
-        for entry, view, offset in zip(self.parameters, self._views, self.offsets):
-            yield entry.name, full[offset : offset + view.numel()].view(view.shape)
-
     def contents(self) -> list[tuple[str, list[int], int | None]]:
         """Name, shape and optimizer group of the parameters, in the order of the storage."""
         return [(entry.name, list(view.shape), entry.group) for entry, view in zip(self.parameters, self._views)]
@@ -218,13 +215,24 @@ class Unit:
             entry.parameter.data = self._released
         self.flat.untyped_storage().resize_(0)
 
-    def adopt(self) -> None:
-        """Takes shard and master weights from the full parameters; where those are released, master weights from the
-        shard."""
+    def adopt(self, within: slice = slice(None)) -> None:
+        """Takes shard and master weights, or a slice of them, from the full parameters; where those are released,
+        master weights from the shard. Master weights whose weight has not changed keep their bits."""
+        if self.resident:
+            self._attach_parameters()
+        shard, master = self.shard[within], self.master[within]
         if self.frees_weights and self.resident:
-            self.shard.copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()])
+            shard.copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])
         if self.master is not self.shard:
-            self.master.copy_(self.shard)
+            master.copy_(torch.where(master.to(shard.dtype) != shard, shard.to(master.dtype), master))
+
+    def _attach_parameters(self) -> None:
+        """Somebody may have given a parameter another tensor (``parameter.data = ...``): its values go into the flat
+        storage."""
+        for entry, view in zip(self.parameters, self._views):
+            if entry.parameter.data_ptr() != view.data_ptr():
+                view.copy_(entry.parameter.detach())
+                entry.parameter.data = view
 
     def begin_accumulation(self) -> None:
         """Gives every parameter a zeroed view of the flat gradient, into which autograd accumulates in place."""
@@ -258,6 +266,8 @@ class Unit:
         self.accumulating = False
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
+        if self._averages_first:
+            gradient.div_(self.data_group.size())
         if self.partitioned:
             # In another type, a copy travels and the accumulated gradient is done with.
             gradient = self._gradient = gradient.to(self.communication_dtype)
@@ -285,7 +295,7 @@ class Unit:
         segment its part, in the master weights' dtype."""
         assert self.shard_gradient is not None, "every unit is reduced before the step"
         gradient = self.shard_gradient = self.shard_gradient.to(self.master.dtype)
-        if self.data_group.size() > 1:
+        if self.data_group.size() > 1 and not self._averages_first:
             gradient.div_(self.data_group.size())
         if self.tie_group is not None:
             sum_in_rank_order(gradient, self.tie_group)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -152,7 +152,9 @@ class ZeroPartition:
     def full_parameters(self) -> Iterator[None]:
         """Holds every parameter of this rank complete and current inside the block; all data-parallel ranks enter it
         together."""
+        block = object()
         for unit in self.units:
+            unit.holders.add(block)
             unit.start_gather()
         for unit in self.units:
             unit.finish_gather()
@@ -160,6 +162,7 @@ class ZeroPartition:
             yield
         finally:
             for unit in self.units:
+                unit.holders.discard(block)
                 if not unit.holders:
                     unit.release()
 
@@ -207,7 +210,9 @@ def build_partition(
     released before the next.
     """
 
-    def build(name: str, parameters: Sequence[UnitParameter], tie_group: Any = None, **tie: Any) -> list[Unit]:
+    def build(
+        name: str, parameters: Sequence[UnitParameter], tied: bool = False, tie_group: dist.ProcessGroup | None = None
+    ) -> list[Unit]:
         made = parameters if materialise is None else materialise(parameters)
         kinds = (
             (name, [entry for entry in made if entry.parameter.requires_grad], tie_group),
@@ -220,10 +225,10 @@ def build_partition(
                 data_group,
                 zero_stage,
                 gradient_dtype,
-                tie_group=group,
-                in_rank_order=in_rank_order,
-                communication_dtype=communication_dtype,
-                **tie,
+                tied,
+                group,
+                in_rank_order,
+                communication_dtype,
             )
             for kind, members, group in kinds
             if members
@@ -235,7 +240,7 @@ def build_partition(
 
     units = {chunk: build(f"chunk {chunk}", parameters) for chunk, parameters in chunk_parameters.items()}
     for module in tied:
-        members = build(f"tied {module.key}", module.parameters, module.tie_group, tied=True)
+        members = build(f"tied {module.key}", module.parameters, True, module.tie_group)
         for chunk in module.chunks:
             units[chunk].extend(members)
     return ZeroPartition(units, gradient_buffers, device, trace)

@@ -52,13 +52,13 @@ def test_plain_sums_of_squares_depend_on_cuts():
         ([3.0, -4.0], 5.0),
         ([3e38, 3e38], math.hypot(float(torch.tensor(3e38)), float(torch.tensor(3e38)))),
         ([1e-45], float(torch.tensor(1e-45))),
-        ([1.0, float("nan")], math.inf),
-        ([1.0, float("inf")], math.inf),
+        ([1.0, float("nan")], math.nan),
+        ([1.0, float("inf")], math.nan),
     ],
 )
 def test_special_values(values, norm):
     gradients = [torch.tensor(values)] if values else []
-    assert exact_norm(gradients, None, CPU).item() == pytest.approx(norm, rel=1e-15)
+    assert exact_norm(gradients, None, CPU).item() == pytest.approx(norm, rel=1e-15, nan_ok=True)
 
 
 def norm_on_a_rank():

@@ -99,8 +99,7 @@ def hidden_collectives(draw):
     backwards, and every visit takes as long as both."""
     spec = replace(draw(program_specs().filter(lambda spec: spec.schedule == "layered")), forward_only=False)
     stage = draw(st.integers(1, 3))
-    # Stage 1 keeps all gradients until the step.
-    spec = replace(spec, zero_stage=stage, resident_chunks=draw(st.integers(1 if stage == 1 else 2, 5)))
+    spec = replace(spec, zero_stage=stage, resident_chunks=draw(st.integers(2, 5)))
     gather, reduce = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     both = gather + reduce
     groups = micro_batch_groups(spec.micro_batches, spec.micro_batch_group)
@@ -159,8 +158,17 @@ def test_a_backward_waits_for_the_oldest_reduction_when_gradient_buffers_are_ful
     ]
 
 
-def test_stage_1_awaits_every_reduction_at_the_step():
-    spec = ProgramSpec((0,) * 3, "layered", 2, 2, 1, resident_chunks=1)
+def test_with_groups_stage_1_awaits_every_reduction_at_the_step():
+    """From the first group on it holds all gradients; the last group's backwards begin none."""
+    spec = ProgramSpec((0,) * 3, "layered", 4, 2, 1, resident_chunks=1)
     (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits
     reductions = [(str(wait.action), str(wait.collective)) for wait in waits if wait.collective.kind is Kind.REDUCE]
     assert reductions == [("STEP", "REDUCE2"), ("STEP", "REDUCE1"), ("STEP", "REDUCE0")]
+
+
+def test_without_groups_stage_1_awaits_reductions_as_stage_2():
+    first, second = (
+        simulate(spec, build_program(spec), Durations(1, 2, 0, 3, 5)).waits
+        for spec in (ProgramSpec((0,) * 4, "layered", 2, 2, stage, resident_chunks=2) for stage in (1, 2))
+    )
+    assert first == second

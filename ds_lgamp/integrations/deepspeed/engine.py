@@ -80,7 +80,7 @@ class LgampEngine(PipelineEngine):
         """The stage the user asked for; DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings = settings
         refuse_unsupported(config, module, arguments.get("optimizer"))
-        refuse_irreproducible(settings, module)
+        refuse_irreproducible(settings, config, module)
         if settings.recompute == "selective":
             refuse_unless_offered(over_pipeline(module, offers_selective(module)))
         layout = layout_of(settings, module, partition_method)
@@ -96,6 +96,8 @@ class LgampEngine(PipelineEngine):
             # Not before: DeepSpeed counts parameters, and those of shards count nothing.
             self._deferred.register()
             self._deferred = None
+        if settings.recompute == "selective":
+            switch_on(module)
         self._lgamp_initialising = False
         self._random_sources = layer_sources(self.device)
         self.executor = self._build_executor()
@@ -120,8 +122,6 @@ class LgampEngine(PipelineEngine):
             arguments["model_parameters"] = None
         parameter_groups = ParameterGroups(module, groups)
         place_layers(module, layout)
-        if self.lgamp_settings.recompute == "selective":
-            switch_on(module)
         parameter_groups.rewrite(module, groups)
         if not isinstance(client, torch.optim.Optimizer):
             arguments["model_parameters"] = groups if grouped else groups[0]["params"]
@@ -391,6 +391,7 @@ class LgampEngine(PipelineEngine):
             "partition": checkpoint.partition_state(self._partition),
             "buffers": dict(self._buffers_by_name()),
             "optimizer": self.optimizer.optimizer.state_dict(),
+            "optimizer_class": self.optimizer.class_name,
             "loss_scaler": scaler_state(self.optimizer.loss_scaler),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {name: getattr(self, name) for name in _COUNTERS},
@@ -413,27 +414,32 @@ class LgampEngine(PipelineEngine):
         every rank, and changes nothing, if the checkpoint does not fit."""
         if custom_load_fn is not None:
             raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
+        self._tensor_access.refuse_inside_block("load_checkpoint")
         tag = checkpoint.read_latest(Path(load_dir)) if tag is None else str(tag)
         if tag is None:
             logger.warning(f"{load_dir} has no file '{checkpoint.LATEST}'; pass a tag, or save a checkpoint first")
             return None, None
         with_scheduler = load_lr_scheduler_states and not load_module_only
-        check = partial(self._check_checkpoint, with_scheduler)
+        with_optimizer = load_optimizer_states and not load_module_only
+        check = partial(self._check_checkpoint, with_optimizer, with_scheduler)
         state = checkpoint.load(Path(load_dir), tag, self._checkpoint_layout(), check)
         checkpoint.load_partition_state(self._partition, state["partition"])
         for name, tensor in self._buffers_by_name():
             tensor.copy_(state["buffers"][name])
         if not load_module_only:
-            if load_optimizer_states:
+            if with_optimizer:
                 self.optimizer.optimizer.load_state_dict(state["optimizer"])
             if with_scheduler and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
             self._resume(state)
         return str(Path(load_dir) / tag), state["client_state"]
 
-    def _check_checkpoint(self, with_scheduler: bool, state: dict[str, Any]) -> None:
+    def _check_checkpoint(self, with_optimizer: bool, with_scheduler: bool, state: dict[str, Any]) -> None:
         """Raises CheckpointError if ``state`` is of another model, optimizer or scheduler."""
         checkpoint.check_partition_state(self._partition, state["partition"])
+        complaint = self.optimizer.complaint_about_class(state["optimizer_class"]) if with_optimizer else None
+        if complaint is not None:
+            raise checkpoint.CheckpointError(f"{complaint}, or pass load_optimizer_states=False")
         own, written = (
             {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in buffers.items()}
             for buffers in (dict(self._buffers_by_name()), state["buffers"])
@@ -456,7 +462,7 @@ class LgampEngine(PipelineEngine):
         for name, value in state["counters"].items():
             setattr(self, name, value)
         self.module.micro_offset = state["micro_offset"]
-        load_scaler_state(self.optimizer.loss_scaler, state.get("loss_scaler"))
+        load_scaler_state(self.optimizer.loss_scaler, state["loss_scaler"])
         if self.training_data:
             self._build_data_iter(self.training_data)
             if self.data_iterator is not None and self._pulled_of_training_data:

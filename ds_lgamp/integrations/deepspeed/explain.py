@@ -167,7 +167,7 @@ def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, o
     if settings is None:
         raise ConfigError(f'there is no enabled {BLOCK} block, stock DeepSpeed would run; add "{BLOCK}": {{}}')
     refuse_unsupported(config_class, module, optimizer)
-    refuse_irreproducible(settings, module)
+    refuse_irreproducible(settings, config_class, module)
     layout = layout_of(settings, module, partition_method_of(module))
     stage = int(config_class.zero_optimization_stage)
     spec = program_spec(settings, layout.placement, config_class.gradient_accumulation_steps, stage)
@@ -471,7 +471,9 @@ def _words(facts: Explanation) -> str:
         f"them out, and what {passing} take for the moment."
     )
     if facts.pipeline_ranks > 1:
-        sentences.append("Layers of other pipeline ranks are taken as their specifications build them, none frozen.")
+        sentences.append(
+            "Layers of other pipeline ranks are taken as their specifications build them."
+        )
     if any(rank.memory.optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
     return "\n".join(sentences)

@@ -110,6 +110,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         run with the same layout. For all that a run needs to go on there is save_checkpoint."""
         return {
             "data_rank": self._data_rank,
+            "class": self.class_name,
             "partition": checkpoint.partition_state(self.partition),
             "optimizer": deepcopy(self.optimizer.state_dict()),
         }
@@ -128,7 +129,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     def _complaint_about_state(self, state: Any) -> str | None:
         """Why ``state`` is no state of this rank; None if it is one."""
-        if not isinstance(state, dict) or set(state) != {"data_rank", "partition", "optimizer"}:
+        if not isinstance(state, dict) or set(state) != {"data_rank", "class", "partition", "optimizer"}:
             return "the state is none of engine.optimizer.state_dict(); pass what that returned on the same rank"
         rank, ranks = self._data_rank
         if tuple(state["data_rank"]) != (rank, ranks):
@@ -137,6 +138,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
                 f"the state of engine.optimizer is that of data-parallel rank {written_rank} of {written_ranks}, this "
                 f"is rank {rank} of {ranks}; load it where it was taken, or use save_checkpoint and load_checkpoint"
             )
+        complaint = self.complaint_about_class(state["class"])
+        if complaint is not None:
+            return complaint
         sizes, written_sizes = (
             [len(group["params"]) for group in groups]
             for groups in (self.param_groups, state["optimizer"]["param_groups"])
@@ -158,6 +162,17 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
                     "does; load it under the ds_config.json it was taken under"
                 )
         return None
+
+    @property
+    def class_name(self) -> str:
+        """Of the optimizer that steps."""
+        return type(self.optimizer).__name__
+
+    def complaint_about_class(self, written: str) -> str | None:
+        """Why the state of an optimizer of the class ``written`` does not fit; None if it does."""
+        if written == self.class_name:
+            return None
+        return f"the optimizer state is that of {written}, this run's optimizer is {self.class_name}; use {written}"
 
     @property
     def _data_rank(self) -> tuple[int, int]:

@@ -47,7 +47,10 @@ def refuse_precision(config: Any) -> None:
 
 
 def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError if the user made a parameter another type than fp32 and the configuration asks for none."""
+    """Raises ConfigError if the user made a parameter another type than fp32 and the configuration asks for none, or
+    one that no precision casts."""
+    if not dtype.is_floating_point:
+        raise ConfigError(f"parameter {name} is {dtype}, which does not train; make it a buffer")
     if dtype != torch.float32 and parameter_dtype(config) == torch.float32:
         key = "fp16" if dtype == torch.float16 else "bf16"
         raise ConfigError(f"parameter {name} is {dtype}, but {key}.enabled is false; set it or remove the cast")

@@ -20,7 +20,7 @@ from ds_lgamp.integrations.deepspeed.optimizer_choice import (
     kernels_of,
     try_out,
 )
-from ds_lgamp.integrations.deepspeed.precision import refuse_cast_parameter, refuse_precision
+from ds_lgamp.integrations.deepspeed.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
 
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -86,17 +86,28 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
             refuse_cast_parameter(config, name, info.dtype)
 
 
-def refuse_irreproducible(settings: LgampConfig, module: PipelineModule) -> None:
-    """Raises ConfigError for what ``reproducible`` cannot keep its word on."""
+def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:
+    """Raises ConfigError for what ``reproducible`` cannot keep its word on. Collective over all ranks."""
+    if not settings.reproducible:
+        return
+    trains = {name for name, info in announced_tensors(module).items() if info.is_parameter and info.requires_grad}
     users: dict[str, list[int]] = {}
     for layer, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
+        if isinstance(spec, TiedLayerSpec) and any(name.startswith(f"tied_modules.{spec.key}.") for name in trains):
             users.setdefault(spec.key, []).append(layer)
     for key, layers in users.items():
-        if settings.reproducible and len(layers) > 1:
+        if len(layers) > 1:
             raise ConfigError(
                 f"{BLOCK}.reproducible is true, but layers {', '.join(map(str, layers))} share the tied module "
                 f"'{key}', whose gradients add up in an order that depends on the layout; untie them or set it to false"
+            )
+    types = {"data_types.grad_accum_dtype": accumulation_dtype(config)}
+    types["communication_data_type"] = config.communication_data_type or types["data_types.grad_accum_dtype"]
+    for key, dtype in types.items():
+        if config.zero_optimization_stage == 0 and dtype != torch.float32:
+            raise ConfigError(
+                f"{BLOCK}.reproducible is true, but at zero_optimization.stage 0 gradients are summed in {dtype}, at "
+                f"others in fp32; set {key} to 'fp32' or another stage"
             )
 
 
