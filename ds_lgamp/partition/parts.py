@@ -64,7 +64,7 @@ class Part(NamedTuple):
         unit.shard[self.in_shard] = unit.master[self.in_shard]
         if unit.resident and whole is not None:
             unit.flat[self.in_flat] = whole.reshape(-1)
-        unit.stale = unit.stale or (whole is None and unit.partitioned and not unit.frees_weights)
+        unit.stale = unit.stale or (unit.partitioned and not unit.frees_weights)
 
     @torch.no_grad()
     def adopt_weights(self) -> None:

@@ -40,13 +40,16 @@ class Noise(nn.Module):
         return inputs + 0.01 * (torch.rand_like(inputs) + random.random() + numpy.random.rand())
 
 
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+
+
 def seed_all(value):
     torch.manual_seed(value)
     random.seed(value)
     numpy.random.seed(value)
 
 
-def engine_of(stage, block, options, width=6, grouped=False, scheduler=True):
+def engine_of(stage, block, options, width=6, grouped=False, scheduler=True, optimizer=ADAM):
     torch.manual_seed(3 + dist.get_rank() // 2)
     bf16 = options.get("bf16", False)
     layers = [
@@ -63,7 +66,7 @@ def engine_of(stage, block, options, width=6, grouped=False, scheduler=True):
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": bf16},
         "ds_lgamp": block,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "optimizer": optimizer,
     }
     if scheduler:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}}
@@ -164,6 +167,13 @@ def refusals(folder):
         before = end_state(other_engine)
         refused(option, CheckpointError, other_engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
         assert end_state(other_engine) == before
+    momentum = engine_of(*layout, optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
+    before = end_state(momentum)
+    refused("optimizer", CheckpointError, momentum.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
+    refused("optimizer state", CheckpointError, momentum.optimizer.load_state_dict, engine.optimizer.state_dict())
+    assert end_state(momentum) == before
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        refused("block", ConfigError, engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
     numpy_rate = engine_of(*layout)
     numpy_rate.optimizer.param_groups[0]["lr"] = numpy.float64(0.1)
     refused("numpy", CheckpointError, numpy_rate.save_checkpoint, other)
@@ -251,6 +261,12 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         ("other shapes", ["has other parameters, shapes or optimizer groups than the checkpoint (", "as they were"]),
         ("grouped", ["has other parameters, shapes or optimizer groups than the checkpoint ("]),
         ("scheduler", ["has a learning rate scheduler, this run has none; pass load_lr_scheduler_states=False"]),
+        (
+            "optimizer",
+            ["is that of AdamW, this run's optimizer is SGD; use AdamW, or pass load_optimizer_states=False"],
+        ),
+        ("optimizer state", ["is that of AdamW, this run's optimizer is SGD; use AdamW"]),
+        ("block", ["load_checkpoint is called inside a block of deepspeed.zero.GatheredParameters; leave it first"]),
         ("numpy", ["optimizer.param_groups holds objects that cannot be loaded"]),
         ("tag ", ["the tag is ''; name a folder inside"]),
         ("tag ..", ["the tag is '..'"]),

@@ -16,6 +16,7 @@ from ds_lgamp.runtime.measure import PeakMemory, live_tensors
 from tests.engine.linear import mean_square, whole_state
 from tests.engine.models import BASE_SEED, Training, layer_specs, seed, tied_logits
 from tests.engine.running import prepare_rank, quiet
+from tests.engine.test_recompute import Attending
 from tests.ranks import run_on_ranks
 from tests.runtime.models import WIDTH, Embedding, TupleBlock, loss_function, micro_batch
 
@@ -299,9 +300,16 @@ def refusals():
     return said
 
 
+def selective():
+    """Of this rank's layers, whether they were told to recompute selectively."""
+    module = build([LayerSpec(Attending) for _ in range(4)], 2, True)
+    engine = engine_of(module, block={"recompute": "selective"})
+    return [layer.recompute_selectively for layer in engine.module.forward_funcs]
+
+
 def on_two_ranks():
     prepare_rank()
-    return compare((1, 2)), refusals()
+    return compare((1, 2)), refusals(), selective()
 
 
 def on_four_ranks(folder):
@@ -341,12 +349,16 @@ def test_checkpoints_and_states_load_into_deferred_models(four_ranks):
 
 
 def test_what_cannot_be_done_is_refused_on_every_rank(two_ranks):
-    for _, said in two_ranks:
+    for _, said, _ in two_ranks:
         for name in WRITES:
             assert "has no values before deepspeed.initialize; load or change weights after it" in said[name], name
         assert "no enabled ds_lgamp block; add one, or build the module outside" in said["no block"]
         assert said["replaced"].startswith("layer 3 was built inside ds_lgamp.deferred_init() and changed since")
         assert said["moody"].startswith("layer 0 builds other parameters or buffers on the meta device")
+
+
+def test_layers_that_offer_it_recompute_selectively(two_ranks):
+    assert [switched for _, _, switched in two_ranks] == [[True, True]] * 2
 
 
 def test_the_context_leaves_nothing_behind():

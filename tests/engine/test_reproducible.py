@@ -133,7 +133,7 @@ def groups_of(parameters):
     ]
 
 
-def engine_of(layout, layers=None, reproducible=True, **options):
+def engine_of(layout, layers=None, reproducible=True, settings=None, **options):
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 3,
@@ -141,6 +141,7 @@ def engine_of(layout, layers=None, reproducible=True, **options):
         "gradient_clipping": LIMIT,
         "zero_optimization": {"stage": layout.stage},
         "ds_lgamp": {**layout.block, "reproducible": reproducible},
+        **(settings or {}),
     }
     # What a script draws before has nothing to do with it.
     torch.manual_seed(100 * layout.pipeline_ranks + dist.get_rank())
@@ -340,15 +341,20 @@ def test_the_run_is_that_of_a_plain_loop(spawned):
         assert own == pytest.approx(expected, rel=1e-5)
 
 
-def complaint_about_tied_layers():
+def complaints():
     prepare_rank()
     tied = [TiedLayerSpec("shared", Block, 1), LayerSpec(Block, 2), TiedLayerSpec("shared", Block, 1)]
     with pytest.raises(ConfigError) as refused:
         engine_of(LAYOUTS["layered"], tied)
     engine_of(LAYOUTS["layered"], tied, reproducible=False)
-    return str(refused.value)
+    half_sums = {"zero_optimization": {"stage": 0}, "communication_data_type": "fp16"}
+    with pytest.raises(ConfigError) as refused_sums:
+        engine_of(LAYOUTS["layered"], settings=half_sums)
+    return str(refused.value), str(refused_sums.value)
 
 
-def test_a_tied_module_used_twice_is_refused():
-    (complaint,) = run_on_ranks(1, complaint_about_tied_layers)
-    assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in complaint
+def test_what_depends_on_the_layout_is_refused():
+    ((about_ties, about_sums),) = run_on_ranks(1, complaints)
+    assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in about_ties
+    assert "at zero_optimization.stage 0 gradients are summed in torch.float16" in about_sums
+    assert "set communication_data_type to 'fp32' or another stage" in about_sums

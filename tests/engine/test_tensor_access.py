@@ -311,6 +311,14 @@ def changes_in_blocks(engine, stage):
                 parameter.add_(1.0)
         with deepspeed.zero.GatheredParameters(parameters.values()):
             pairs["dropped without a modifier"] = before, detached(parameters)
+    with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=0):
+        for name, parameter in parameters.items():
+            parameter.data = 3 * before[name]
+    tripled = {name: 3 * value for name, value in before.items()}
+    pairs["given another tensor in a block"] = tripled, read(safe_get_full_fp32_param, engine)
+    with engine.module.full_parameters():
+        engine.module.state_dict()
+        pairs["complete after an inner block"] = tripled, detached(parameters)
     with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=1):
         for name, parameter in parameters.items():
             safe_set_full_fp32_param(parameter, 2 * before[name])

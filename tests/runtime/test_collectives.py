@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatter
+from ds_lgamp.partition.unit import Unit, UnitParameter
 from tests.ranks import run_on_ranks
 
 SMALL = 2.0**-9
@@ -43,3 +44,33 @@ def test_every_element_is_added_in_rank_order():
     for rank, (part, whole) in enumerate(run_on_ranks(RANKS, sums_in_rank_order)):
         assert torch.equal(part, total[rank * ELEMENTS : (rank + 1) * ELEMENTS])
         assert torch.equal(whole, total)
+
+
+def average_of_large_gradients(zero_stage):
+    """Of a unit whose gradients travel in fp16, as the optimizer gets it."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    unit = Unit(
+        "chunk 0",
+        [UnitParameter("0.weight", weight, 0)],
+        dist.group.WORLD,
+        zero_stage,
+        None,
+        False,
+        None,
+        False,
+        torch.float16,
+    )
+    unit.begin_accumulation()
+    weight.grad.fill_(40000.0)
+    unit.start_reduce()
+    unit.finish_reduce()
+    unit.finish_gradient()
+    return unit.segments[0].shard.grad.unique().tolist()
+
+
+def averages_of_large_gradients():
+    return [average_of_large_gradients(zero_stage) for zero_stage in (0, 2)]
+
+
+def test_gradients_that_travel_in_fp16_are_averaged_before_their_sum_leaves_its_range():
+    assert run_on_ranks(2, averages_of_large_gradients) == [[[40000.0], [40000.0]]] * 2

@@ -471,9 +471,7 @@ def _words(facts: Explanation) -> str:
         f"them out, and what {passing} take for the moment."
     )
     if facts.pipeline_ranks > 1:
-        sentences.append(
-            "Layers of other pipeline ranks are taken as their specifications build them."
-        )
+        sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
     if any(rank.memory.optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
     return "\n".join(sentences)

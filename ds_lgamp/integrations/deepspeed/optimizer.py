@@ -124,8 +124,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.optimizer.load_state_dict(deepcopy(state_dict["optimizer"]))
 
     def refresh_fp32_params(self) -> None:
-        """Takes the master weights from the weights, after user code changed those alike on all data-parallel ranks."""
+        """Takes the master weights from the weights, after user code changed those alike on all data-parallel ranks;
+        as in DeepSpeed, those that did not change are rounded too."""
         self.partition.adopt_parameters()
+        for unit in self.partition.units:
+            if unit.master is not unit.shard:
+                unit.master.copy_(unit.shard)
 
     def _complaint_about_state(self, state: Any) -> str | None:
         """Why ``state`` is no state of this rank; None if it is one."""
