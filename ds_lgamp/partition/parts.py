@@ -70,7 +70,7 @@ class Part(NamedTuple):
     def adopt_weights(self) -> None:
         """Takes this rank's part of the shard and of the master weights from the full parameter, which has been
         gathered and may have been changed since. Master weights whose weight has not changed keep their bits."""
-        self.unit.adopt(self.in_shard)
+        self.unit.adopt(self.in_shard, keep_bits=True)
 
 
 def parts_of(unit: Unit) -> Iterator[Part]:

@@ -215,16 +215,17 @@ class Unit:
             entry.parameter.data = self._released
         self.flat.untyped_storage().resize_(0)
 
-    def adopt(self, within: slice = slice(None)) -> None:
+    def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
         """Takes shard and master weights, or a slice of them, from the full parameters; where those are released,
-        master weights from the shard. Master weights whose weight has not changed keep their bits."""
+        master weights from the shard. ``keep_bits``: master weights whose weight has not changed stay as they are."""
         if self.resident:
             self._attach_parameters()
         shard, master = self.shard[within], self.master[within]
         if self.frees_weights and self.resident:
             shard.copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])
         if self.master is not self.shard:
-            master.copy_(torch.where(master.to(shard.dtype) != shard, shard.to(master.dtype), master))
+            kept = keep_bits & (master.to(shard.dtype) == shard)
+            master.copy_(torch.where(kept, master, shard.to(master.dtype)))
 
     def _attach_parameters(self) -> None:
         """Somebody may have given a parameter another tensor (``parameter.data = ...``): its values go into the flat

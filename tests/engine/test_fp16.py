@@ -116,9 +116,10 @@ def train_on_one_process(case):
                     mine.add_(gradient.to(accumulation))
                 loss += each.item() / MICRO_BATCHES / case.data_ranks
             for total, mine in zip(sums, own):
-                total.add_(mine.to(communication))
+                # A sum leaves fp16's range soon: its terms are divided before.
+                total.add_((mine / case.data_ranks if communication == torch.float16 else mine).to(communication))
         for master, total in zip(masters.values(), sums):
-            master.grad = total.float() / case.data_ranks
+            master.grad = total.float() / (1 if communication == torch.float16 else case.data_ranks)
         run.losses.append(loss)
         run.gradients.append({name: master.grad.clone() for name, master in masters.items()})
         squares = [torch.linalg.vector_norm(master.grad, dtype=torch.float64) ** 2 for master in masters.values()]

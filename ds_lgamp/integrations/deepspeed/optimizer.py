@@ -127,9 +127,6 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Takes the master weights from the weights, after user code changed those alike on all data-parallel ranks;
         as in DeepSpeed, those that did not change are rounded too."""
         self.partition.adopt_parameters()
-        for unit in self.partition.units:
-            if unit.master is not unit.shard:
-                unit.master.copy_(unit.shard)
 
     def _complaint_about_state(self, state: Any) -> str | None:
         """Why ``state`` is no state of this rank; None if it is one."""
