@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -110,4 +109,12 @@ def assemble(
 
 def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:
     """Full tensors by parameter name from a shard of every unit."""
-    return {part.name: part.gather(shards(unit)[part.in_shard]) for unit in partition.units for part in parts_of(unit)}
+    tensors = {}
+    for unit in partition.units:
+        full = shards(unit)
+        if unit.partitioned:
+            parts = [torch.empty_like(full) for _ in range(unit.data_group.size())]
+            dist.all_gather(parts, full.contiguous(), group=unit.data_group)
+            full = torch.cat(parts)
+        tensors.update((name, tensor.clone()) for name, tensor in unit.split(full))
+    return tensors
