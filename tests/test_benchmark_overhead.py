@@ -72,7 +72,8 @@ def test_the_record_has_every_contender_and_the_targets():
 
 def test_the_bare_loop_computes_what_the_engine_computes():
     engine, bare = run_on_ranks(1, calls_of_a_step)[0]
-    assert engine == bare
+    # The gradient of each of 16 losses is a product, which may be infinite in half precision.
+    assert engine == {**bare, "mul": bare["mul"] + 16}
     assert bare["mul"] == 8 * 16 * 4 - 16
 
 

@@ -1,12 +1,12 @@
 """Puts a test model on the ranks of a process group: data-parallel rank fastest, as DeepSpeed's grid numbers them."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -118,10 +118,16 @@ def assemble(
 
 def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:
     """Full tensors by parameter name from a shard of every unit."""
-    return {
-        part.name: part.gather(shards(unit)[part.in_shard])
-        for unit in partition.units
-        # A frozen unit has no gradient.
-        if shards(unit) is not None
-        for part in parts_of(unit)
-    }
+    tensors = {}
+    for unit in partition.units:
+        full = shards(unit)
+        if full is None:
+            # The gradient of a frozen unit.
+            continue
+        if unit.partitioned:
+            parts = [torch.empty_like(full) for _ in range(unit.data_group.size())]
+            dist.all_gather(parts, full.contiguous(), group=unit.data_group)
+            full = torch.cat(parts)
+        for (name, shape, _), start in zip(unit.contents(), unit.offsets):
+            tensors[name] = full[start : start + math.prod(shape)].view(shape).clone()
+    return tensors
