@@ -223,7 +223,9 @@ def _epoch(engine: "LgampEngine") -> dict[str, int]:
     """How many micro-batches an epoch of the engine's own data has for a data-parallel rank, and of how many samples
     one is over all of them."""
     samples = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
-    return {"micro_batches_per_epoch": len(engine.training_dataloader.loader), "samples": samples}
+    loader = engine.training_dataloader
+    # Repeated only on the ranks that pull from it.
+    return {"micro_batches_per_epoch": len(getattr(loader, "loader", loader)), "samples": samples}
 
 
 def _pulled_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
