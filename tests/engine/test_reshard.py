@@ -1,7 +1,6 @@
 """A checkpoint written at any layout loads at any other, and training goes on as if nothing had happened."""
 
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import deepspeed
@@ -10,7 +9,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
+from ds_lgamp.checkpoint.units import weights
 from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.partition.agreement import everyone
 from tests.engine.models import Training, decay_groups, pipeline_module, warmup_factors
 from tests.engine.running import prepare_rank, quiet
 from tests.ranks import run_on_ranks
@@ -18,9 +19,9 @@ from tests.runtime.models import micro_batch
 
 GLOBAL_BATCH = 8
 """Micro-batches of all data-parallel ranks."""
-SAVED, RESUMED = 3, 3
-SAMPLES = [sample for index in range(5 * GLOBAL_BATCH) for sample in zip(*micro_batch(0, index))]
-"""Of the engine's own data: they start anew after 5 steps."""
+SAVED, RESUMED = 3, 2
+SAMPLES = [sample for index in range(4 * GLOBAL_BATCH) for sample in zip(*micro_batch(0, index))]
+"""Of the engine's own data: they start anew after 4 steps."""
 TRAINING = Training(tied=True, steps=SAVED + RESUMED, clipping=0.3, warmup=5, decay=0.01)
 
 
@@ -50,7 +51,14 @@ PLACES = {
     "zero 2, wide": Place(1, 4, 2, {"micro_batch_group": 1}),
     "zero 3, eight": Place(4, 2, 3, {}),
 }
-FP32 = [name for name, place in PLACES.items() if place.data_type == "fp32"]
+PAIRS = [
+    (source, target)
+    for source, target in product(PLACES, PLACES)
+    # Eight ranks take long here.
+    if target != "zero 3, eight" or source in ("alone", "bf16", "zero 0, contiguous", "zero 3, eight")
+]
+"""Written at, loaded at."""
+FP32_PAIRS = [pair for pair in PAIRS if all(PLACES[name].data_type == "fp32" for name in pair)]
 
 
 def engine_of(place: Place):
@@ -90,14 +98,15 @@ def steps(engine, count):
 
 
 def save_and_go_on(folder, names):
-    """What the runs that save do afterwards."""
+    """What the runs that save do afterwards, and how many elements of the parameters each of their ranks wrote."""
     _prepare()
     expected = {}
     for name in names:
         engine = engine_of(PLACES[name])
         steps(engine, SAVED)
         engine.save_checkpoint(folder, tag=name, client_state={"seen": name})
-        expected[name] = steps(engine, RESUMED)
+        written = everyone(sum(shard.values.numel() for shard in weights(engine.optimizer.partition).values()))
+        expected[name] = steps(engine, RESUMED), written
         engine.wait_for_checkpoint()
     return expected
 
@@ -109,11 +118,11 @@ def load_and_go_on(folder, names):
     for name in names:
         engine = engine_of(PLACES[name])
         steps(engine, 1)
-        for source in PLACES:
+        for source in (source for source, target in PAIRS if target == name):
             _, client_state = engine.load_checkpoint(folder, tag=source)
             assert client_state == {"seen": source} and engine.global_steps == SAVED
             engine.save_checkpoint(folder, tag=f"{source} at {name}", client_state=client_state, save_latest=False)
-            resumed[source, name] = steps(engine, RESUMED)
+            resumed[source, name] = steps(engine, RESUMED if (source, name) in FP32_PAIRS else 1)
         engine.wait_for_checkpoint()
     return resumed
 
@@ -147,13 +156,13 @@ def resumed(folder, expected):
     return at_every_place(load_and_go_on, folder)
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(FP32, FP32)))
+@pytest.mark.parametrize(("source", "target"), FP32_PAIRS)
 def test_training_goes_on_at_another_layout(expected, resumed, source, target):
-    for goes_on, went_on in zip(resumed[source, target], expected[source]):
+    for goes_on, went_on in zip(resumed[source, target], expected[source][0]):
         assert goes_on == pytest.approx(went_on, rel=1e-6)
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(PLACES, PLACES)))
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_what_is_loaded_is_what_was_written_to_the_bit(folder, resumed, source, target):
     written, loaded = read_whole(folder / source), read_whole(folder / f"{source} at {target}")
     assert written.parameters.keys() == loaded.parameters.keys()
@@ -171,24 +180,20 @@ def test_what_is_loaded_is_what_was_written_to_the_bit(folder, resumed, source, 
 
 
 def test_half_precision_trains_on_close_to_where_it_was(expected, resumed):
-    for source, target in product(PLACES, PLACES):
+    for source, target in PAIRS:
         first = resumed[source, target][0]
-        assert first[0] == pytest.approx(expected[source][0][0], rel=0.02), (source, target)
+        assert first[0] == pytest.approx(expected[source][0][0][0], rel=0.02), (source, target)
 
 
 def test_the_loss_scale_moves_with_the_run(folder, expected, resumed):
     scaler = read_whole(folder / "fp16").state["loss_scaler"]
-    assert scaler["cur_scale"] == 2 ** 9
+    assert scaler["cur_scale"] == 2**9
     assert read_whole(folder / "fp16 at fp16").state["loss_scaler"] == scaler
     assert read_whole(folder / "fp16 at alone").state["loss_scaler"] is None
 
 
-def test_every_element_is_written_once(folder, expected):
-    """Also what several ranks hold: all of it at stage 0, and tied modules."""
-    sizes = {}
-    for name in PLACES:
-        files = list(Path(folder / name).glob("tensors-*/*.distcp"))
-        assert len(files) == PLACES[name].ranks
-        sizes[name] = sum(file.stat().st_size for file in files)
-    # Items have headers; where there are more ranks, there are more items.
-    assert max(sizes.values()) < 2 * min(sizes.values())
+def test_every_element_is_written_by_one_rank(folder, expected):
+    """Also what several hold: at stage 0 all data-parallel ranks, of a tied module several pipeline ranks."""
+    elements = sum(values.numel() for values in read_whole(folder / "alone").parameters.values())
+    for name, (_, written) in expected.items():
+        assert sum(written) == elements and all(written), name
