@@ -161,8 +161,11 @@ def refusals(folder):
     other = str(Path(folder) / "other")
     wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
     refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    for option in ("grouped", "scheduler"):
-        other_engine = engine_of(*layout, **{option: option == "grouped"})
+    for option in ("grouped", "scheduler", "other scheduler"):
+        other_engine = engine_of(*layout, grouped=option == "grouped", scheduler=option == "grouped")
+        if option == "other scheduler":
+            optimizer = other_engine.optimizer.optimizer
+            other_engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         before = end_state(other_engine)
         refused(option, CheckpointError, other_engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
         assert end_state(other_engine) == before
@@ -249,7 +252,12 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     [
         ("other shapes", ["is of another model (0.bias is [6] there, [8] here, ", "build the model as it was"]),
         ("grouped", ["has 1 parameter groups, this run 2; build them as they were, or pass load_optimizer_states="]),
-        ("scheduler", ["has a learning rate scheduler, this run has none; pass load_lr_scheduler_states=False"]),
+        (
+            "scheduler",
+            [
+                "has learning rate scheduler WarmupLR, this run none; use the same, or pass load_lr_scheduler_states=False"
+            ],
+        ),
         (
             "optimizer",
             ["is that of AdamW, this run's optimizer is SGD; use AdamW, or pass load_optimizer_states=False"],
