@@ -104,7 +104,8 @@ def save_and_go_on(folder, names):
     for name in names:
         engine = engine_of(PLACES[name])
         steps(engine, SAVED)
-        engine.save_checkpoint(folder, tag=name, client_state={"seen": name})
+        client_state = {"seen": name, "rank": (engine.stage_id, engine.grid.data_parallel_id)}
+        engine.save_checkpoint(folder, tag=name, client_state=client_state)
         written = everyone(sum(shard.values.numel() for shard in weights(engine.optimizer.partition).values()))
         expected[name] = steps(engine, RESUMED), written
         engine.wait_for_checkpoint()
@@ -120,7 +121,9 @@ def load_and_go_on(folder, names):
         steps(engine, 1)
         for source in (source for source, target in PAIRS if target == name):
             _, client_state = engine.load_checkpoint(folder, tag=source)
-            assert client_state == {"seen": source} and engine.global_steps == SAVED
+            there = PLACES[source]
+            rank = engine.stage_id % there.pipeline_ranks, engine.grid.data_parallel_id % there.data_ranks
+            assert client_state == {"seen": source, "rank": rank} and engine.global_steps == SAVED
             engine.save_checkpoint(folder, tag=f"{source} at {name}", client_state=client_state, save_latest=False)
             resumed[source, name] = steps(engine, RESUMED if (source, name) in FP32_PAIRS else 1)
         engine.wait_for_checkpoint()

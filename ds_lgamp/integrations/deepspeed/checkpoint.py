@@ -237,7 +237,7 @@ def _epoch(engine: "LgampEngine") -> dict[str, int]:
     return {"micro_batches_per_epoch": len(getattr(loader, "loader", loader)), "samples": samples}
 
 
-def _pulled_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
+def micro_batches_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
     """Micro-batches that are as far into the data, in samples, as ``pulled`` where the checkpoint was written."""
     if there == here or not pulled:
         return pulled
@@ -330,7 +330,7 @@ def _resume(engine: "LgampEngine", state: dict[str, Any], random: dict[str, Any]
     if engine.training_data:
         engine._build_data_iter(engine.training_data)
         here = _epoch(engine)
-        pulled = _pulled_here(engine._pulled_of_training_data, state["data"] or here, here)
+        pulled = micro_batches_here(engine._pulled_of_training_data, state["data"] or here, here)
         engine._pulled_of_training_data = pulled
         if engine.data_iterator is not None and pulled:
             position = (pulled - 1) % here["micro_batches_per_epoch"] + 1
