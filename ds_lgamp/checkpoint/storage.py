@@ -164,7 +164,9 @@ class VerifyingReader(FileSystemReader):
             values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         # Whatever torch raises for bytes that it did not write.
         except Exception:
-            raise CheckpointError(f"{path} holds no tensor for {name}, perhaps code; do not trust this checkpoint") from None
+            raise CheckpointError(
+                f"{path} holds no tensor for {name}, perhaps code; do not trust this checkpoint"
+            ) from None
         if not _is_plain(values) or values.dtype != dtype or list(values.shape) != part.sizes:
             raise CheckpointError(
                 f"{path} holds another tensor for {name} than {INDEX} says; do not trust this checkpoint"
