@@ -156,9 +156,11 @@ class VerifyingReader(FileSystemReader):
 
     def _values(self, file: io.BufferedReader, name: str, part: Part) -> torch.Tensor:
         path, dtype = self.folder / part.file, self.tensors[name].properties.dtype
+        if os.fstat(file.fileno()).st_size < part.position + part.length:
+            raise damaged(path)
         file.seek(part.position)
-        there = os.fstat(file.fileno()).st_size
-        if there < part.position + part.length or zlib.crc32(data := file.read(part.length)) != part.crc32:
+        data = file.read(part.length)
+        if zlib.crc32(data) != part.crc32:
             raise damaged(path)
         try:
             values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
