@@ -124,16 +124,22 @@ def _as_text(described: dict[str, Any]) -> str:
 
 def _existing(source: Path) -> Path:
     """``source`` if it is a checkpoint, or that which its ``latest`` names."""
-    tag = None if (source / folders.STATE).exists() else folders.read_latest(source)
+    source = source.resolve()
+    tag = None if _is_checkpoint(source) else folders.read_latest(source)
     return source if tag is None else source / tag
 
 
 def _new(target: Path, tag: str) -> Path:
-    """``target``, or ``tag`` inside it if it is a folder already."""
-    folder = target / tag if target.is_dir() else target
+    """``target``, or ``tag`` inside it if it is a folder of checkpoints already."""
+    target = target.resolve()
+    folder = target / tag if target.is_dir() and not _is_checkpoint(target) else target
     if folder.exists():
         raise CheckpointError(f"{folder} exists; remove it or name another folder")
     return folder
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / folders.STATE).exists()
 
 
 def _read_foreign(source: Path) -> tuple[WholeCheckpoint, str]:
@@ -141,8 +147,8 @@ def _read_foreign(source: Path) -> tuple[WholeCheckpoint, str]:
     if source.suffix == ".safetensors" or any((source / name).is_file() for name in (SINGLE, INDEX)):
         return read_safetensors(source), source.resolve().name.removesuffix(".safetensors")
     folder = _existing(source)
-    if (folder / folders.STATE).exists():
+    if _is_checkpoint(folder):
         raise CheckpointError(f"{folder} is a checkpoint of ds_lgamp already; load it as it is")
     from ds_lgamp.integrations.deepspeed.stock_reader import read_stock
 
-    return read_stock(folder), folder.resolve().name
+    return read_stock(folder), folder.name

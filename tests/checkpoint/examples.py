@@ -88,6 +88,13 @@ def flip(path: Path, position: int, bit: int) -> None:
     path.write_bytes(data)
 
 
+def flip_in(checkpoint: Path, name: str) -> None:
+    """A bit of the tensor ``name``."""
+    index = json.loads((tensors_folder(checkpoint) / "index.json").read_text())
+    (part,) = index["tensors"][name]["parts"]
+    flip(items_file(checkpoint), part[3] + part[4] // 2, 3)
+
+
 def forge_state(checkpoint: Path, change) -> None:
     """What ``change`` makes of state.json, with the checksum that belongs to it."""
     path = checkpoint / "state.json"
