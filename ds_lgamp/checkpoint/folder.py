@@ -17,7 +17,8 @@ from typing import Any
 from uuid import uuid4
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.storage import CHECKSUMS, VerifyingReader, damaged, sync_folder, write_synced
+from ds_lgamp.checkpoint.state import check_state, check_tensors
+from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader, damaged, sync_folder, write_synced
 
 FORMAT = 3
 LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
@@ -26,7 +27,7 @@ LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
 def check_tag(tag: str) -> None:
     """Raises CheckpointError if ``tag`` names no folder below another."""
     path = Path(tag)
-    if not path.parts or path.is_absolute() or ".." in path.parts:
+    if not path.parts or path.is_absolute() or ".." in path.parts or not tag.isprintable():
         raise CheckpointError(f"the tag is '{tag}'; name a folder inside the checkpoint's directory")
 
 
@@ -41,8 +42,8 @@ def new_tensors(folder: Path) -> Path:
 
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
     """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``."""
-    crc32 = zlib.crc32((tensors / CHECKSUMS).read_bytes())
-    whole = {"format": FORMAT, **state, "tensors": tensors.name, "checksums": crc32}
+    crc32 = zlib.crc32((tensors / INDEX).read_bytes())
+    whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_crc32": crc32}
     fresh = folder / f".{STATE}.partial"
     write_synced(fresh, json.dumps({"crc32": _checksum(whole), **whole}, indent=1) + "\n")
     sync_folder(folder)
@@ -68,9 +69,16 @@ def write_latest(directory: Path, tag: str) -> None:
 
 
 def read_latest(directory: Path) -> str | None:
-    """The tag of the last checkpoint; None if there is none."""
+    """The tag of the last checkpoint; None if there is none. Raises CheckpointError if the file holds no tag."""
     path = directory / LATEST
-    return path.read_text().strip() if path.is_file() else None
+    if not path.is_file():
+        return None
+    tag = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return tag
 
 
 def keep_last(directory: Path, count: int) -> None:
@@ -87,30 +95,32 @@ def keep_last(directory: Path, count: int) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What state.json of the checkpoint ``folder`` holds. Raises CheckpointError if it is none, or damaged."""
+    """What state.json of the checkpoint ``folder`` holds, see state.py. Raises CheckpointError if it is none, damaged,
+    or not what save_checkpoint writes."""
     path = folder / STATE
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (ValueError, RecursionError):
         raise damaged(path) from None
     if not isinstance(written, dict) or written.pop("crc32", None) != _checksum(written):
         raise damaged(path)
-    if written["format"] != FORMAT:
+    if written.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {written['format']}, this release of ds_lgamp reads {FORMAT}; use the release that "
-            f"wrote it ({written.get('versions', {}).get('ds_lgamp', 'unknown')})"
+            f"{folder} has format {written.get('format')}, this release of ds_lgamp reads {FORMAT}; use the release "
+            "that wrote it"
         )
+    check_state(path, written)
     return written
 
 
 def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
-    """Of the tensors of a checkpoint and its :func:`read_state`."""
-    name = state["tensors"]
-    if Path(name).name != name:
-        raise CheckpointError(f"{folder / STATE} names a folder of tensors elsewhere; do not trust this checkpoint")
-    return VerifyingReader(folder / name, state["checksums"])
+    """Of the tensors of a checkpoint and its :func:`read_state`. Raises CheckpointError if they do not belong together
+    or index.json is damaged."""
+    tensors = VerifyingReader(folder / state["tensors"], state["index_crc32"])
+    check_tensors(folder / STATE, state, tensors.tensors)
+    return tensors
 
 
 def _instead(folder: Path) -> str:

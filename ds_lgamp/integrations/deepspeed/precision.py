@@ -79,5 +79,5 @@ def scaler_state(scaler: LossScalerBase) -> dict[str, Any] | None:
 def load_scaler_state(scaler: LossScalerBase, state: dict[str, Any] | None) -> None:
     """Goes on where the scaler of :func:`scaler_state` stood, if both are dynamic."""
     if scaler.dynamic and state is not None:
-        for name, value in state.items():
-            setattr(scaler, name, value)
+        for name in _SCALER_STATE:
+            setattr(scaler, name, state[name])
