@@ -56,8 +56,7 @@ class ChecksummedWriter(FileSystemWriter):
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
                     offset, sink = file.tell(), _ChecksummedFile(file)
-                    # Without the storage around it, which torch.save would write too.
-                    torch.save(_by_itself(data.detach().cpu()), cast(IO[bytes], sink))
+                    _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
                     results.append(WriteResult(item.index, length, _Written(place, sink.crc32)))
@@ -77,7 +76,10 @@ class ChecksummedWriter(FileSystemWriter):
         ]
         super().finish(metadata, places)
         folder = Path(self.path)
-        checksums[METADATA] = zlib.crc32((folder / METADATA).read_bytes())
+        with open(folder / METADATA, "rb") as file:
+            checksums[METADATA] = zlib.crc32(file.read())
+            # DCP syncs it before the end of it is written.
+            os.fsync(file.fileno())
         write_synced(folder / CHECKSUMS, json.dumps(checksums))
         sync_folder(folder)
 
@@ -100,6 +102,15 @@ class _ChecksummedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._file.write(data)
+
+
+def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
+    try:
+        # Without the storage around it, which torch.save would write too.
+        torch.save(_by_itself(tensor), cast(IO[bytes], file))
+    except RuntimeError as error:
+        # After a write that fails, torch.save ends its archive and complains of that.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
