@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
@@ -112,19 +113,20 @@ class Saver:
         first = dist.get_rank(group) == 0
 
         def write() -> None:
-            writer = ChecksummedWriter(destination)
+            writer = ChecksummedWriter(destination, publish)
             dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
-            if first:
-                publish()
 
         steps = {
             "could not be saved": write,
-            f"is saved, but {folders.LATEST} or older checkpoints could not be changed": follow if first else _nothing,
+            f"is saved, but {folders.LATEST} or older checkpoints could not be changed": lambda: everywhere(
+                follow if first else _nothing, group
+            ),
         }
         for complaint, step in steps.items():
             try:
-                everywhere(step, group)
-            except Exception as error:
+                step()
+            # DCP tells all ranks of what fails on one. What is no CheckpointException is that they cannot talk.
+            except (Exception, CheckpointException) as error:
                 if first:
                     folders.discard(destination)
                 failure = _failure(destination.parent, complaint, error)
@@ -144,7 +146,7 @@ def _nothing() -> None:
     """What the other ranks do while the first acts."""
 
 
-def _failure(folder: Path, complaint: str, error: Exception) -> CheckpointError:
+def _failure(folder: Path, complaint: str, error: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{folder} {complaint} ({sentence_of(error, dist.get_rank())}); checkpoints that are there are whole: mend "
         "that and save again"

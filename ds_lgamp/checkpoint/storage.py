@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -45,7 +46,16 @@ class _Written(NamedTuple):
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes DCP's files, one for every rank that has something to write, each synced."""
+    """Writes DCP's files, one for every rank that has something to write, each synced.
+
+    Args:
+        folder: where they go.
+        finished: called on the first rank when all are on the disk; if it fails, so does the save on every rank.
+    """
+
+    def __init__(self, folder: Path, finished: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder)
+        self._finished = finished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -82,6 +92,7 @@ class ChecksummedWriter(FileSystemWriter):
             os.fsync(file.fileno())
         write_synced(folder / CHECKSUMS, json.dumps(checksums))
         sync_folder(folder)
+        self._finished()
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, which is another when somebody moves the folder."""
