@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,8 +34,11 @@ def check_tag(tag: str) -> None:
 
 def new_tensors(folder: Path) -> Path:
     """A fresh folder for the tensors of the checkpoint ``folder``; what an interrupted save left there is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_other_tensors(folder, _published_tensors(folder))
+    _make(folder)
+    published = _published_tensors(folder)
+    # Tensors beside a state.json that this release cannot read may be that one's.
+    if published is not None or not (folder / STATE).exists():
+        _remove_other_tensors(folder, published)
     tensors = folder / f"{TENSORS}{uuid4().hex[:8]}"
     tensors.mkdir()
     return tensors
@@ -44,28 +48,23 @@ def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
     """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``."""
     crc32 = zlib.crc32((tensors / INDEX).read_bytes())
     whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_crc32": crc32}
-    fresh = folder / f".{STATE}.partial"
-    write_synced(fresh, json.dumps({"crc32": _checksum(whole), **whole}, indent=1) + "\n")
     sync_folder(folder)
-    os.replace(fresh, folder / STATE)
-    sync_folder(folder)
-    sync_folder(folder.parent)
+    _replace(folder / STATE, json.dumps({"crc32": _checksum(whole), **whole}, indent=1) + "\n")
     _remove_other_tensors(folder, tensors.name)
 
 
 def discard(tensors: Path) -> None:
     """Removes what a failed save has written, unless it is published already, and the checkpoint's folder if that
     leaves it empty."""
-    if _published_tensors(tensors.parent) != tensors.name:
-        shutil.rmtree(tensors, ignore_errors=True)
-        _remove_if_empty(tensors.parent)
+    # Nothing is removed unless it is known not to be the checkpoint.
+    with suppress(OSError):
+        if _published_tensors(tensors.parent) != tensors.name:
+            shutil.rmtree(tensors, ignore_errors=True)
+            _remove_if_empty(tensors.parent)
 
 
 def write_latest(directory: Path, tag: str) -> None:
-    fresh = directory / f".{LATEST}.partial"
-    write_synced(fresh, tag)
-    os.replace(fresh, directory / LATEST)
-    sync_folder(directory)
+    _replace(directory / LATEST, tag)
 
 
 def read_latest(directory: Path) -> str | None:
@@ -143,6 +142,29 @@ def _published_tensors(folder: Path) -> str | None:
         return None
 
 
+def _make(folder: Path) -> None:
+    """With the folders above it that are missing, whose names are then on the disk, too."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; name a folder for checkpoints")
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Puts ``text`` into the place of ``path`` at once, or leaves everything as it was."""
+    fresh = path.with_name(f".{path.name}.partial")
+    try:
+        write_synced(fresh, text)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
+    sync_folder(path.parent)
+
+
 def _remove_other_tensors(folder: Path, kept: str | None) -> None:
     for path in folder.glob(f"{TENSORS}*"):
         if path.name != kept:
@@ -150,7 +172,6 @@ def _remove_other_tensors(folder: Path, kept: str | None) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    try:
+    # It is not where a user's files are, or checkpoints below.
+    with suppress(OSError):
         folder.rmdir()
-    except OSError:
-        """A user's files, or checkpoints below."""

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -44,7 +45,16 @@ class _Written(NamedTuple):
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes DCP's files, one for every rank that has something to write, each synced."""
+    """Writes DCP's files, one for every rank that has something to write, each synced.
+
+    Args:
+        folder: where they go.
+        finished: called on the first rank when all are on the disk; if it fails, so does the save on every rank.
+    """
+
+    def __init__(self, folder: Path, finished: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder)
+        self._finished = finished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -55,8 +65,7 @@ class ChecksummedWriter(FileSystemWriter):
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
                     offset, sink = file.tell(), _ChecksummedFile(file)
-                    # Without the storage around it, which torch.save would write too.
-                    torch.save(_by_itself(data.detach().cpu()), cast(IO[bytes], sink))
+                    _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
                     results.append(WriteResult(item.index, length, _Written(place, sink.crc32)))
@@ -73,9 +82,13 @@ class ChecksummedWriter(FileSystemWriter):
         ]
         super().finish(metadata, places)
         folder = Path(self.path)
-        index = make_index(metadata, written, zlib.crc32((folder / METADATA).read_bytes()))
+        with open(folder / METADATA, "rb") as file:
+            index = make_index(metadata, written, zlib.crc32(file.read()))
+            # DCP syncs it before the end of it is written.
+            os.fsync(file.fileno())
         write_synced(folder / INDEX, index.model_dump_json())
         sync_folder(folder)
+        self._finished()
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, which is another when somebody moves the folder."""
@@ -96,6 +109,15 @@ class _ChecksummedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._file.write(data)
+
+
+def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
+    try:
+        # Without the storage around it, which torch.save would write too.
+        torch.save(_by_itself(tensor), cast(IO[bytes], file))
+    except RuntimeError as error:
+        # After a write that fails, torch.save ends its archive and complains of that.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
