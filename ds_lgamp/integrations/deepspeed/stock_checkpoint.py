@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from ds_lgamp.checkpoint.folder import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError
 
 CLASSES = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
 """What stock DeepSpeed's files hold beside tensors, numbers, strings and containers. Making one runs no code of the

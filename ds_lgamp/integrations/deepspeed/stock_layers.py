@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_lgamp.checkpoint.folder import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.integrations.deepspeed.stock_checkpoint import TIED
 
 

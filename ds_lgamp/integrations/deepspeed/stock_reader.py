@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor
 
-from ds_lgamp.checkpoint.folder import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.integrations.deepspeed.optimizer_choice import ELEMENTWISE, JSON_NAMES, Kernels, choose_optimizer
 from ds_lgamp.integrations.deepspeed.precision import scaler_state
@@ -98,6 +98,7 @@ def _read(folder: Path) -> WholeCheckpoint:
             "_pulled_of_training_data": 0,
         },
         "micro_offset": 0,
+        "data": None,
     }
     client_state = {key: value for key, value in ranks[0].items() if key not in KEYS}
     return WholeCheckpoint(parameters, layers.buffers, _moments(owned, parameters), state, client_state)
@@ -204,7 +205,7 @@ def _whole_optimizer(
             if numbers and _shapes(saved["state"].get(numbers[0], {})) <= {tensor.shape}
         ]
         if len(fitting) != 1:
-            raise CheckpointError(_ambiguous(folder, f"{name or 'a parameter'} fits {len(fitting) or "none"}"))
+            raise CheckpointError(_ambiguous(folder, f"{name or 'a parameter'} fits {len(fitting) or 'none'}"))
         (group,) = fitting
         state = saved["state"].get(waiting[group].pop(0), {})
         names[group].append(name)
@@ -282,7 +283,7 @@ def _layout(rank: dict[str, Any], layers: StockLayers, group_of: dict[str, int])
         "chunk_bounds": layers.bounds,
         "placement": list(range(rank["mp_world_size"])),
         "schedule": "1f1b",
-        "data_type": str(trained),
+        "data_type": str(trained).removeprefix("torch."),
         "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
         "tied_layers": layers.tied,
     }

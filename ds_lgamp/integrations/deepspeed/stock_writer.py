@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from ds_lgamp.checkpoint.folder import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.integrations.deepspeed.stock_checkpoint import KEYS, TIED, layer_file, rank_file, shard_file
 from ds_lgamp.integrations.deepspeed.stock_layers import tied_keys
@@ -61,7 +63,7 @@ def write_stock(
     partial.mkdir(parents=True)
     for layer in range(bounds[-1]):
         torch.save(_layer_content(whole, layer), partial / layer_file(layer))
-    bf16 = whole.state["layout"]["data_type"] == str(torch.bfloat16)
+    bf16 = whole.state["layout"]["data_type"] == "bfloat16"
     for rank, layers in enumerate(pairwise(bounds)):
         modules = _modules(whole.state, range(*layers))
         groups = _groups(whole, modules)
@@ -72,7 +74,7 @@ def write_stock(
             _write_shards(whole, groups, [partial / shard_file(rank, number, bf16) for number in range(data_ranks)])
         torch.save(content, partial / rank_file(rank))
     partial.rename(folder)
-    (folder.parent / "latest").write_text(folder.name)
+    write_latest(folder.parent, folder.name)
 
 
 def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks: int, stage: int) -> None:
@@ -85,7 +87,7 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
     data_type = whole.state["layout"]["data_type"]
     if stage not in (0, 1):
         raise CheckpointError(f"the stage is {stage}, which DeepSpeed's pipeline does not have; use 0 or 1")
-    if stage == 0 and data_type != str(torch.float32):
+    if stage == 0 and data_type != "float32":
         raise CheckpointError(f"the stage is 0 and the weights are {data_type}; only stage 1 is written for that type")
     taken = sorted(KEYS & whole.client_state.keys())
     if taken:
@@ -158,7 +160,7 @@ def _modules(state: dict[str, Any], layers: range) -> list[str]:
 
 def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor]:
     module = _module_of(whole.state["layout"], layer)
-    data_type = getattr(torch, whole.state["layout"]["data_type"].removeprefix("torch."))
+    data_type = getattr(torch, whole.state["layout"]["data_type"])
     content = {}
     for name, tensor in (whole.parameters | whole.buffers).items():
         if _prefix(name) == module:
@@ -231,7 +233,9 @@ def _whole_optimizer(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]]
         first = len(state)
         moments, scalars = _moments(whole, names), whole.state["optimizer"]["scalars"][group]
         for position in range(len(names)):
-            state[first + position] = {**scalars, **{key: tensors[position] for key, tensors in moments.items()}}
+            own = {key: tensors[position] for key, tensors in moments.items()}
+            # Copied: an optimizer counts in the tensors it loads, and a file keeps what is shared.
+            state[first + position] = {**deepcopy(scalars), **own}
         options.append(_options(whole, group, list(range(first, first + len(names)))))
     # A parameter without state is left out, as torch does.
     return {"state": {number: own for number, own in state.items() if own}, "param_groups": options}

@@ -1,1 +1,0 @@
-"""Checkpoints that any layout can load."""
