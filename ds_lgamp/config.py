@@ -50,6 +50,12 @@ class LgampConfig(BaseModel):
     ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks. At stages 2 and 3
     a smaller micro_batch_group adds up in another order."""
 
+    asynchronous_save: bool = True
+    """true: save_checkpoint copies the state to the host's memory and returns while a thread writes it; the next save,
+    a load and the end of the script wait for it. false: it returns when the checkpoint is on the disk."""
+    keep_last: PositiveInt | None = None
+    """Checkpoints that stay in a directory when another was written; all, if not given."""
+
     @property
     def one_chunk_per_rank(self) -> bool:
         """Whether DeepSpeed's own cut into stages is the cut into chunks."""

@@ -12,8 +12,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.checkpoint import CheckpointError
 from tests.engine.linear import mean_square, whole_state
 from tests.engine.models import seed
 from tests.engine.running import prepare_rank, quiet
@@ -159,7 +159,6 @@ def refusals(folder):
         said[name] = str(error.value)
 
     other = str(Path(folder) / "other")
-    refused("other stage", CheckpointError, engine.load_checkpoint, str(Path(folder) / "zero 0"))
     wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
     refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
     for option in ("grouped", "scheduler"):
@@ -174,9 +173,9 @@ def refusals(folder):
     assert end_state(momentum) == before
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         refused("block", ConfigError, engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    numpy_rate = engine_of(*layout)
-    numpy_rate.optimizer.param_groups[0]["lr"] = numpy.float64(0.1)
-    refused("numpy", CheckpointError, numpy_rate.save_checkpoint, other)
+    path_rate = engine_of(*layout)
+    path_rate.optimizer.param_groups[0]["name"] = Path(".")
+    refused("option", CheckpointError, path_rate.save_checkpoint, other)
     for tag in ("", "..", "/absolute"):
         refused(f"tag {tag}", CheckpointError, engine.save_checkpoint, other, tag=tag)
     refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
@@ -231,35 +230,25 @@ def test_weights_alone_start_a_new_run(results):
 
 
 def test_saving_again_leaves_the_files_of_others_alone(results):
-    files = ["deeper", "layout.json", *(f"rank_{rank:05d}.pt" for rank in range(4)), "tokenizer.json"]
-    assert results[0]["neighbours"] == files
-
-
-def test_a_rank_writes_its_own_shards_only(folder):
-    """Stage 1 shards the optimizer's state and the master weights as stage 3 does."""
-    sizes = {}
-    for name in ("zero 1, end of an epoch", "zero 3, stored activations"):
-        state = torch.load(folder / name / "global_step3" / "rank_00000.pt", weights_only=True)
-        tensors = [unit["master"] for unit in state["partition"].values()]
-        sizes[name] = [(tensor.numel(), tensor.untyped_storage().nbytes()) for tensor in tensors]
-    assert len({tuple(size) for size in sizes.values()}) == 1
-    assert all(nbytes == 4 * numel for numel, nbytes in sizes["zero 1, end of an epoch"])
+    *others, tensors, tokenizer = results[0]["neighbours"]
+    assert others == ["deeper", "state.json"] and tensors.startswith("tensors-") and tokenizer == "tokenizer.json"
 
 
 def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     checkpoint = folder / "zero 0"
     assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step3", "latest"]
     assert (checkpoint / "latest").read_text() == "global_step3"
-    files = sorted(path.name for path in (checkpoint / "global_step3").iterdir())
-    assert files == ["layout.json", *(f"rank_{rank:05d}.pt" for rank in range(4))]
+    state, tensors = sorted((checkpoint / "global_step3").iterdir())
+    assert state.name == "state.json"
+    files = sorted(path.name for path in tensors.iterdir())
+    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "checksums.json"]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other stage", ["zero 0", "was written with zero_stage 0, this run has 3"]),
-        ("other shapes", ["has other parameters, shapes or optimizer groups than the checkpoint (", "as they were"]),
-        ("grouped", ["has other parameters, shapes or optimizer groups than the checkpoint ("]),
+        ("other shapes", ["is of another model (0.bias is [6] there, [8] here, ", "build the model as it was"]),
+        ("grouped", ["has 1 parameter groups, this run 2; build them as they were, or pass load_optimizer_states="]),
         ("scheduler", ["has a learning rate scheduler, this run has none; pass load_lr_scheduler_states=False"]),
         (
             "optimizer",
@@ -267,14 +256,14 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         ),
         ("optimizer state", ["is that of AdamW, this run's optimizer is SGD; use AdamW"]),
         ("block", ["load_checkpoint is called inside a block of deepspeed.zero.GatheredParameters; leave it first"]),
-        ("numpy", ["optimizer.param_groups holds objects that cannot be loaded"]),
+        ("option", ["optimizer.param_groups: name holds a value of type pathlib.PosixPath; use numbers, strings"]),
         ("tag ", ["the tag is ''; name a folder inside"]),
         ("tag ..", ["the tag is '..'"]),
         ("tag /absolute", ["the tag is '/absolute'"]),
         ("no such tag", ["global_step99 is no checkpoint of ds_lgamp"]),
         ("load function", ["custom_load_fn is given", "remove it"]),
         ("frozen", ["exclude_frozen_parameters is True", "remove it"]),
-        ("client state", ["client_state holds objects that cannot be loaded without running code"]),
+        ("client state", ["client_state holds a value of type pathlib.PosixPath; use numbers, strings, tensors"]),
         ("no folder", ["rank 0", "NotADirectoryError"]),
     ],
 )

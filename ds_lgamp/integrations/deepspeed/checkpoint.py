@@ -1,218 +1,320 @@
-"""Saves and loads a training run at one layout: a folder with a file for every rank, whole or absent.
+"""A training run of the engine as a checkpoint, and back, at the same or another layout."""
 
-DIRECTORY/latest                 the tag of the last checkpoint
-DIRECTORY/TAG/layout.json        what a run must agree with to load it
-DIRECTORY/TAG/rank_00003.pt      shards, optimizer state, random states and client state of global rank 3
-"""
-
-import io
+import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy
+import deepspeed
 import torch
-import torch.distributed as dist
 
-from ds_lgamp.integrations.deepspeed.module import raise_everywhere
-from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.random_state import RandomSource, read_states, write_states
+from ds_lgamp import __version__
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
+from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.storage import VerifyingReader, tensors_of
+from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
+from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
+from ds_lgamp.integrations.deepspeed.module import over_data, over_pipeline, persistent_buffers
+from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
+from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime.random_state import read_states, write_states
 
-LATEST, LAYOUT = "latest", "layout.json"
-FORMAT = 2
+if TYPE_CHECKING:
+    from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or loaded; the message names the file and the fix."""
-
-
-def save(
-    directory: Path, tag: str, layout: dict[str, Any], state: Callable[[], dict[str, Any]], publish_latest: bool
-) -> None:
-    """Writes the ``state`` of every rank beside the old checkpoint and puts all into its place at once. Collective.
-
-    Raises CheckpointError on every rank if one cannot write, or if what it has cannot be loaded again.
-    """
-    final = directory / tag
-    partial = final.with_name(f".{final.name}.partial")
-    rank = dist.get_rank()
-    _everywhere(lambda: _refuse_tag(tag))
-    own = _everywhere(lambda: _loadable(state()))
-    _everywhere(lambda: _prepare(partial, {"format": FORMAT, **layout}) if rank == 0 else None)
-    _everywhere(lambda: torch.save(own, partial / _rank_file(rank)))
-    _everywhere(lambda: _publish(partial, final) if rank == 0 else None)
-    if publish_latest:
-        _everywhere(lambda: _write_latest(directory / LATEST, tag) if rank == 0 else None)
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
+"""What a checkpoint keeps of the engine beside its parts."""
 
 
-def load(directory: Path, tag: str, layout: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The state this rank saved, if ``check`` raises on no rank. Collective.
+class Parts(NamedTuple):
+    """What of a checkpoint a run goes on with."""
 
-    Raises CheckpointError on every rank if there is none that fits.
-    """
-    folder = directory / tag
-
-    def read() -> dict[str, Any]:
-        state = _read(folder, {"format": FORMAT, **layout})
-        check(state)
-        return state
-
-    return _everywhere(read)
+    strict: bool
+    """Whether model and checkpoint must have the same parameters."""
+    optimizer: bool
+    scheduler: bool
+    progress: bool
+    """Counters, loss scale, random states and the position in the engine's own data."""
 
 
-def read_latest(directory: Path) -> str | None:
-    """The tag of the last checkpoint as rank 0 sees it; None if there is none. Collective."""
-    path = directory / LATEST
-    tag = _everywhere(lambda: path.read_text().strip() if dist.get_rank() == 0 and path.is_file() else None)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tag)
-    return everyone[0]
+def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[str, Any], publish_latest: bool) -> None:
+    """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all."""
+
+    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any]]:
+        folders.check_tag(tag)
+        partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
+        tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
+        text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
+        tensors[_rank_name(engine.stage_id, engine.grid.data_parallel_id)] = FlatShard(text.shape, 0, text)
+        return tensors, _state(engine), (_parameters(engine), optimizer_scalars(partition, optimizer))
+
+    tensors, state, own = everywhere(collect)
+    tensors |= _buffers_to_write(engine)
+    ranks = everyone(own)
+    parameters = {name: info for rank, _ in ranks for name, info in rank.items()}
+    scalars = {group: values for _, rank in ranks for group, values in rank.items()}
+    state["parameters"] = {name: parameters[name] for name in sorted(parameters, key=_layer_of)}
+    state["optimizer"]["scalars"] = [scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
+    engine.saver.save(directory, tag, tensors, state, publish_latest)
 
 
-def partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
-    """By unit, what its storage holds in which order, this rank's master weights, and the weights where they are
-    others."""
-    state = {}
-    for unit in partition.units:
-        # Cloned: a view would be written with the storage around it.
-        state[unit.name] = {"contents": unit.contents(), "master": unit.master.detach().clone()}
-        if unit.master is not unit.shard:
-            state[unit.name]["weights"] = unit.shard.detach().clone()
-    return state
+def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
+    """Goes on with ``parts`` of the checkpoint ``folder``, whose client state is returned. Collective over all ranks;
+    raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
+    state, reader = everywhere(partial(_open, folder))
+    index = tensors_of(reader.read_metadata())
+    sizes = {name: entry.size for name, entry in index.items()}
+    own = {name: info for rank in over_pipeline(engine.module, _parameters(engine)) for name, info in rank.items()}
+    everywhere(partial(_check, engine, folder, state, parts, own, sizes))
+    loading = Loading(engine.optimizer.partition, {name: entry.properties.dtype for name, entry in index.items()})
+    loading.add_weights()
+    if parts.optimizer:
+        loading.add_optimizer()
+    buffers, text = _buffers_to_read(engine, state, sizes), _text_to_read(engine, state, sizes)
+    engine.saver.load(reader, {**loading.targets, **buffers, **text})
+    loading.commit_weights()
+    _commit_buffers(engine, buffers)
+    mine = json.loads(b"".join(shard.values.numpy().tobytes() for shard in text.values())) if text else None
+    if parts.optimizer:
+        written = state["optimizer"]
+        loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
+    if parts.scheduler and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]))
+    if parts.progress:
+        _resume(engine, state, mine)
+    return {} if mine is None else decode(mine["client_state"])
 
 
-def check_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
-    """Raises CheckpointError if the units are others, or have their parameters in another order."""
-    own = {unit.name: unit.contents() for unit in partition.units}
-    for name in sorted(own.keys() | state.keys()):
-        here, there = own.get(name, []), state.get(name, {}).get("contents", [])
-        if here != there:
-            different = sorted({str(entry) for entry in here} ^ {str(entry) for entry in there})
-            raise CheckpointError(
-                f"{name} has other parameters, shapes or optimizer groups than the checkpoint "
-                f"({', '.join(different) or 'in another order'}); build model and groups as they were"
-            )
+def latest(directory: Path) -> str | None:
+    """The tag of the last checkpoint as the first rank sees it; None if there is none. Collective."""
+    return everyone(everywhere(partial(folders.read_latest, directory)))[0]
 
 
-def load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
-    """After :func:`check_partition_state`."""
-    for unit in partition.units:
-        saved = state[unit.name]
-        with torch.no_grad():
-            unit.master.copy_(saved["master"])
-            if unit.master is not unit.shard:
-                unit.shard.copy_(saved["weights"])
-        unit.stale = unit.partitioned
+def _open(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
+    state = folders.read_state(folder)
+    reader = folders.reader(folder, state)
+    reader.read_metadata()
+    return state, reader
 
 
-def random_state(sources: Sequence[RandomSource]) -> list[Any]:
-    """The states of all generators, as values that are safe to load."""
-    return [_plain(state) for state in read_states(sources)]
-
-
-def load_random_state(sources: Sequence[RandomSource], states: list[Any]) -> None:
-    write_states(sources, [_with_arrays(state) for state in states])
-
-
-def _loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, if all it holds beside tensors can be loaded without running code from the file."""
-    small = {
-        "client_state": state["client_state"],
-        "optimizer.param_groups": state["optimizer"]["param_groups"],
-        "lr_scheduler": state["lr_scheduler"],
-    }
-    for name, value in small.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"{name} holds objects that cannot be loaded without running code from the file "
-                f"({str(error).splitlines()[0]}); use numbers, strings, tensors, lists and dictionaries"
-            ) from None
-    return state
-
-
-def _refuse_tag(tag: str) -> None:
-    path = Path(tag)
-    if not path.parts or path.is_absolute() or ".." in path.parts:
-        raise CheckpointError(f"the tag is '{tag}'; name a folder inside the checkpoint's directory")
-
-
-def _everywhere(action: Callable[[], Any]) -> Any:
-    """The result of ``action`` if it succeeds on all ranks; otherwise raises CheckpointError on all."""
-    result, complaint = None, None
+def _encoded(name: str, value: Any) -> Any:
     try:
-        result = action()
-    except CheckpointError as error:
-        complaint = str(error)
-    except Exception as error:
-        complaint = (
-            f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
-    raise_everywhere(complaint, CheckpointError)
-    return result
+        return encode(value)
+    except UnsupportedValue as error:
+        raise CheckpointError(f"{name} holds {error}") from None
 
 
-def _prepare(partial: Path, layout: dict[str, Any]) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / LAYOUT).write_text(json.dumps(layout, indent=2) + "\n")
+def _state(engine: "LgampEngine") -> dict[str, Any]:
+    """What is no tensor and the same on all ranks, but for what they gather."""
+    optimizer, scheduler = engine.optimizer, engine.lr_scheduler
+    groups = [
+        {key: _encoded(f"optimizer.param_groups: {key}", value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
+        "layout": _layout(engine),
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "micro_offset": engine.module.micro_offset,
+        "data": _epoch(engine) if engine.training_data else None,
+        "loss_scaler": scaler_state(optimizer.loss_scaler),
+        "lr_scheduler": None if scheduler is None else _encoded("lr_scheduler", scheduler.state_dict()),
+        "optimizer": {"class": optimizer.class_name, "groups": groups},
+    }
 
 
-def _publish(partial: Path, final: Path) -> None:
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        # What else lies there, such as a user's files or checkpoints below, stays.
-        for other in final.iterdir():
-            if other.name != LAYOUT and not other.match("rank_*.pt"):
-                other.rename(partial / other.name)
-        final.rename(replaced)
-    partial.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
+def _layout(engine: "LgampEngine") -> dict[str, Any]:
+    """Where the run was when it was written; any other may load it."""
+    spec, layout = engine.program_spec, engine.module.layout
+    return {
+        "pipeline_ranks": spec.pipeline_ranks,
+        "data_ranks": engine.dp_world_size,
+        "zero_stage": engine.zero_stage,
+        "schedule": spec.schedule,
+        "chunk_bounds": layout.bounds,
+        "placement": layout.placement,
+        "data_type": str(parameter_dtype(engine._config)).removeprefix("torch."),
+    }
 
 
-def _write_latest(latest: Path, tag: str) -> None:
-    fresh = latest.with_name(f".{latest.name}.partial")
-    fresh.write_text(tag)
-    os.replace(fresh, latest)
+def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
+    """What belongs to this rank, as JSON text."""
+    states = [encode(state) for state in read_states(engine.random_sources)]
+    return json.dumps({"random": states, "client_state": _encoded("client_state", client_state)}).encode()
 
 
-def _read(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    if not (folder / LAYOUT).is_file():
+def _rank_name(pipeline_rank: int, data_rank: int) -> str:
+    return f"ranks/{pipeline_rank}-{data_rank}"
+
+
+def _parameters(engine: "LgampEngine") -> dict[str, dict[str, Any]]:
+    """Shape and optimizer group of this pipeline rank's parameters, by name."""
+    return {
+        name: {"shape": shape, "group": group}
+        for unit in engine.optimizer.partition.units
+        for name, shape, group in unit.contents()
+    }
+
+
+def _layer_of(name: str) -> int:
+    """The number of a parameter's layer; tied modules come first, as in the module."""
+    first = name.split(".")[0]
+    return int(first) if first.isdecimal() else -1
+
+
+def _digests(engine: "LgampEngine") -> dict[str, str]:
+    def digest(tensor: torch.Tensor) -> str:
+        return hashlib.blake2b(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    return {name: digest(tensor) for name, tensor in persistent_buffers(engine.module)}
+
+
+def _buffers_to_write(engine: "LgampEngine") -> dict[str, FlatShard]:
+    """Those of the first data-parallel rank, and of the others what differs from them, such as running means."""
+    own, data_rank = _digests(engine), engine.grid.data_parallel_id
+    first = over_data(engine.module, own)[0]
+    return {
+        f"buffers/{data_rank}/{name}": FlatShard(tensor.shape, 0, tensor.detach().reshape(-1))
+        for name, tensor in persistent_buffers(engine.module)
+        if data_rank == 0 or own[name] != first[name]
+    }
+
+
+def _buffers_to_read(
+    engine: "LgampEngine", state: dict[str, Any], sizes: Mapping[str, torch.Size]
+) -> dict[str, FlatShard]:
+    """Memory for this rank's buffers, by name in the checkpoint: its own if there are as many data-parallel ranks as
+    there were, else the first one's."""
+    data_rank = engine.grid.data_parallel_id
+    same_ranks = state["layout"]["data_ranks"] == engine.dp_world_size
+    buffers = {}
+    for name, tensor in persistent_buffers(engine.module):
+        own = f"buffers/{data_rank}/{name}"
+        written = own if same_ranks and own in sizes else f"buffers/0/{name}"
+        if written in sizes:
+            buffers[written] = FlatShard(tensor.shape, 0, torch.empty(tensor.numel(), dtype=tensor.dtype))
+    return buffers
+
+
+def _commit_buffers(engine: "LgampEngine", read: Mapping[str, FlatShard]) -> None:
+    values = {key.split("/", 2)[2]: shard.values for key, shard in read.items()}
+    for name, tensor in persistent_buffers(engine.module):
+        if name in values:
+            tensor.copy_(values[name].view(tensor.shape))
+
+
+def _text_to_read(
+    engine: "LgampEngine", state: dict[str, Any], sizes: Mapping[str, torch.Size]
+) -> dict[str, FlatShard]:
+    """Memory for what belongs to this rank. Where there are more ranks than there were, those beyond take what ranks
+    had that are as far apart: what all ranks drew alike they go on drawing alike."""
+    there = state["layout"]
+    name = _rank_name(engine.stage_id % there["pipeline_ranks"], engine.grid.data_parallel_id % there["data_ranks"])
+    if name not in sizes:
+        return {}
+    return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
+
+
+def _epoch(engine: "LgampEngine") -> dict[str, int]:
+    """How many micro-batches an epoch of the engine's own data has for a data-parallel rank, and of how many samples
+    one is over all of them."""
+    samples = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+    return {"micro_batches_per_epoch": len(engine.training_dataloader.loader), "samples": samples}
+
+
+def _pulled_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
+    """Micro-batches that are as far into the data, in samples, as ``pulled`` where the checkpoint was written."""
+    if there == here or not pulled:
+        return pulled
+    # At the end of an epoch, not at the beginning of the next, which draws random numbers.
+    epochs, last = divmod(pulled - 1, there["micro_batches_per_epoch"])
+    position = here["micro_batches_per_epoch"]
+    if last + 1 < there["micro_batches_per_epoch"]:
+        position = min(position, (last + 1) * there["samples"] // here["samples"])
+    return epochs * here["micro_batches_per_epoch"] + position
+
+
+def _check(
+    engine: "LgampEngine",
+    folder: Path,
+    state: dict[str, Any],
+    parts: Parts,
+    own: dict[str, Any],
+    sizes: Mapping[str, torch.Size],
+) -> None:
+    """Raises CheckpointError if the checkpoint is of another model, optimizer or scheduler than the run.
+
+    Args:
+        own: the parameters of all pipeline ranks.
+        sizes: the tensors in the checkpoint.
+    """
+    written = state["parameters"]
+    names = own.keys() | written.keys() if parts.strict else own.keys() & written.keys()
+    others = sorted(name for name in names if _shape(own, name) != _shape(written, name))
+    if others:
+        shown = ", ".join(f"{name} is {_shape(written, name)} there, {_shape(own, name)} here" for name in others[:3])
         raise CheckpointError(
-            f"{folder} is no checkpoint of ds_lgamp; name a folder and tag that save_checkpoint wrote"
+            f"{folder} is of another model ({shown}{', ...' if len(others) > 3 else ''}); build the model as it was"
         )
-    written = json.loads((folder / LAYOUT).read_text())
-    # As JSON gives it back: tuples are lists there.
-    for key, value in json.loads(json.dumps(layout)).items():
-        if written.get(key) != value:
+    for name, tensor in persistent_buffers(engine.module):
+        size = sizes.get(f"buffers/0/{name}")
+        if size != tensor.shape and (parts.strict or size is not None):
+            there = "absent" if size is None else list(size)
             raise CheckpointError(
-                f"{folder} was written with {key} {written.get(key)}, this run has {value}; "
-                "resume with the layout it was written with"
+                f"{folder} is of another model (buffer {name} is {there} there, {list(tensor.shape)} here); build the "
+                "model as it was"
             )
-    return torch.load(folder / _rank_file(dist.get_rank()), map_location="cpu", weights_only=True)
+    if parts.optimizer:
+        _check_optimizer(engine, folder, state, own)
+    if parts.scheduler and (engine.lr_scheduler is None) != (state["lr_scheduler"] is None):
+        there, here = ("a", "none") if engine.lr_scheduler is None else ("no", "one")
+        raise CheckpointError(
+            f"{folder} has {there} learning rate scheduler, this run has {here}; pass load_lr_scheduler_states=False"
+        )
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
+def _shape(parameters: dict[str, Any], name: str) -> str:
+    return str(parameters[name]["shape"]) if name in parameters else "absent"
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with tensors instead of NumPy arrays."""
-    if isinstance(value, numpy.ndarray):
-        return {"array": torch.from_numpy(value.astype(numpy.int64)), "dtype": str(value.dtype)}
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+def _check_optimizer(engine: "LgampEngine", folder: Path, state: dict[str, Any], own: dict[str, Any]) -> None:
+    fix = "or pass load_optimizer_states=False"
+    optimizer = state["optimizer"]
+    if optimizer is None:
+        raise CheckpointError(f"{folder} has weights only; pass load_module_only=True")
+    complaint = engine.optimizer.complaint_about_class(optimizer["class"])
+    if complaint is not None:
+        raise CheckpointError(f"{folder}: {complaint}, {fix}")
+    there, here = len(optimizer["groups"]), len(engine.optimizer.param_groups)
+    if there != here:
+        raise CheckpointError(f"{folder} has {there} parameter groups, this run {here}; build them as they were, {fix}")
+    for name, entry in own.items():
+        group = state["parameters"][name]["group"]
+        if group != entry["group"]:
+            raise CheckpointError(
+                f"{folder} has {name} in parameter group {group}, this run in {entry['group']} (None: it does not "
+                f"train); build the groups as they were, {fix}"
+            )
 
 
-def _with_arrays(value: Any) -> Any:
-    """The inverse of :func:`_plain`."""
-    if isinstance(value, dict) and set(value) == {"array", "dtype"}:
-        return value["array"].numpy().astype(value["dtype"])
-    return tuple(map(_with_arrays, value)) if isinstance(value, tuple) else value
+def _resume(engine: "LgampEngine", state: dict[str, Any], own: dict[str, Any] | None) -> None:
+    """Goes on where the checkpoint was written: counters, loss scale, position in the engine's own data, random
+    states."""
+    for name, value in state["counters"].items():
+        setattr(engine, name, value)
+    engine.module.micro_offset = state["micro_offset"]
+    load_scaler_state(engine.optimizer.loss_scaler, state["loss_scaler"])
+    if engine.training_data:
+        engine._build_data_iter(engine.training_data)
+        here = _epoch(engine)
+        pulled = _pulled_here(engine._pulled_of_training_data, state["data"] or here, here)
+        engine._pulled_of_training_data = pulled
+        if engine.data_iterator is not None and pulled:
+            position = (pulled - 1) % here["micro_batches_per_epoch"] + 1
+            next(islice(engine.data_iterator, position, position), None)
+    if own is not None and own["random"] is not None:
+        write_states(engine.random_sources, [decode(state) for state in own["random"]])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.module import raise_everywhere
+from ds_lgamp.partition.agreement import raise_everywhere
 
 _READY, _ENDED, _FAULTY = range(3)
 
@@ -60,7 +60,7 @@ class BatchLoader:
             self._micro_batches.clear()
         if status == _FAULTY:
             try:
-                raise_everywhere(complaint)
+                raise_everywhere(complaint, ConfigError)
             except ConfigError as refusal:
                 raise refusal from cause
         if status == _ENDED:

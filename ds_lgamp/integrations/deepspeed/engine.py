@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.utils.logging import logger
 
+from ds_lgamp.checkpoint.folder import LATEST
+from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place, program_spec
 from ds_lgamp.integrations.deepspeed import checkpoint
 from ds_lgamp.integrations.deepspeed.data import BatchLoader
@@ -43,10 +44,7 @@ from ds_lgamp.integrations.deepspeed.precision import (
     accumulation_dtype,
     checks_overflow,
     input_dtype,
-    load_scaler_state,
     loss_scaler,
-    parameter_dtype,
-    scaler_state,
 )
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
@@ -60,9 +58,6 @@ from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.runtime.reproducible import hashed_seed, laid_out
 from ds_lgamp.schedule.program import ProgramSpec
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
-"""What a checkpoint keeps of the engine beside its parts."""
 
 
 class LgampEngine(PipelineEngine):
@@ -99,7 +94,8 @@ class LgampEngine(PipelineEngine):
         if settings.recompute == "selective":
             switch_on(module)
         self._lgamp_initialising = False
-        self._random_sources = layer_sources(self.device)
+        self.random_sources = layer_sources(self.device)
+        self.saver = Saver(settings.asynchronous_save, settings.keep_last)
         self.executor = self._build_executor()
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
@@ -257,7 +253,7 @@ class LgampEngine(PipelineEngine):
             ring_links(self.grid.pipe_groups, self.device, module.dynamic_shape),
             self._loss,
             self._exec_optimizer_step,
-            [] if reproducible else self._random_sources,
+            [] if reproducible else self.random_sources,
             recompute=self.lgamp_settings.recompute == "full",
             loss_scale=lambda: self.optimizer.loss_scale,
         )
@@ -272,7 +268,7 @@ class LgampEngine(PipelineEngine):
             kind = "training" if self.module.training else "evaluation"
             where = int(self.module.base_seed), kind, self.global_steps, layer, micro_batch, self.grid.data_parallel_id
             seed = hashed_seed(*where)
-            for source in self._random_sources:
+            for source in self.random_sources:
                 source.seed(seed)
             if seed_layer is not None:
                 seed_layer(layer, micro_batch)
@@ -326,7 +322,7 @@ class LgampEngine(PipelineEngine):
         if self.data_iterator is self._training_iterator:
             self._pulled_of_training_data += spec.micro_batches
         # Seeds of layers must not show in what the script draws, such as the order of its data.
-        seeded = undisturbed(self._random_sources) if self.lgamp_settings.reproducible else nullcontext()
+        seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
         with seeded, self.executor.batch(spec.micro_batches, self._loader.take, training=not spec.forward_only):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
@@ -378,27 +374,14 @@ class LgampEngine(PipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As PipelineEngine's, with random states and the position in ``training_data``; for the same layout."""
+        """As PipelineEngine's, with random states and the position in ``training_data``; loads at any layout. Raises
+        CheckpointError on every rank if it cannot be written; while it is written in the background, the next call
+        does."""
         if exclude_frozen_parameters:
             raise ConfigError(f"exclude_frozen_parameters is True, but a {BLOCK} block does not support it; remove it")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state = partial(self._checkpoint_state, dict(client_state or {}))
-        checkpoint.save(Path(save_dir), tag, self._checkpoint_layout(), state, save_latest)
+        checkpoint.save(self, Path(save_dir), tag, dict(client_state or {}), save_latest)
         return True
-
-    def _checkpoint_state(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "partition": checkpoint.partition_state(self._partition),
-            "buffers": dict(self._buffers_by_name()),
-            "optimizer": self.optimizer.optimizer.state_dict(),
-            "optimizer_class": self.optimizer.class_name,
-            "loss_scaler": scaler_state(self.optimizer.loss_scaler),
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-            "counters": {name: getattr(self, name) for name in _COUNTERS},
-            "micro_offset": self.module.micro_offset,
-            "random": checkpoint.random_state(self._random_sources),
-            "client_state": client_state,
-        }
 
     def load_checkpoint(
         self,
@@ -410,81 +393,32 @@ class LgampEngine(PipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As PipelineEngine's, for what :meth:`save_checkpoint` wrote at the same layout. Raises CheckpointError on
-        every rank, and changes nothing, if the checkpoint does not fit."""
+        """As PipelineEngine's, for what :meth:`save_checkpoint` wrote, at any layout. Raises CheckpointError on every
+        rank, and changes nothing, if the checkpoint does not fit."""
         if custom_load_fn is not None:
             raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
         self._tensor_access.refuse_inside_block("load_checkpoint")
-        tag = checkpoint.read_latest(Path(load_dir)) if tag is None else str(tag)
+        wait_for_all()
+        tag = checkpoint.latest(Path(load_dir)) if tag is None else str(tag)
         if tag is None:
-            logger.warning(f"{load_dir} has no file '{checkpoint.LATEST}'; pass a tag, or save a checkpoint first")
+            logger.warning(f"{load_dir} has no file '{LATEST}'; pass a tag, or save a checkpoint first")
             return None, None
-        with_scheduler = load_lr_scheduler_states and not load_module_only
-        with_optimizer = load_optimizer_states and not load_module_only
-        check = partial(self._check_checkpoint, with_optimizer, with_scheduler)
-        state = checkpoint.load(Path(load_dir), tag, self._checkpoint_layout(), check)
-        checkpoint.load_partition_state(self._partition, state["partition"])
-        for name, tensor in self._buffers_by_name():
-            tensor.copy_(state["buffers"][name])
-        if not load_module_only:
-            if with_optimizer:
-                self.optimizer.optimizer.load_state_dict(state["optimizer"])
-            if with_scheduler and self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-            self._resume(state)
-        return str(Path(load_dir) / tag), state["client_state"]
-
-    def _check_checkpoint(self, with_optimizer: bool, with_scheduler: bool, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if ``state`` is of another model, optimizer or scheduler."""
-        checkpoint.check_partition_state(self._partition, state["partition"])
-        complaint = self.optimizer.complaint_about_class(state["optimizer_class"]) if with_optimizer else None
-        if complaint is not None:
-            raise checkpoint.CheckpointError(f"{complaint}, or pass load_optimizer_states=False")
-        own, written = (
-            {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in buffers.items()}
-            for buffers in (dict(self._buffers_by_name()), state["buffers"])
+        folder = Path(load_dir) / tag
+        parts = checkpoint.Parts(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            progress=not load_module_only,
         )
-        names = sorted(name for name in own.keys() | written.keys() if own.get(name) != written.get(name))
-        if names:
-            raise checkpoint.CheckpointError(
-                f"buffers {', '.join(names)} are others than the checkpoint's; build the model as it was"
-            )
-        if with_scheduler and (self.lr_scheduler is None) != (state["lr_scheduler"] is None):
-            there, here = ("a", "none") if self.lr_scheduler is None else ("no", "one")
-            raise checkpoint.CheckpointError(
-                f"the checkpoint has {there} learning rate scheduler, this run has {here}; pass "
-                "load_lr_scheduler_states=False"
-            )
+        return str(folder), checkpoint.load(self, folder, parts)
 
-    def _resume(self, state: dict[str, Any]) -> None:
-        """Goes on where the checkpoint was written: counters, loss scale, position in the engine's own data, random
-        states."""
-        for name, value in state["counters"].items():
-            setattr(self, name, value)
-        self.module.micro_offset = state["micro_offset"]
-        load_scaler_state(self.optimizer.loss_scaler, state["loss_scaler"])
-        if self.training_data:
-            self._build_data_iter(self.training_data)
-            if self.data_iterator is not None and self._pulled_of_training_data:
-                # At the end of an epoch, not at the beginning of the next, which draws random numbers.
-                position = (self._pulled_of_training_data - 1) % len(self.training_dataloader.loader) + 1
-                next(islice(self.data_iterator, position, position), None)
-        checkpoint.load_random_state(self._random_sources, state["random"])
+    def wait_for_checkpoint(self) -> None:
+        """Until the last save is on the disk. Collective; raises CheckpointError on every rank if it failed."""
+        self.saver.wait()
 
-    def _checkpoint_layout(self) -> dict[str, Any]:
-        spec, layout = self.program_spec, self.module.layout
-        return {
-            "pipeline_ranks": spec.pipeline_ranks,
-            "data_ranks": self.dp_world_size,
-            "zero_stage": self.zero_stage,
-            "chunk_bounds": layout.bounds,
-            "placement": layout.placement,
-            "data_type": str(parameter_dtype(self._config)),
-        }
-
-    def _buffers_by_name(self) -> list[tuple[str, torch.Tensor]]:
-        named = global_names(self.module)
-        return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
+    def destroy(self) -> None:
+        self.saver.wait()
+        super().destroy()
 
 
 def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
+from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
@@ -70,9 +71,7 @@ class TrainingMeasurement:
         with PeakMemory(live_tensors()) as memory, CollectiveCounter() as counter:
             loss = self._stock_train_batch(engine, *arguments, **options)
         own = (counter.collectives(), counter.calls["send"], counter.bytes_sent.total(), memory.peak)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        collectives, messages, sent, peak = (max(values) for values in zip(*everyone))
+        collectives, messages, sent, peak = (max(values) for values in zip(*everyone(own)))
         self._counted = {
             "is_first_rank": dist.get_rank() == 0,
             "collectives_per_step": collectives,

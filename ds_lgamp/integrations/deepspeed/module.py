@@ -18,6 +18,7 @@ from torch import nn
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory, deferred_keys, defers
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
+from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
@@ -237,27 +238,12 @@ def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
 
 def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
     """``own`` of every pipeline rank. Collective."""
-    group = module._grid.get_pipe_parallel_group()
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
+    return everyone(own, module._grid.get_pipe_parallel_group())
 
 
 def over_data(module: PipelineModule, own: Any) -> list[Any]:
     """``own`` of every data-parallel rank. Collective."""
-    group = module._grid.get_data_parallel_group()
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
-
-
-def raise_everywhere(complaint: str | None, kind: type[Exception] = ConfigError) -> None:
-    """Raises ``kind`` with the first rank's complaint on every rank, if any has one. Collective."""
-    complaints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(complaints, complaint)
-    first = next((text for text in complaints if text), None)
-    if first:
-        raise kind(first)
+    return everyone(own, module._grid.get_data_parallel_group())
 
 
 def _register(module: PlacedModule, built: dict[int, Any]) -> None:
@@ -301,6 +287,15 @@ def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
 
 def prefix_of(layer: int, spec: Any) -> str:
     return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+
+
+def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers of this rank that belong to the state of the model, by global name."""
+    for prefix, layer in built_layers(module).items():
+        for path, part in layer.named_modules(prefix=prefix):
+            for name, tensor in part.named_buffers(recurse=False):
+                if name not in part._non_persistent_buffers_set:
+                    yield f"{path}.{name}", tensor
 
 
 def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:

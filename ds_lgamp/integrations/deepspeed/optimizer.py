@@ -13,9 +13,10 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed import checkpoint
-from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline, raise_everywhere
+from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline
+from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.exact_norm import exact_norm
 from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
 
@@ -111,15 +112,15 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         return {
             "data_rank": self._data_rank,
             "class": self.class_name,
-            "partition": checkpoint.partition_state(self.partition),
+            "partition": _partition_state(self.partition),
             "optimizer": deepcopy(self.optimizer.state_dict()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a :meth:`state_dict`. All ranks call it together; raises CheckpointError on all, and changes
         nothing, if one's does not fit."""
-        raise_everywhere(self._complaint_about_state(state_dict), checkpoint.CheckpointError)
-        checkpoint.load_partition_state(self.partition, state_dict["partition"])
+        raise_everywhere(self._complaint_about_state(state_dict), CheckpointError)
+        _load_partition_state(self.partition, state_dict["partition"])
         # Copied: torch would go on working in the tensors it is given.
         self.optimizer.load_state_dict(deepcopy(state_dict["optimizer"]))
 
@@ -151,10 +152,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
                 f"the state of engine.optimizer has parameter groups of {written_sizes} shards, this optimizer of "
                 f"{sizes}; build model, groups and ds_config.json as they were"
             )
-        try:
-            checkpoint.check_partition_state(self.partition, state["partition"])
-        except checkpoint.CheckpointError as error:
-            return str(error)
+        complaint = _complaint_about_units(self.partition, state["partition"])
+        if complaint is not None:
+            return complaint
         for unit in self.partition.units:
             saved = state["partition"][unit.name]
             if (saved["master"].shape, "weights" in saved) != (unit.master.shape, unit.master is not unit.shard):
@@ -185,6 +185,43 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; give it all "
             "groups before, with learning rate 0 for what trains later"
         )
+
+
+def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
+    """By unit, what its storage holds in which order, this rank's master weights, and the weights where they are
+    others."""
+    state = {}
+    for unit in partition.units:
+        # Cloned: a view would be written with the storage around it.
+        state[unit.name] = {"contents": unit.contents(), "master": unit.master.detach().clone()}
+        if unit.master is not unit.shard:
+            state[unit.name]["weights"] = unit.shard.detach().clone()
+    return state
+
+
+def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> str | None:
+    """What says that the units are others, or have their parameters in another order."""
+    own = {unit.name: unit.contents() for unit in partition.units}
+    for name in sorted(own.keys() | state.keys()):
+        here, there = own.get(name, []), state.get(name, {}).get("contents", [])
+        if here != there:
+            different = sorted({str(entry) for entry in here} ^ {str(entry) for entry in there})
+            return (
+                f"{name} has other parameters, shapes or optimizer groups than the state of engine.optimizer "
+                f"({', '.join(different) or 'in another order'}); build model and groups as they were, or use "
+                "save_checkpoint and load_checkpoint"
+            )
+    return None
+
+
+def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
+    for unit in partition.units:
+        saved = state[unit.name]
+        with torch.no_grad():
+            unit.master.copy_(saved["master"])
+            if unit.master is not unit.shard:
+                unit.shard.copy_(saved["weights"])
+        unit.stale = unit.partitioned
 
 
 def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
@@ -239,7 +276,7 @@ class ParameterGroups:
                     )
                 elif own.setdefault(name, index) != index:
                     complaint = f"parameter {name} is in parameter groups {own[name]} and {index}; keep it in one"
-        raise_everywhere(complaint)
+        raise_everywhere(complaint, ConfigError)
         trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
         everyone = over_pipeline(module, (own, repr(options), trains))
         if len({described for _, described, _ in everyone}) > 1:

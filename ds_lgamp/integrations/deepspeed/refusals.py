@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.materialise import changed_layer
-from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names, raise_everywhere
+from ds_lgamp.integrations.deepspeed.module import PlacedModule, announced_tensors, global_names
 from ds_lgamp.integrations.deepspeed.optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.optimizer_choice import (
     check_elementwise,
@@ -21,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.optimizer_choice import (
     try_out,
 )
 from ds_lgamp.integrations.deepspeed.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -51,15 +51,14 @@ _SHARED_KEYS = (
 def refuse_differing_ranks(config: dict[str, Any]) -> None:
     """Raises ConfigError if the configurations of two ranks would not work together and one has a block. Collective."""
     own = [repr(config.get(key)) for key in _SHARED_KEYS]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    if all(values[0] == repr(None) for values in everyone):
+    ranks = everyone(own)
+    if all(values[0] == repr(None) for values in ranks):
         return
     for position, key in enumerate(_SHARED_KEYS):
-        for rank, values in enumerate(everyone):
-            if values[position] != everyone[0][position]:
+        for rank, values in enumerate(ranks):
+            if values[position] != ranks[0][position]:
                 raise ConfigError(
-                    f"{key} is {everyone[0][position]} on rank 0 and {values[position]} on rank {rank}; give every "
+                    f"{key} is {ranks[0][position]} on rank 0 and {values[position]} on rank {rank}; give every "
                     "rank the same configuration"
                 )
 
@@ -69,7 +68,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     device = torch.device(get_accelerator().current_device_name())
     if isinstance(optimizer, torch.optim.Optimizer):
         check_elementwise(optimizer, config.zero_allow_untested_optimizer, device)
-        raise_everywhere(complaint_about_history(optimizer))
+        raise_everywhere(complaint_about_history(optimizer), ConfigError)
     elif optimizer is None:
         if config.optimizer_name is None:
             raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
@@ -79,7 +78,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
         _try_scheduler(config.scheduler_name, config.scheduler_params)
     refuse_precision(config)
     _refuse_module(module)
-    raise_everywhere(_complaint_about_tensors(module))
+    raise_everywhere(_complaint_about_tensors(module), ConfigError)
     _refuse_differing_freezing(module)
     for name, info in announced_tensors(module).items():
         if info.is_parameter:
@@ -168,10 +167,8 @@ def _refuse_differing_freezing(module: PipelineModule) -> None:
     own = {
         name: tensor.requires_grad for name, tensor in global_names(module) if isinstance(tensor, torch.nn.Parameter)
     }
-    everyone: list[dict[str, bool]] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
     trains: dict[str, bool] = {}
-    for flags in everyone:
+    for flags in everyone(own):
         for name, flag in flags.items():
             if trains.setdefault(name, flag) != flag:
                 raise ConfigError(f"parameter {name} trains on one rank and is frozen on another; freeze it on all")

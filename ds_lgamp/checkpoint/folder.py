@@ -1,0 +1,146 @@
+"""Where checkpoints lie, and how one appears, is replaced and disappears as a whole.
+
+DIRECTORY/latest                  the tag of the last checkpoint
+DIRECTORY/TAG/state.json          what is no tensor, and which folder has the tensors
+DIRECTORY/TAG/tensors-ID/         the tensors, see storage.py
+
+A checkpoint exists if and only if it has a state.json, which is put into its place by one rename when all it names is
+on the disk. Saved again, a tag gets another folder of tensors, and the rename replaces the old checkpoint.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.storage import CHECKSUMS, VerifyingReader, damaged, sync_folder, write_synced
+
+FORMAT = 3
+LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
+
+
+def check_tag(tag: str) -> None:
+    """Raises CheckpointError if ``tag`` names no folder below another."""
+    path = Path(tag)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(f"the tag is '{tag}'; name a folder inside the checkpoint's directory")
+
+
+def new_tensors(folder: Path) -> Path:
+    """A fresh folder for the tensors of the checkpoint ``folder``; what an interrupted save left there is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_other_tensors(folder, _published_tensors(folder))
+    tensors = folder / f"{TENSORS}{uuid4().hex[:8]}"
+    tensors.mkdir()
+    return tensors
+
+
+def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
+    """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``."""
+    crc32 = zlib.crc32((tensors / CHECKSUMS).read_bytes())
+    whole = {"format": FORMAT, **state, "tensors": tensors.name, "checksums": crc32}
+    fresh = folder / f".{STATE}.partial"
+    write_synced(fresh, json.dumps({"crc32": _checksum(whole), **whole}, indent=1) + "\n")
+    sync_folder(folder)
+    os.replace(fresh, folder / STATE)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    _remove_other_tensors(folder, tensors.name)
+
+
+def discard(tensors: Path) -> None:
+    """Removes what a failed save has written, unless it is published already, and the checkpoint's folder if that
+    leaves it empty."""
+    if _published_tensors(tensors.parent) != tensors.name:
+        shutil.rmtree(tensors, ignore_errors=True)
+        _remove_if_empty(tensors.parent)
+
+
+def write_latest(directory: Path, tag: str) -> None:
+    fresh = directory / f".{LATEST}.partial"
+    write_synced(fresh, tag)
+    os.replace(fresh, directory / LATEST)
+    sync_folder(directory)
+
+
+def read_latest(directory: Path) -> str | None:
+    """The tag of the last checkpoint; None if there is none."""
+    path = directory / LATEST
+    return path.read_text().strip() if path.is_file() else None
+
+
+def keep_last(directory: Path, count: int) -> None:
+    """Removes the oldest checkpoints in ``directory`` but the newest ``count`` and the one ``latest`` names. What else
+    lies in their folders stays."""
+    states = [path for path in directory.glob(f"*/{STATE}") if path.is_file()]
+    newest_first = sorted(states, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for state in newest_first[count:]:
+        if state.parent.name != read_latest(directory):
+            state.unlink()
+            sync_folder(state.parent)
+            _remove_other_tensors(state.parent, None)
+            _remove_if_empty(state.parent)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What state.json of the checkpoint ``folder`` holds. Raises CheckpointError if it is none, or damaged."""
+    path = folder / STATE
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise damaged(path) from None
+    if not isinstance(written, dict) or written.pop("crc32", None) != _checksum(written):
+        raise damaged(path)
+    if written["format"] != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {written['format']}, this release of ds_lgamp reads {FORMAT}; use the release that "
+            f"wrote it ({written.get('versions', {}).get('ds_lgamp', 'unknown')})"
+        )
+    return written
+
+
+def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
+    """Of the tensors of a checkpoint and its :func:`read_state`."""
+    name = state["tensors"]
+    if Path(name).name != name:
+        raise CheckpointError(f"{folder / STATE} names a folder of tensors elsewhere; do not trust this checkpoint")
+    return VerifyingReader(folder / name, state["checksums"])
+
+
+def _instead(folder: Path) -> str:
+    if any(folder.glob("*mp_rank_*_model_states.pt")):
+        return "stock DeepSpeed wrote it: convert it with ds_lgamp checkpoint import"
+    if any(folder.glob(f"{TENSORS}*")):
+        return "its save was interrupted: load another"
+    return "name a folder and tag that save_checkpoint wrote"
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state).encode())
+
+
+def _published_tensors(folder: Path) -> str | None:
+    """Which folder of tensors the checkpoint has that is there now."""
+    try:
+        return read_state(folder)["tensors"]
+    except CheckpointError:
+        return None
+
+
+def _remove_other_tensors(folder: Path, kept: str | None) -> None:
+    for path in folder.glob(f"{TENSORS}*"):
+        if path.name != kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        """A user's files, or checkpoints below."""

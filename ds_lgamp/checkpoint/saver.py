@@ -1,0 +1,117 @@
+"""Writes and reads the checkpoints of all ranks together; writes while they train."""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
+from ds_lgamp.checkpoint.shard import FlatShard, staged
+from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
+from ds_lgamp.partition.agreement import everyone
+
+logger = logging.getLogger(__name__)
+_savers: list["Saver"] = []
+"""Those that are writing, in the order they began."""
+
+
+def wait_for_all() -> None:
+    """Until no save is under way. Collective over all ranks; raises CheckpointError on every rank if one failed."""
+    while _savers:
+        _savers[0].wait()
+
+
+class Saver:
+    """One checkpoint at a time: the next waits for the last, and so does the end of the process.
+
+    All ranks call its methods together.
+
+    Args:
+        asynchronous: whether :meth:`save` copies the state and returns while a thread writes it.
+        keep_last: how many checkpoints stay in a directory; None keeps all.
+    """
+
+    def __init__(self, asynchronous: bool, keep_last: int | None) -> None:
+        self._asynchronous, self._keep_last = asynchronous, keep_last
+        self._own_group: dist.ProcessGroup | None = None
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_lgamp checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(
+        self, directory: Path, tag: str, tensors: Mapping[str, FlatShard], state: dict[str, Any], publish_latest: bool
+    ) -> None:
+        """Writes the checkpoint ``directory/tag``, beside the one that has its name until it is whole.
+
+        Args:
+            tensors: by name, this rank's range of each; all ranks' together are every element once.
+            state: what is no tensor, as JSON can hold it; the first rank's is written.
+
+        Raises CheckpointError on every rank if the last save failed or the directory cannot be written; if this save
+        fails later, the next call raises it.
+        """
+        self.wait()
+        first = dist.get_rank() == 0
+        prepared = everywhere(lambda: folders.new_tensors(directory / tag) if first else None)
+        destination = everyone(prepared)[0]
+        tensors = everywhere(lambda: staged(tensors)) if self._asynchronous else tensors
+        finish = partial(self._finish, directory, tag, destination, state, publish_latest) if first else None
+        _savers.append(self)
+        self._writing = self._threads.submit(self._write, self._group(), destination, tensors, finish)
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last save is over. Raises CheckpointError on every rank if it failed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            _savers.remove(self)
+            writing.result()
+
+    def load(self, reader: VerifyingReader, targets: Mapping[str, FlatShard]) -> None:
+        """Fills this rank's ranges of the tensors of a checkpoint. Raises CheckpointError on every rank if one cannot
+        read what it needs; the targets may then be half filled."""
+        loading = partial(dcp.load, dict(targets), storage_reader=reader, planner=ShardLoadPlanner())
+        everywhere(lambda: loading(process_group=self._group()))
+
+    def _group(self) -> dist.ProcessGroup:
+        """All ranks; of its own, because a thread uses it while they train."""
+        if self._own_group is None:
+            self._own_group = dist.new_group(backend="gloo")
+        return self._own_group
+
+    def _write(
+        self, group: dist.ProcessGroup, destination: Path, tensors: Mapping[str, FlatShard], finish: Any
+    ) -> None:
+        """In the thread; ``finish`` is called on the first rank when all have written."""
+
+        def write() -> None:
+            writer = ChecksummedWriter(destination)
+            dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
+            if finish is not None:
+                finish()
+
+        try:
+            everywhere(write, group)
+        except Exception as error:
+            if finish is not None:
+                folders.discard(destination)
+            complaint = (
+                f"{destination.parent} could not be written ({sentence_of(error, dist.get_rank())}); what was there "
+                "before is as it was"
+            )
+            if dist.get_rank() == 0:
+                logger.error(complaint)
+            raise CheckpointError(complaint) from None
+
+    def _finish(self, directory: Path, tag: str, tensors: Path, state: dict[str, Any], publish_latest: bool) -> None:
+        folders.publish(directory / tag, tensors, state)
+        if publish_latest:
+            folders.write_latest(directory, tag)
+        if self._keep_last is not None:
+            folders.keep_last(directory, self._keep_last)

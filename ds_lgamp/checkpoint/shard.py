@@ -1,0 +1,67 @@
+"""What torch.distributed.checkpoint writes and reads of a tensor of which this rank has a range."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ds_lgamp.checkpoint.boxes import boxes
+
+
+class FlatShard:
+    """A range of a flattened tensor; speaks torch.distributed.checkpoint's protocol for tensors of which a rank has
+    parts.
+
+    Args:
+        shape: of the whole tensor.
+        start: where the range begins in the flattened tensor.
+        values: the range [numel], on any device; not copied.
+    """
+
+    def __init__(self, shape: Sequence[int], start: int, values: torch.Tensor) -> None:
+        self.shape = torch.Size(shape)
+        self.start = start
+        self.values = values
+        self._boxes = {box.offsets: box for box in boxes(shape, start, start + values.numel())}
+
+    def __create_write_items__(self, name: str, shard: "FlatShard") -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.values.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes.values()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None, "parts are asked for by where they begin"
+        box = self._boxes[tuple(index.offset)]
+        first = box.start - self.start
+        return self.values[first : first + box.numel].view(box.sizes)
+
+
+def staged(shards: Mapping[str, FlatShard]) -> dict[str, FlatShard]:
+    """Copies in the host's memory, complete when this returns."""
+    copies = {}
+    devices = set()
+    for name, shard in shards.items():
+        values = shard.values
+        on_device = values.device.type != "cpu"
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
+        copy.copy_(values, non_blocking=True)
+        copies[name] = FlatShard(shard.shape, shard.start, copy)
+        if on_device:
+            devices.add(values.device)
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
+    return copies

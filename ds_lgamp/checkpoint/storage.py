@@ -1,0 +1,287 @@
+"""The files of torch.distributed.checkpoint (DCP), with checksums, and read as data only.
+
+Any DCP reader can read the folder. Beside DCP's own files it has checksums.json: the CRC-32 of ``.metadata`` and of
+every item in the other files.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+
+METADATA, CHECKSUMS = ".metadata", "checksums.json"
+
+
+class _Written(NamedTuple):
+    """Where an item lies, and its checksum, on the way from the rank that wrote it to the first."""
+
+    place: _StorageInfo
+    crc32: int
+
+
+class ChecksummedWriter(FileSystemWriter):
+    """Writes DCP's files, one for every rank that has something to write, each synced."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            with open(Path(self.path) / name, "wb") as file:
+                for item in plan.items:
+                    data = planner.resolve_data(item)
+                    assert isinstance(data, torch.Tensor), "the state has tensors only"
+                    offset, sink = file.tell(), _ChecksummedFile(file)
+                    # Without the storage around it, which torch.save would write too.
+                    torch.save(_by_itself(data.detach().cpu()), cast(IO[bytes], sink))
+                    length = file.tell() - offset
+                    place = _StorageInfo(name, offset, length)
+                    results.append(WriteResult(item.index, length, _Written(place, sink.crc32)))
+                sync(file)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, when all have written."""
+        checksums: dict[str, Any] = {}
+        for result in (result for rank in results for result in rank):
+            place, crc32 = result.storage_data
+            checksums.setdefault(place.relative_path, []).append([place.offset, place.length, crc32])
+        places = [
+            [dataclasses.replace(result, storage_data=result.storage_data.place) for result in rank] for rank in results
+        ]
+        super().finish(metadata, places)
+        folder = Path(self.path)
+        checksums[METADATA] = zlib.crc32((folder / METADATA).read_bytes())
+        write_synced(folder / CHECKSUMS, json.dumps(checksums))
+        sync_folder(folder)
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the path, which is another when somebody moves the folder."""
+        return StorageMeta()
+
+
+class _ChecksummedFile(io.RawIOBase):
+    """What torch.save writes to."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        super().__init__()
+        self._file = file
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._file.write(data)
+
+
+def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with a storage that ends where it ends; not copied if it is contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.untyped_storage().nbytes() == flat.nbytes:
+        return tensor.contiguous()
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(tensor.dtype).reshape(tensor.shape)
+
+
+class VerifyingReader(FileSystemReader):
+    """Reads a folder that :class:`ChecksummedWriter` wrote; every item is checked as it is read.
+
+    Args:
+        folder: with DCP's files.
+        checksums: what the CRC-32 of checksums.json must be.
+    """
+
+    def __init__(self, folder: Path, checksums: int) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self._metadata: Metadata | None = None
+        listed = _verified(folder / CHECKSUMS, checksums)
+        self.checksums: dict[str, Any] = json.loads(listed)
+        self._crc32 = {
+            (name, offset): crc32
+            for name, items in self.checksums.items()
+            if name != METADATA
+            for offset, _, crc32 in items
+        }
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        """DCP's index of the folder. Raises CheckpointError if it is damaged or holds anything else."""
+        if self._metadata is None:
+            data = _verified(self.folder / METADATA, self.checksums[METADATA])
+            self._metadata = _unpickle_metadata(self.folder / METADATA, data)
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            if place.relative_path not in self.checksums:
+                raise CheckpointError(f"{self.folder / METADATA} names a file that is none of the checkpoint's")
+            by_file.setdefault(place.relative_path, []).append((place, item))
+        for name, items in by_file.items():
+            with open_data(self.folder / name) as file:
+                for place, item in sorted(items, key=lambda pair: pair[0].offset):
+                    _read_item(item, self.item(file, name, place.offset, place.length), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def item(self, file: io.BufferedReader, name: str, offset: int, length: int) -> bytes:
+        """The bytes of one item. Raises CheckpointError if they are not what was written."""
+        file.seek(offset)
+        data = file.read(length)
+        if len(data) < length or zlib.crc32(data) != self._crc32.get((name, offset)):
+            raise damaged(self.folder / name)
+        return data
+
+
+def _read_item(item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
+    target = planner.resolve_tensor(item).detach()
+    try:
+        whole = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{item.storage_index.fqn} is no tensor but code; do not trust this checkpoint") from None
+    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+        whole = whole.narrow(dimension, start, length)
+    target.copy_(whole)
+    planner.commit_tensor(item, target)
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Saves FlatShards."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Loads into FlatShards; never anything else, which DCP would unpickle."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.original_state_dict = state_dict, state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; do not trust this checkpoint")
+
+
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """What DCP's index lists. Raises CheckpointError for anything but tensors."""
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{name} is no tensor; do not trust this checkpoint")
+    return dict(metadata.state_dict_metadata)  # type: ignore[arg-type]
+
+
+_METADATA_CLASSES = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__ if name != "Metadata"),
+        Metadata,
+        dcp_metadata._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+    )
+}
+_METADATA_CLASSES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of DCP's metadata and torch's dtypes, nothing that does anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _METADATA_CLASSES.get((module, name))
+        if known is not None:
+            return known
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _unpickle_metadata(path: Path, data: bytes) -> Metadata:
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds {error}, which is no metadata; do not trust this checkpoint") from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} holds no metadata; do not trust this checkpoint")
+    return metadata
+
+
+def _verified(path: Path, crc32: int) -> bytes:
+    with open_data(path) as file:
+        data = file.read()
+    if zlib.crc32(data) != crc32:
+        raise damaged(path)
+    return data
+
+
+def open_data(path: Path) -> io.BufferedReader:
+    """Raises CheckpointError if the file is missing."""
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; bring it back, or load another checkpoint") from None
+
+
+def damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: its checksum is another; bring it back, or load another checkpoint")
+
+
+def sync(file: Any) -> None:
+    """Waits until what was written to ``file`` is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,166 @@
+"""The weights and optimizer state of a partition under the global names of parameters, at every layout."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.values import decode, encode
+from ds_lgamp.partition.parts import Part, parts_of
+from ds_lgamp.partition.unit import Segment, Unit
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+
+
+class Range(NamedTuple):
+    """Elements of a parameter that lie one after another in this rank's shard."""
+
+    part: Part
+    in_shard: slice
+    start: int
+    """Of the first in the flattened parameter."""
+
+    def of(self, values: torch.Tensor, first: int = 0) -> FlatShard:
+        """The range in ``values``, which hold the shard from element ``first`` on."""
+        return FlatShard(self.part.shape, self.start, values[self.in_shard.start - first : self.in_shard.stop - first])
+
+
+def held(unit: Unit) -> Iterator[Range]:
+    """All this rank's shard has."""
+    for part in parts_of(unit):
+        if part.numel:
+            yield Range(part, part.in_shard, part.in_parameter.start)
+
+
+def written(unit: Unit) -> Iterator[Range]:
+    """What this rank writes to a checkpoint: every element of the model is written by one rank, also at stage 0, where
+    all data-parallel ranks hold it, and of a tied unit, which several pipeline ranks hold."""
+    if not unit.counts_in_norm:
+        return
+    ranks, rank = unit.data_group.size(), unit.data_group.rank()
+    share = unit.flat.numel() // ranks
+    first = rank * share - unit.shard_start
+    for part, in_shard, start in held(unit):
+        begin, end = max(in_shard.start, first), min(in_shard.stop, first + share)
+        if begin < end:
+            yield Range(part, slice(begin, end), start + begin - in_shard.start)
+
+
+def weights(partition: ZeroPartition) -> dict[str, FlatShard]:
+    """What this rank writes of the parameters: master weights where there are any. The weights in a smaller type are
+    these rounded."""
+    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master) for unit in partition.units for r in written(unit)}
+
+
+def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
+    """What this rank writes of the optimizer state that has a value for every element."""
+    tensors = {}
+    for unit in partition.units:
+        for r in written(unit):
+            segment = r.part.segment
+            if segment is not None:
+                for key, value in _elementwise(optimizer, segment).items():
+                    tensors[f"{OPTIMIZER}/{key}/{r.part.name}"] = r.of(value, segment.start)
+    return tensors
+
+
+def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The rest of the optimizer state, such as the number of steps, by group, encoded. It is the same for all
+    parameters of a group, which step together."""
+    scalars: dict[int, dict[str, Any]] = {}
+    for segment in partition.segments():
+        elementwise = _elementwise(optimizer, segment)
+        state = optimizer.state.get(segment.shard, {})
+        scalars[segment.group] = {key: encode(value) for key, value in state.items() if key not in elementwise}
+    return scalars
+
+
+def _elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
+    return {
+        key: value
+        for key, value in optimizer.state.get(segment.shard, {}).items()
+        if isinstance(value, torch.Tensor) and value.shape == segment.shard.shape
+    }
+
+
+class Loading:
+    """Memory for what a checkpoint has of this rank's shards, until all ranks have read theirs.
+
+    Args:
+        partition: whose shards.
+        tensors: the names in the checkpoint and their types.
+    """
+
+    def __init__(self, partition: ZeroPartition, tensors: Mapping[str, torch.dtype]) -> None:
+        self._partition, self._tensors = partition, tensors
+        self._masters: list[tuple[Unit, torch.Tensor]] = []
+        self._states: list[dict[str, torch.Tensor]] = []
+        self.targets: dict[str, FlatShard] = {}
+        """By name in the checkpoint, what is to be read."""
+
+    def add_weights(self) -> None:
+        """Parameters the checkpoint does not have keep their values."""
+        for unit in self._partition.units:
+            values = unit.master.detach().to("cpu", copy=True)
+            self._masters.append((unit, values))
+            self._add(PARAMETERS, held(unit), values)
+
+    def add_optimizer(self) -> None:
+        for unit in self._partition.units:
+            for segment in unit.segments:
+                ranges = [r for r in held(unit) if r.part.group == segment.group]
+                self._states.append({key: self._add_state(key, segment, ranges) for key in self._keys(ranges)})
+
+    def _keys(self, ranges: list[Range]) -> list[str]:
+        names = {r.part.name for r in ranges}
+        split = (name.split("/", 2) for name in self._tensors)
+        return sorted({words[1] for words in split if words[0] == OPTIMIZER and words[2] in names})
+
+    def _add_state(self, key: str, segment: Segment, ranges: list[Range]) -> torch.Tensor:
+        kind = f"{OPTIMIZER}/{key}"
+        names = (f"{kind}/{r.part.name}" for r in ranges)
+        dtype = next(self._tensors[name] for name in names if name in self._tensors)
+        values = torch.zeros(segment.shard.shape, dtype=dtype)
+        self._add(kind, iter(ranges), values, segment.start)
+        return values
+
+    def _add(self, kind: str, ranges: Iterator[Range], values: torch.Tensor, first: int = 0) -> None:
+        for r in ranges:
+            name = f"{kind}/{r.part.name}"
+            if name in self._tensors:
+                self.targets[name] = r.of(values, first)
+
+    @torch.no_grad()
+    def commit_weights(self) -> None:
+        """What was read becomes the weights."""
+        for unit, values in self._masters:
+            unit.master.copy_(values)
+            if unit.master is not unit.shard:
+                unit.shard.copy_(unit.master)
+            unit.stale = unit.partitioned
+
+    def commit_optimizer(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]
+    ) -> None:
+        """What was read becomes the optimizer's state.
+
+        Args:
+            groups: options of the parameter groups.
+            scalars: by group, the state that is no tensor of the model, encoded.
+        """
+        own = optimizer.state_dict()["param_groups"]
+        indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
+        state = {}
+        for segment, tensors in zip(self._partition.segments(), self._states):
+            if tensors or scalars[segment.group]:
+                # Decoded for each: an optimizer counts in the tensors it is given.
+                state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
+        merged = [{**group, "params": mine["params"]} for group, mine in zip(groups, own)]
+        optimizer.load_state_dict({"state": state, "param_groups": merged})
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

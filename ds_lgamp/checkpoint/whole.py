@@ -1,0 +1,96 @@
+"""A whole checkpoint in the memory of one process, for conversion to and from other formats."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
+from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, tensors_of
+from ds_lgamp.checkpoint.units import OPTIMIZER, PARAMETERS
+from ds_lgamp.checkpoint.values import decode, encode
+
+BUFFERS, RANKS = "buffers", "ranks"
+
+
+class WholeCheckpoint(NamedTuple):
+    """What a run at one rank without parallelism would save."""
+
+    parameters: dict[str, torch.Tensor]
+    """By global name, in layer order; master weights where there are any."""
+    buffers: dict[str, torch.Tensor]
+    """By global name, those of the first data-parallel rank."""
+    moments: dict[str, dict[str, torch.Tensor]]
+    """By key of the optimizer's state and global name."""
+    state: dict[str, Any]
+    """What state.json holds, decoded."""
+    client_state: dict[str, Any]
+    """Of the first rank."""
+
+
+def read_whole(folder: Path) -> WholeCheckpoint:
+    """The checkpoint ``folder``. Raises CheckpointError if it is none, or damaged."""
+    state = folders.read_state(folder)
+    reader = folders.reader(folder, state)
+    index = tensors_of(reader.read_metadata())
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.items()
+        if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0"
+    }
+    _alone(partial(dcp.load, _shards(tensors), storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True))
+    whole = WholeCheckpoint({}, {}, {}, decode(state), {})
+    for name in state["parameters"]:
+        # Of no elements there is nothing to write.
+        whole.parameters[name] = tensors.get(f"{PARAMETERS}/{name}", torch.empty(state["parameters"][name]["shape"]))
+    for key, tensor in tensors.items():
+        kind, rest = key.split("/", 1)
+        if kind == OPTIMIZER:
+            moment, name = rest.split("/", 1)
+            whole.moments.setdefault(moment, {})[name] = tensor
+        elif kind == BUFFERS and rest.startswith("0/"):
+            whole.buffers[rest.removeprefix("0/")] = tensor
+        elif kind == RANKS:
+            whole.client_state.update(decode(json.loads(tensor.numpy().tobytes())["client_state"]))
+    return whole
+
+
+def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
+    """Writes ``whole`` as the checkpoint ``folder``, which a run at any layout can load. Random states are those the
+    run has then."""
+    tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in whole.parameters.items()}
+    tensors |= {f"{BUFFERS}/0/{name}": tensor for name, tensor in whole.buffers.items()}
+    for key, moments in whole.moments.items():
+        tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for name, tensor in moments.items()}
+    text = json.dumps({"random": None, "client_state": encode(whole.client_state)}).encode()
+    tensors[f"{RANKS}/0-0"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    destination = folders.new_tensors(folder)
+    writer = ChecksummedWriter(destination)
+    try:
+        _alone(partial(dcp.save, _shards(tensors), storage_writer=writer, planner=ShardSavePlanner(), no_dist=True))
+        folders.publish(folder, destination, encode(whole.state))
+    except BaseException:
+        folders.discard(destination)
+        raise
+
+
+def _shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, FlatShard]:
+    return {name: FlatShard(tensor.shape, 0, tensor.reshape(-1)) for name, tensor in tensors.items() if tensor.numel()}
+
+
+def _alone(action: Any) -> None:
+    """Runs DCP in this process only. Raises CheckpointError where it fails."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            action()
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(sentence_of(error, 0)) from None
