@@ -28,6 +28,10 @@ class Kind(NamedTuple):
     stage: int = 1
     tied: bool = True
     """Also: has a frozen parameter."""
+    pipeline_ranks: int = 2
+    """Of the four ranks of the first stock run."""
+    vocabulary_group: bool = False
+    """Middle ranks of a pipeline have no parameter in it. Stock DeepSpeed hangs there at stage 1."""
     options: dict = {}
     """Further keys of ds_config.json."""
 
@@ -104,9 +108,19 @@ def initialize(kind: Kind, place: Place):
         module = PipelineModule(
             specs(kind.tied), place.pipeline_ranks, loss_fn=loss_function, seed_layers=True, seed_fn=seed, base_seed=7
         )
-        groups = decay_groups(filter(lambda parameter: parameter.requires_grad, module.parameters()), 0.1)
-        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+        optimizer = torch.optim.AdamW(groups_of(kind, module), lr=0.01, eps=1e-4)
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def groups_of(kind: Kind, module: PipelineModule) -> list[dict]:
+    """Matrices decay, vectors do not."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if kind.vocabulary_group:
+        return decay_groups(parameters, 0.1)
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
 
 
 def train(engine, steps: int) -> list[float]:
@@ -153,7 +167,7 @@ def train_and_save(kinds: dict[str, Kind], folder: Path) -> dict[str, Observed]:
     prepare()
     observed = {}
     for name, kind in kinds.items():
-        engine = initialize(kind, Place(folder, stage=kind.stage))
+        engine = initialize(kind, Place(folder, kind.pipeline_ranks, 4 // kind.pipeline_ranks, kind.stage))
         losses = train(engine, BEFORE)
         with quiet():
             engine.save_checkpoint(folder / name, client_state={"epoch": 4})
@@ -180,4 +194,5 @@ def go_on(places: list[tuple[Kind, Place, int, Path | None]]) -> list[Observed]:
         observed.append(seen._replace(losses=train(engine, steps)))
         if saved is not None:
             engine.save_checkpoint(str(saved))
+            engine.wait_for_checkpoint()
     return observed

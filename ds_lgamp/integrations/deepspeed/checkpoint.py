@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
@@ -18,7 +19,7 @@ from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.storage import VerifyingReader, tensors_of
 from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
-from ds_lgamp.integrations.deepspeed.module import over_data, over_pipeline, persistent_buffers
+from ds_lgamp.integrations.deepspeed.module import layer_types, over_data, over_pipeline, persistent_buffers
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.random_state import read_states, write_states
@@ -118,6 +119,7 @@ def _state(engine: "LgampEngine") -> dict[str, Any]:
     return {
         "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "layout": _layout(engine),
+        "layers": _layers(engine),
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "micro_offset": engine.module.micro_offset,
         "data": _epoch(engine) if engine.training_data else None,
@@ -139,6 +141,15 @@ def _layout(engine: "LgampEngine") -> dict[str, Any]:
         "placement": layout.placement,
         "data_type": str(parameter_dtype(engine._config)).removeprefix("torch."),
     }
+
+
+def _layers(engine: "LgampEngine") -> dict[str, Any]:
+    """What parameters do not show of the layers: what they are, which use a tied module, how DeepSpeed cuts them."""
+    tied: dict[str, list[int]] = {}
+    for layer, spec in enumerate(engine.module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append(layer)
+    return {"types": layer_types(engine.module), "tied": tied, "partition_method": engine.partition_method}
 
 
 def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
@@ -215,7 +226,8 @@ def _text_to_read(
     there = state["layout"]
     name = _rank_name(engine.stage_id % there["pipeline_ranks"], engine.grid.data_parallel_id % there["data_ranks"])
     if name not in sizes:
-        return {}
+        # Written by one process, for all.
+        name = _rank_name(0, 0)
     return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
 
 

@@ -74,6 +74,11 @@ def _read(folder: Path) -> WholeCheckpoint:
         owned = _read_whole_optimizers(folder, ranks, contents, buffers)
     layers = name_layers(folder, contents, [state.masters for state in owned], buffers)
     options, group_of, scalars = _merge_groups(folder, [state.groups for state in owned])
+    kind = _optimizer_class(options[0], ranks[0].get("ds_config", {}))
+    if kind in ("Adam", "AdamW"):
+        # Of DeepSpeed's FusedAdam, for which a block takes torch's class; that always corrects.
+        for group in options:
+            group.pop("bias_correction", None)
     parameters = {
         name: _first(owned, name).reshape(tensor.shape) if name in group_of else tensor
         for name, tensor in layers.parameters.items()
@@ -81,14 +86,11 @@ def _read(folder: Path) -> WholeCheckpoint:
     state = {
         "versions": {"deepspeed": ranks[0]["ds_version"]},
         "layout": _layout(ranks[0], layers, group_of),
+        "layers": {"types": None, "tied": layers.tied, "partition_method": None},
         "parameters": {
             name: {"shape": list(tensor.shape), "group": group_of.get(name)} for name, tensor in parameters.items()
         },
-        "optimizer": {
-            "class": _optimizer_class(options[0], ranks[0].get("ds_config", {})),
-            "groups": options,
-            "scalars": scalars,
-        },
+        "optimizer": {"class": kind, "groups": options, "scalars": scalars},
         "lr_scheduler": ranks[0]["lr_scheduler"],
         "loss_scaler": owned[0].loss_scaler,
         # Where stock DeepSpeed itself would go on: it saves neither random states nor the position in the data.
@@ -285,7 +287,6 @@ def _layout(rank: dict[str, Any], layers: StockLayers, group_of: dict[str, int])
         "schedule": "1f1b",
         "data_type": str(trained).removeprefix("torch."),
         "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
-        "tied_layers": layers.tied,
     }
 
 

@@ -1,7 +1,9 @@
 """Writes a checkpoint that stock DeepSpeed's pipeline engine loads, in one process, for any layout of it."""
 
+import math
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
@@ -96,49 +98,46 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
 
 def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[int] | None) -> list[int]:
     """The first layer of every pipeline rank, and the number of layers."""
-    layout, tied = state["layout"], tied_keys(state["parameters"])
-    # Only a run knows all layers; of a checkpoint that was read from DeepSpeed's own files, those that show there.
-    known = "layer_types" in layout
-    same = not known and pipeline_ranks == layout["pipeline_ranks"]
-    if any(key not in layout["tied_layers"] for key in tied) or (tied and not known and not same):
+    layers, tied = state["layers"], tied_keys(state["parameters"])
+    # Only a run knows all layers; DeepSpeed's own files show what the layout needs that they were written at.
+    known = layers["types"] is not None
+    same = not known and pipeline_ranks == state["layout"]["pipeline_ranks"]
+    fix = "load it in a run with a ds_lgamp block and save it there"
+    if any(key not in layers["tied"] for key in tied) or (tied and not known and not same):
         raise CheckpointError(
             f"the checkpoint does not say which layers use the tied modules {', '.join(tied)}, so what "
-            f"{pipeline_ranks} pipeline ranks hold is unknown; load it in a run with a ds_lgamp block and save it there"
+            f"{pipeline_ranks} pipeline ranks hold is unknown; {fix}"
         )
     if layer_bounds is not None:
-        bounds = [int(bound) for bound in layer_bounds]
-        layers = layout["chunk_bounds"][-1]
-        if len(bounds) != pipeline_ranks + 1 or bounds != sorted({0, *bounds}) or known and bounds[-1] != layers:
+        bounds, end = [int(bound) for bound in layer_bounds], state["layout"]["chunk_bounds"][-1]
+        if len(bounds) != pipeline_ranks + 1 or bounds != sorted({0, *bounds}) or bounds[-1] != end:
             raise CheckpointError(
-                f"layer_bounds are {bounds}; use {pipeline_ranks + 1} rising numbers from 0 to {layers}, the layers"
+                f"layer_bounds are {bounds}; use {pipeline_ranks + 1} rising numbers from 0 to {end}, the layers"
             )
         return bounds
     if known:
         return [int(bound) for bound in _stock_bounds(state, pipeline_ranks)]
     if same:
-        return layout["chunk_bounds"]
+        return state["layout"]["chunk_bounds"]
     raise CheckpointError(
-        f"the checkpoint was read from DeepSpeed's files for {layout['pipeline_ranks']} pipeline ranks, which do not "
-        f"say how {pipeline_ranks} share the layers; pass layer_bounds, or save it in a run with a ds_lgamp block"
+        f"the checkpoint is that of {state['layout']['pipeline_ranks']} stock pipeline ranks, which does not say how "
+        f"{pipeline_ranks} share the layers; pass layer_bounds, or {fix}"
     )
 
 
 def _stock_bounds(state: dict[str, Any], pipeline_ranks: int) -> list[int]:
     """Where DeepSpeed's PipelineModule cuts."""
-    layout = state["layout"]
-    types, method = layout["layer_types"], layout["partition_method"].lower()
+    types, method = state["layers"]["types"], state["layers"]["partition_method"].lower()
     if method == "uniform":
         return partition_uniform(len(types), pipeline_ranks)
     if method.startswith("type:"):
-        chosen = method.partition(":")[2]
-        weights = [int(re.search(chosen, kind, re.IGNORECASE) is not None) for kind in types]
-        return partition_balanced(weights, pipeline_ranks)
-    sizes = dict.fromkeys(_modules(state, range(len(types))), 0)
+        chosen = re.compile(method.split(":")[1], re.IGNORECASE)
+        return partition_balanced([int(chosen.search(kind) is not None) for kind in types], pipeline_ranks)
+    sizes: dict[str, int] = defaultdict(int)
     for name, described in state["parameters"].items():
         if described["group"] is not None:
-            sizes[_prefix(name)] += torch.Size(described["shape"]).numel()
-    weights = [sizes[_module_of(layout, layer)] for layer in range(len(types))]
-    return partition_balanced(weights, pipeline_ranks)
+            sizes[_prefix(name)] += math.prod(described["shape"])
+    return partition_balanced([sizes[_module_of(state, layer)] for layer in range(len(types))], pipeline_ranks)
 
 
 def _prefix(name: str) -> str:
@@ -147,19 +146,19 @@ def _prefix(name: str) -> str:
     return ".".join(words[: 2 if words[0] == TIED else 1])
 
 
-def _module_of(layout: dict[str, Any], layer: int) -> str:
+def _module_of(state: dict[str, Any], layer: int) -> str:
     """What the names of ``layer`` begin with."""
-    return next((f"{TIED}.{key}" for key, users in layout["tied_layers"].items() if layer in users), str(layer))
+    return next((f"{TIED}.{key}" for key, users in state["layers"]["tied"].items() if layer in users), str(layer))
 
 
 def _modules(state: dict[str, Any], layers: range) -> list[str]:
     """What the names of ``layers`` begin with, in the order of PipelineModule: tied modules first."""
-    modules = list(dict.fromkeys(_module_of(state["layout"], layer) for layer in layers))
+    modules = list(dict.fromkeys(_module_of(state, layer) for layer in layers))
     return sorted(modules, key=lambda module: not module.startswith(TIED))
 
 
 def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor]:
-    module = _module_of(whole.state["layout"], layer)
+    module = _module_of(whole.state, layer)
     data_type = getattr(torch, whole.state["layout"]["data_type"])
     content = {}
     for name, tensor in (whole.parameters | whole.buffers).items():
@@ -207,9 +206,11 @@ def _rank_content(
 
 def _options(whole: WholeCheckpoint, group: int, numbers: list[int]) -> dict[str, Any]:
     optimizer = whole.state["optimizer"]
-    # DeepSpeed's FusedAdam, which has the state of torch's Adam, counts steps in its groups.
-    step = {key: int(value) for key, value in optimizer["scalars"][group].items() if key == "step"}
-    return {**optimizer["groups"][group], **step, "params": numbers}
+    options = {**optimizer["groups"][group], "params": numbers}
+    if optimizer["class"] in ("Adam", "AdamW") and "step" in optimizer["scalars"][group]:
+        # DeepSpeed's FusedAdam, which it makes of those in its configuration, looks for these here.
+        options |= {"step": int(optimizer["scalars"][group]["step"]), "bias_correction": True}
+    return options
 
 
 def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]]:
