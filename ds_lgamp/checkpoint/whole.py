@@ -70,7 +70,7 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     tensors |= {f"{BUFFERS}/0/{name}": tensor for name, tensor in whole.buffers.items()}
     for key, moments in whole.moments.items():
         tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for name, tensor in moments.items()}
-    text = json.dumps({"random": None, "client_state": encode(whole.client_state)}).encode()
+    text = json.dumps({"random": {}, "client_state": encode(whole.client_state)}).encode()
     tensors[f"{RANKS}/0-0"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     destination = folders.new_tensors(folder)
     writer = ChecksummedWriter(destination)

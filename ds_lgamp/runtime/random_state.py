@@ -9,9 +9,10 @@ import torch
 
 
 class RandomSource(NamedTuple):
-    """A generator somewhere: how to read its state, how to set it, how to make one from a seed of 64 bits, and whether
-    two states are the same."""
+    """A generator somewhere: its name, how to read its state, how to set it, how to make one from a seed of 64 bits,
+    and whether two states are the same."""
 
+    name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     seed: Callable[[int], Any]
@@ -21,11 +22,12 @@ class RandomSource(NamedTuple):
 def default_sources(device: torch.device) -> list[RandomSource]:
     """torch's generators of the CPU and of ``device``."""
     cpu = torch.default_generator
-    sources = [RandomSource(torch.get_rng_state, torch.set_rng_state, cpu.manual_seed, torch.equal)]
+    sources = [RandomSource("torch", torch.get_rng_state, torch.set_rng_state, cpu.manual_seed, torch.equal)]
     if device.type != "cpu":
         module = torch.get_device_module(device)
         sources.append(
             RandomSource(
+                device.type,
                 lambda: module.get_rng_state(device),
                 lambda state: module.set_rng_state(state, device),
                 module.manual_seed,

@@ -14,6 +14,7 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.checkpoint import micro_batches_here
 from tests.engine.linear import mean_square, whole_state
 from tests.engine.models import seed
 from tests.engine.running import prepare_rank, quiet
@@ -59,6 +60,7 @@ def engine_of(stage, block, options, width=6, grouped=False, scheduler=True, opt
         LayerSpec(nn.LayerNorm if bf16 else nn.BatchNorm1d, width),
         LayerSpec(nn.Linear, width, 6),
     ]
+    layers += [LayerSpec(nn.Linear, 6, 6) for _ in range(options.get("more", 0))]
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -147,6 +149,30 @@ def neighbours(folder):
     return sorted(path.name for path in (Path(folder) / "run").iterdir())
 
 
+def few_kept(folder):
+    """What lies in the directory after each of four saves that return when they are on the disk."""
+    engine = engine_of(1, {"keep_last": 2, "asynchronous_save": False}, {})
+    seen = []
+    for tag in ("first", "second", "third", "second"):
+        engine.save_checkpoint(folder, tag=tag)
+        dist.barrier()
+        seen.append(sorted(path.name for path in Path(folder).iterdir()))
+        dist.barrier()
+    return seen
+
+
+def fewer_layers(folder):
+    """Weights of a model that has two layers more than the checkpoint: as built and as loaded."""
+    small, large = (engine_of(3, {"layers_per_chunk": 1}, {"more": more}) for more in (0, 2))
+    steps(small, 1)
+    small.save_checkpoint(folder)
+    built = end_state(large)
+    with pytest.raises(CheckpointError, match=r"is of another model \(5.bias is absent there, \[6\] here, 5.weight"):
+        large.load_checkpoint(folder)
+    large.load_checkpoint(folder, load_module_strict=False, load_module_only=True)
+    return end_state(small), built, end_state(large)
+
+
 def refusals(folder):
     """What each impossible save or load says, and that the engine trains on as if nothing had been asked."""
     said = {}
@@ -161,8 +187,11 @@ def refusals(folder):
     other = str(Path(folder) / "other")
     wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
     refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    for option in ("grouped", "scheduler"):
-        other_engine = engine_of(*layout, **{option: option == "grouped"})
+    for option in ("grouped", "scheduler", "other scheduler"):
+        other_engine = engine_of(*layout, grouped=option == "grouped", scheduler=option == "grouped")
+        if option == "other scheduler":
+            optimizer = other_engine.optimizer.optimizer
+            other_engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         before = end_state(other_engine)
         refused(option, CheckpointError, other_engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
         assert end_state(other_engine) == before
@@ -200,6 +229,8 @@ def run_all(folder):
     results = {name: resume(str(Path(folder) / name), layout) for name, layout in LAYOUTS.items()}
     results["weights"] = weights_only(str(Path(folder) / "weights"))
     results["neighbours"] = neighbours(str(Path(folder) / "neighbours"))
+    results["few kept"] = few_kept(str(Path(folder) / "few kept"))
+    results["fewer layers"] = fewer_layers(str(Path(folder) / "fewer layers"))
     results["refusals"] = refusals(folder)
     return results
 
@@ -234,6 +265,35 @@ def test_saving_again_leaves_the_files_of_others_alone(results):
     assert others == ["deeper", "state.json"] and tensors.startswith("tensors-") and tokenizer == "tokenizer.json"
 
 
+def test_only_the_last_checkpoints_are_kept(results):
+    kept = [["first"], ["first", "second"], ["second", "third"], ["second", "third"]]
+    assert results[0]["few kept"] == [sorted([*tags, "latest"]) for tags in kept]
+
+
+def test_a_model_with_more_layers_takes_what_there_is(results):
+    small, built, loaded = results[0]["fewer layers"]
+    assert small.keys() < built.keys() == loaded.keys()
+    assert loaded == {**built, **small}
+
+
+@pytest.mark.parametrize(
+    ("pulled", "there", "here", "expected"),
+    [
+        (0, (10, 4), (20, 2), 0),
+        (7, (10, 4), (10, 4), 7),
+        (7, (10, 4), (20, 2), 14),
+        (7, (10, 4), (5, 8), 3),
+        # The last micro-batch of an epoch may be smaller.
+        (10, (10, 4), (19, 2), 19),
+        (13, (10, 4), (19, 2), 19 + 6),
+    ],
+)
+def test_the_position_in_the_data_is_kept_in_samples(pulled, there, here, expected):
+    """Epochs of so many micro-batches of so many samples; never further than the run has seen."""
+    keys = "micro_batches_per_epoch", "samples"
+    assert micro_batches_here(pulled, dict(zip(keys, there)), dict(zip(keys, here))) == expected
+
+
 def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     checkpoint = folder / "zero 0"
     assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step3", "latest"]
@@ -249,7 +309,11 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     [
         ("other shapes", ["is of another model (0.bias is [6] there, [8] here, ", "build the model as it was"]),
         ("grouped", ["has 1 parameter groups, this run 2; build them as they were, or pass load_optimizer_states="]),
-        ("scheduler", ["has a learning rate scheduler, this run has none; pass load_lr_scheduler_states=False"]),
+        (
+            "scheduler",
+            ["has learning rate scheduler WarmupLR, this run has None; use the same, or pass load_lr_scheduler_"],
+        ),
+        ("other scheduler", ["has learning rate scheduler WarmupLR, this run has LambdaLR; use the same"]),
         (
             "optimizer",
             ["is that of AdamW, this run's optimizer is SGD; use AdamW, or pass load_optimizer_states=False"],

@@ -49,7 +49,7 @@ def whole_checkpoint(tied: bool = True) -> WholeCheckpoint:
             "groups": [dict(options), {**options, "weight_decay": 0.0}],
             "scalars": [{"step": torch.tensor(7.0)}, {"step": torch.tensor(7.0)}],
         },
-        "lr_scheduler": {"last_batch_iteration": 6},
+        "lr_scheduler": {"class": "WarmupLR", "state": {"last_batch_iteration": 6}},
         "loss_scaler": None,
         "counters": {"global_steps": 7, "global_samples": 70, "skipped_steps": 1},
     }

@@ -133,7 +133,7 @@ class Drawer:
 
     def __init__(self):
         self.source = CountingSource()
-        self.draws = Draws([RandomSource(self.source.read, self.source.write, self.source.write)])
+        self.draws = Draws([RandomSource("test", self.source.read, self.source.write, self.source.write)])
         self.drawn = {}
 
     def forward(self, chunk, index, count=1):

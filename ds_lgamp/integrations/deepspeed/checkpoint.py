@@ -19,10 +19,16 @@ from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.storage import VerifyingReader, tensors_of
 from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
-from ds_lgamp.integrations.deepspeed.module import layer_types, over_data, over_pipeline, persistent_buffers
+from ds_lgamp.integrations.deepspeed.module import (
+    global_names,
+    layer_types,
+    over_data,
+    over_pipeline,
+    persistent_buffers,
+)
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.runtime.random_state import read_states, write_states
+from ds_lgamp.runtime.random_state import read_states
 
 if TYPE_CHECKING:
     from ds_lgamp.integrations.deepspeed.engine import LgampEngine
@@ -51,7 +57,8 @@ def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[st
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
         tensors[_rank_name(engine.stage_id, engine.grid.data_parallel_id)] = FlatShard(text.shape, 0, text)
-        return tensors, _state(engine), (_parameters(engine), optimizer_scalars(partition, optimizer))
+        parameters = _parameters(engine) if engine.grid.data_parallel_id == 0 else {}
+        return tensors, _state(engine), (parameters, optimizer_scalars(partition, optimizer))
 
     tensors, state, own = everywhere(collect)
     tensors |= _buffers_to_write(engine)
@@ -77,17 +84,19 @@ def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
         loading.add_optimizer()
     buffers, text = _buffers_to_read(engine, state, sizes), _text_to_read(engine, state, sizes)
     engine.saver.load(reader, {**loading.targets, **buffers, **text})
+    mine: dict[str, Any] = {"random": {}, "client_state": {}}
+    for shard in text.values():
+        mine = decode(json.loads(shard.values.numpy().tobytes()))
     loading.commit_weights()
     _commit_buffers(engine, buffers)
-    mine = json.loads(b"".join(shard.values.numpy().tobytes() for shard in text.values())) if text else None
     if parts.optimizer:
         written = state["optimizer"]
         loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
     if parts.scheduler and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]))
+        engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]["state"]))
     if parts.progress:
-        _resume(engine, state, mine)
-    return {} if mine is None else decode(mine["client_state"])
+        _resume(engine, state, mine["random"])
+    return mine["client_state"]
 
 
 def latest(directory: Path) -> str | None:
@@ -124,9 +133,13 @@ def _state(engine: "LgampEngine") -> dict[str, Any]:
         "micro_offset": engine.module.micro_offset,
         "data": _epoch(engine) if engine.training_data else None,
         "loss_scaler": scaler_state(optimizer.loss_scaler),
-        "lr_scheduler": None if scheduler is None else _encoded("lr_scheduler", scheduler.state_dict()),
+        "lr_scheduler": None if scheduler is None else _scheduler_state(scheduler),
         "optimizer": {"class": optimizer.class_name, "groups": groups},
     }
+
+
+def _scheduler_state(scheduler: Any) -> dict[str, Any]:
+    return {"class": type(scheduler).__name__, "state": _encoded("lr_scheduler", scheduler.state_dict())}
 
 
 def _layout(engine: "LgampEngine") -> dict[str, Any]:
@@ -154,7 +167,8 @@ def _layers(engine: "LgampEngine") -> dict[str, Any]:
 
 def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
     """What belongs to this rank, as JSON text."""
-    states = [encode(state) for state in read_states(engine.random_sources)]
+    sources = engine.random_sources
+    states = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
     return json.dumps({"random": states, "client_state": _encoded("client_state", client_state)}).encode()
 
 
@@ -163,12 +177,13 @@ def _rank_name(pipeline_rank: int, data_rank: int) -> str:
 
 
 def _parameters(engine: "LgampEngine") -> dict[str, dict[str, Any]]:
-    """Shape and optimizer group of this pipeline rank's parameters, by name."""
-    return {
+    """Shape and optimizer group of this pipeline rank's parameters, by name, in the module's order."""
+    infos = {
         name: {"shape": shape, "group": group}
         for unit in engine.optimizer.partition.units
         for name, shape, group in unit.contents()
     }
+    return {name: infos[name] for name, _ in global_names(engine.module) if name in infos}
 
 
 def _layer_of(name: str) -> int:
@@ -235,10 +250,12 @@ def _epoch(engine: "LgampEngine") -> dict[str, int]:
     """How many micro-batches an epoch of the engine's own data has for a data-parallel rank, and of how many samples
     one is over all of them."""
     samples = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
-    return {"micro_batches_per_epoch": len(engine.training_dataloader.loader), "samples": samples}
+    loader: Any = engine.training_dataloader
+    # Repeated only on the ranks that pull from it.
+    return {"micro_batches_per_epoch": len(getattr(loader, "loader", loader)), "samples": samples}
 
 
-def _pulled_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
+def micro_batches_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
     """Micro-batches that are as far into the data, in samples, as ``pulled`` where the checkpoint was written."""
     if there == here or not pulled:
         return pulled
@@ -282,10 +299,18 @@ def _check(
             )
     if parts.optimizer:
         _check_optimizer(engine, folder, state, own)
-    if parts.scheduler and (engine.lr_scheduler is None) != (state["lr_scheduler"] is None):
-        there, here = ("a", "none") if engine.lr_scheduler is None else ("no", "one")
+    if parts.scheduler:
+        _check_scheduler(folder, state["lr_scheduler"], engine.lr_scheduler)
+
+
+def _check_scheduler(folder: Path, written: dict[str, Any] | None, own: Any) -> None:
+    here = None if own is None else type(own).__name__
+    # Stock DeepSpeed does not tell the class.
+    there = None if written is None else written["class"] or here or "of unknown class"
+    if here != there:
         raise CheckpointError(
-            f"{folder} has {there} learning rate scheduler, this run has {here}; pass load_lr_scheduler_states=False"
+            f"{folder} has learning rate scheduler {there}, this run has {here}; use the same, or pass "
+            "load_lr_scheduler_states=False"
         )
 
 
@@ -313,7 +338,7 @@ def _check_optimizer(engine: "LgampEngine", folder: Path, state: dict[str, Any],
             )
 
 
-def _resume(engine: "LgampEngine", state: dict[str, Any], own: dict[str, Any] | None) -> None:
+def _resume(engine: "LgampEngine", state: dict[str, Any], random: dict[str, Any]) -> None:
     """Goes on where the checkpoint was written: counters, loss scale, position in the engine's own data, random
     states."""
     for name, value in state["counters"].items():
@@ -323,10 +348,12 @@ def _resume(engine: "LgampEngine", state: dict[str, Any], own: dict[str, Any] | 
     if engine.training_data:
         engine._build_data_iter(engine.training_data)
         here = _epoch(engine)
-        pulled = _pulled_here(engine._pulled_of_training_data, state["data"] or here, here)
+        pulled = micro_batches_here(engine._pulled_of_training_data, state["data"] or here, here)
         engine._pulled_of_training_data = pulled
         if engine.data_iterator is not None and pulled:
             position = (pulled - 1) % here["micro_batches_per_epoch"] + 1
             next(islice(engine.data_iterator, position, position), None)
-    if own is not None and own["random"] is not None:
-        write_states(engine.random_sources, [decode(state) for state in own["random"]])
+    for source in engine.random_sources:
+        # On another kind of device, its generators go on from where they are.
+        if source.name in random:
+            source.write(random[source.name])

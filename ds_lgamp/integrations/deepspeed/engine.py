@@ -418,8 +418,12 @@ class LgampEngine(PipelineEngine):
         self.saver.wait()
 
     def destroy(self) -> None:
-        self.saver.wait()
-        super().destroy()
+        try:
+            # Not of an engine that was refused half-built.
+            if hasattr(self, "saver"):
+                self.saver.wait()
+        finally:
+            super().destroy()
 
 
 def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:

@@ -15,9 +15,13 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
     """Generators of torch, Python and NumPy and, where Megatron-core is in use, its tracker."""
     sources = [
         *default_sources(device),
-        RandomSource(random.getstate, random.setstate, random.seed),
+        RandomSource("python", random.getstate, random.setstate, random.seed),
         RandomSource(
-            numpy.random.get_state, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32), _same_numpy
+            "numpy",
+            numpy.random.get_state,
+            numpy.random.set_state,
+            lambda seed: numpy.random.seed(seed % 2**32),
+            _same_numpy,
         ),
     ]
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
@@ -25,6 +29,7 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
         tracker = megatron.get_cuda_rng_tracker()
         sources.append(
             RandomSource(
+                "megatron",
                 tracker.get_states,
                 # A copy: the tracker goes on with the very dictionary it gets.
                 lambda states: tracker.set_states(dict(states)),

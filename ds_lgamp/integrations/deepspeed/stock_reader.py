@@ -79,6 +79,7 @@ def _read(folder: Path) -> WholeCheckpoint:
         # Of DeepSpeed's FusedAdam, for which a block takes torch's class; that always corrects.
         for group in options:
             group.pop("bias_correction", None)
+    scheduler = ranks[0]["lr_scheduler"]
     parameters = {
         name: _first(owned, name).reshape(tensor.shape) if name in group_of else tensor
         for name, tensor in layers.parameters.items()
@@ -91,7 +92,7 @@ def _read(folder: Path) -> WholeCheckpoint:
             name: {"shape": list(tensor.shape), "group": group_of.get(name)} for name, tensor in parameters.items()
         },
         "optimizer": {"class": kind, "groups": options, "scalars": scalars},
-        "lr_scheduler": ranks[0]["lr_scheduler"],
+        "lr_scheduler": scheduler and {"class": None, "state": scheduler},
         "loss_scaler": owned[0].loss_scaler,
         # Where stock DeepSpeed itself would go on: it saves neither random states nor the position in the data.
         "counters": {

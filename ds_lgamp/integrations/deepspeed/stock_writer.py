@@ -186,14 +186,14 @@ def _rank_content(
     pipeline_ranks: int,
     data_ranks: int,
 ) -> dict[str, Any]:
-    counters = whole.state["counters"]
+    counters, scheduler = whole.state["counters"], whole.state["lr_scheduler"]
     return {
         **whole.client_state,
         **dict.fromkeys(KEYS - {"ds_config", "universal_checkpoint_info"}),
         "buffer_names": [name for name in whole.buffers if _prefix(name) in modules],
         "param_shapes": [{name: whole.parameters[name].shape for name in names} for _, names in groups],
         "shared_params": {},
-        "lr_scheduler": whole.state["lr_scheduler"],
+        "lr_scheduler": scheduler and scheduler["state"],
         "skipped_steps": counters["skipped_steps"],
         "global_steps": counters["global_steps"],
         "global_samples": counters["global_samples"],
