@@ -42,7 +42,9 @@ def folder(tmp_path):
 def test_the_page_switches_over_and_back(folder):
     setup, stock, *rest = COMMANDS
     setup = setup.replace("prepare_data.py", "prepare_data.py text.txt --vocab-size 300")
-    stayed = run(folder, setup + stock.replace("$FLAGS", "$FLAGS --exit-interval 12").replace("runs/stock", "runs/stayed"))
+    stayed = run(
+        folder, setup + stock.replace("$FLAGS", "$FLAGS --exit-interval 12").replace("runs/stock", "runs/stayed")
+    )
     switched = run(folder, "".join([setup, stock, *rest]))
     assert list(switched) == list(stayed) == list(range(1, 13))
     assert list(switched.values()) == pytest.approx(list(stayed.values()), rel=1e-5)

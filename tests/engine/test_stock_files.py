@@ -40,6 +40,7 @@ def whole_checkpoint(tied: bool = True) -> WholeCheckpoint:
             "types": ["Embedding", "Linear", "Linear", "identity", "Linear", "Embedding"],
             "tied": {"embedding": [0, 5]} if tied else {},
             "partition_method": "type:linear|embedding",
+            "extra_states": ["4.inner._extra_state"],
         },
         "parameters": {
             name: {"shape": list(shape), "group": 0 if len(shape) > 1 else 1} for name, shape in shapes.items()
@@ -83,6 +84,7 @@ def test_what_is_written_is_read(tmp_path, pipeline_ranks, data_ranks):
         assert read.keys() == written.keys()
         assert all(torch.equal(read[name], written[name]) for name in read)
     assert here.state["parameters"] == there.state["parameters"]
+    assert here.state["layers"]["extra_states"] == there.state["layers"]["extra_states"]
     assert here.state["optimizer"]["scalars"] == there.state["optimizer"]["scalars"]
     assert [group["weight_decay"] for group in here.state["optimizer"]["groups"]] == [0.01, 0.0]
     assert (tmp_path / "latest").read_text() == "tag"
@@ -181,6 +183,10 @@ REFUSED = [
     (lambda folder: (folder / SHARD).unlink(), "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing; copy"),
     (lambda folder: (folder / LAYER).unlink(), "has optimizer state of 1.weight, which none of its layer files holds"),
     (lambda folder: (folder / LAYER).write_bytes(b"nonsense"), "layer_01-model_states.pt cannot be read"),
+    (
+        lambda folder: edit(folder / LAYER, lambda content: content.update({"inner._extra_state": torch.ones(1)})),
+        "layer_01-model_states.pt has inner._extra_state, which is neither parameter nor buffer",
+    ),
     (lambda folder: torch.save([1], folder / LAYER), "holds a list, no dictionary"),
     (
         lambda folder: torch.save({}, folder / RANK),

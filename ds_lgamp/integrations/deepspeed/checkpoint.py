@@ -20,6 +20,7 @@ from ds_lgamp.checkpoint.storage import VerifyingReader, tensors_of
 from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.integrations.deepspeed.module import (
+    empty_extra_states,
     global_names,
     layer_types,
     over_data,
@@ -51,22 +52,27 @@ class Parts(NamedTuple):
 def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[str, Any], publish_latest: bool) -> None:
     """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all."""
 
-    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any]]:
+    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any, Any]]:
         folders.check_tag(tag)
         partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
         tensors[_rank_name(engine.stage_id, engine.grid.data_parallel_id)] = FlatShard(text.shape, 0, text)
         parameters = _parameters(engine) if engine.grid.data_parallel_id == 0 else {}
-        return tensors, _state(engine), (parameters, optimizer_scalars(partition, optimizer))
+        return (
+            tensors,
+            _state(engine),
+            (parameters, optimizer_scalars(partition, optimizer), empty_extra_states(engine.module)),
+        )
 
     tensors, state, own = everywhere(collect)
     tensors |= _buffers_to_write(engine)
     ranks = everyone(own)
-    parameters = {name: info for rank, _ in ranks for name, info in rank.items()}
-    scalars = {group: values for _, rank in ranks for group, values in rank.items()}
+    parameters = {name: info for rank, _, _ in ranks for name, info in rank.items()}
+    scalars = {group: values for _, rank, _ in ranks for group, values in rank.items()}
     state["parameters"] = {name: parameters[name] for name in sorted(parameters, key=_layer_of)}
     state["optimizer"]["scalars"] = [scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
+    state["layers"]["extra_states"] = sorted({name for _, _, rank in ranks for name in rank})
     engine.saver.save(directory, tag, tensors, state, publish_latest)
 
 

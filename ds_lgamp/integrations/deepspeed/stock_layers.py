@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.integrations.deepspeed.stock_checkpoint import TIED
+from ds_lgamp.integrations.deepspeed.stock_checkpoint import TIED, layer_file
 
 
 class StockLayers(NamedTuple):
@@ -16,6 +17,8 @@ class StockLayers(NamedTuple):
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    extra_states: list[str]
+    """Entries that hold nothing, but are missed where they are not there."""
     bounds: list[int]
     """Where the layers of each pipeline rank begin, as far as parameters show it, and where the last one ends."""
     tied: dict[str, list[int]]
@@ -39,6 +42,7 @@ def name_layers(
     tied: dict[str, list[int]] = {key: [] for key in tied_keys(names)}
     parameters: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
+    extra_states: dict[str, None] = {}
     for layer, content in contents.items():
         prefix = str(layer)
         if not any(f"{layer}.{inner}" in names for inner in content):
@@ -48,11 +52,19 @@ def name_layers(
                 prefix = f"{TIED}.{key}"
         for inner, tensor in content.items():
             name = f"{prefix}.{inner}"
+            if tensor is None:
+                extra_states[name] = None
+                continue
+            if not isinstance(tensor, Tensor) or inner.endswith(_EXTRA_STATE_KEY_SUFFIX):
+                raise CheckpointError(
+                    f"{folder / layer_file(layer)} has {inner}, which is neither parameter nor buffer and which a block "
+                    "does not keep; save it from layers without extra state"
+                )
             (kept if name in buffers else parameters).setdefault(name, tensor)
     _check_complete(folder, parameters, masters)
     bounds = _bounds(contents, masters)
     owners = {key: [rank for rank, held in enumerate(masters) if key in tied_keys(held)] for key in tied}
-    return StockLayers(parameters, kept, bounds, _users(tied, owners, bounds, set(contents)))
+    return StockLayers(parameters, kept, list(extra_states), bounds, _users(tied, owners, bounds, set(contents)))
 
 
 def tied_keys(names: set[str] | dict[str, Tensor]) -> list[str]:

@@ -87,7 +87,12 @@ def _read(folder: Path) -> WholeCheckpoint:
     state = {
         "versions": {"deepspeed": ranks[0]["ds_version"]},
         "layout": _layout(ranks[0], layers, group_of),
-        "layers": {"types": None, "tied": layers.tied, "partition_method": None},
+        "layers": {
+            "types": None,
+            "tied": layers.tied,
+            "partition_method": None,
+            "extra_states": layers.extra_states,
+        },
         "parameters": {
             name: {"shape": list(tensor.shape), "group": group_of.get(name)} for name, tensor in parameters.items()
         },
@@ -178,7 +183,7 @@ def _read_whole_optimizers(
         (f"{layer}.{key}", tensor)
         for layer, content in contents.items()
         for key, tensor in content.items()
-        if f"{layer}.{key}" not in buffers
+        if f"{layer}.{key}" not in buffers and isinstance(tensor, Tensor)
     )
     owned = [_whole_optimizer(folder, rank, saved["optimizer"], parameters) for rank, saved in enumerate(ranks)]
     left = next(parameters, None)

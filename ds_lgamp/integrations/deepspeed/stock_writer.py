@@ -157,10 +157,11 @@ def _modules(state: dict[str, Any], layers: range) -> list[str]:
     return sorted(modules, key=lambda module: not module.startswith(TIED))
 
 
-def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor]:
+def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor | None]:
     module = _module_of(whole.state, layer)
     data_type = getattr(torch, whole.state["layout"]["data_type"])
-    content = {}
+    extra_states = (name for name in whole.state["layers"]["extra_states"] if _prefix(name) == module)
+    content: dict[str, Tensor | None] = {name.removeprefix(f"{module}."): None for name in extra_states}
     for name, tensor in (whole.parameters | whole.buffers).items():
         if _prefix(name) == module:
             trained = name in whole.parameters and whole.state["parameters"][name]["group"] is not None
