@@ -57,8 +57,8 @@ def name_layers(
                 continue
             if not isinstance(tensor, Tensor) or inner.endswith(_EXTRA_STATE_KEY_SUFFIX):
                 raise CheckpointError(
-                    f"{folder / layer_file(layer)} has {inner}, which is neither parameter nor buffer and which a block "
-                    "does not keep; save it from layers without extra state"
+                    f"{folder / layer_file(layer)} has {inner}, which is neither parameter nor buffer and which a "
+                    "block does not keep; save it from layers without extra state"
                 )
             (kept if name in buffers else parameters).setdefault(name, tensor)
     _check_complete(folder, parameters, masters)
