@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
@@ -19,7 +20,14 @@ from ds_lgamp.checkpoint.state import decode_text
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
-from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline, persistent_buffers
+from ds_lgamp.integrations.deepspeed.module import (
+    empty_extra_states,
+    global_names,
+    layer_types,
+    over_data,
+    over_pipeline,
+    persistent_buffers,
+)
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.random_state import read_states
@@ -45,22 +53,27 @@ class Parts(NamedTuple):
 def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[str, Any], publish_latest: bool) -> None:
     """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all."""
 
-    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any]]:
+    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any, Any]]:
         folders.check_tag(tag)
         partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
         tensors[_rank_name(engine.stage_id, engine.grid.data_parallel_id)] = FlatShard(text.shape, 0, text)
         parameters = _parameters(engine) if engine.grid.data_parallel_id == 0 else {}
-        return tensors, _state(engine), (parameters, optimizer_scalars(partition, optimizer))
+        return (
+            tensors,
+            _state(engine),
+            (parameters, optimizer_scalars(partition, optimizer), empty_extra_states(engine.module)),
+        )
 
     tensors, state, own = everywhere(collect)
     tensors |= _buffers_to_write(engine)
     ranks = everyone(own)
-    parameters = {name: info for rank, _ in ranks for name, info in rank.items()}
-    scalars = {group: values for _, rank in ranks for group, values in rank.items()}
+    parameters = {name: info for rank, _, _ in ranks for name, info in rank.items()}
+    scalars = {group: values for _, rank, _ in ranks for group, values in rank.items()}
     state["parameters"] = {name: parameters[name] for name in sorted(parameters, key=_layer_of)}
     state["optimizer"]["scalars"] = [scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
+    state["layers"]["extra_states"] = sorted({name for _, _, rank in ranks for name in rank})
     engine.saver.save(directory, tag, tensors, state, publish_latest)
 
 
@@ -131,6 +144,7 @@ def _state(engine: "LgampEngine") -> dict[str, Any]:
     return {
         "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "layout": _layout(engine),
+        "layers": _layers(engine),
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "micro_offset": engine.module.micro_offset,
         "data": _epoch(engine) if engine.training_data else None,
@@ -156,6 +170,15 @@ def _layout(engine: "LgampEngine") -> dict[str, Any]:
         "placement": layout.placement,
         "data_type": str(parameter_dtype(engine._config)).removeprefix("torch."),
     }
+
+
+def _layers(engine: "LgampEngine") -> dict[str, Any]:
+    """What parameters do not show of the layers: what they are, which use a tied module, how DeepSpeed cuts them."""
+    tied: dict[str, list[int]] = {}
+    for layer, spec in enumerate(engine.module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append(layer)
+    return {"types": layer_types(engine.module), "tied": tied, "partition_method": engine.partition_method}
 
 
 def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
@@ -234,7 +257,8 @@ def _text_to_read(
     there = state["layout"]
     name = _rank_name(engine.stage_id % there["pipeline_ranks"], engine.grid.data_parallel_id % there["data_ranks"])
     if name not in sizes:
-        return {}
+        # Written by one process, for all.
+        name = _rank_name(0, 0)
     return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
 
 

@@ -72,8 +72,9 @@ def loss_scaler(config: Any) -> LossScalerBase:
 
 
 def scaler_state(scaler: LossScalerBase) -> dict[str, Any] | None:
-    """What a checkpoint keeps of a dynamic scaler; None of a static one, which is the configuration's."""
-    return {name: getattr(scaler, name) for name in _SCALER_STATE} if scaler.dynamic else None
+    """What a checkpoint keeps of a dynamic scaler; None of a static one, which is the configuration's. Its settings are
+    kept for whom they cannot be had from a configuration."""
+    return {name: value for name, value in vars(scaler).items() if name != "dtype"} if scaler.dynamic else None
 
 
 def load_scaler_state(scaler: LossScalerBase, state: dict[str, Any] | None) -> None:
