@@ -1,19 +1,19 @@
 """The files of torch.distributed.checkpoint (DCP), with checksums, and read as data only.
 
-Any DCP reader can read the folder. Beside DCP's own files it has checksums.json: the CRC-32 of ``.metadata`` and of
-every item in the other files.
+Any DCP reader can read the folder. Beside DCP's own files it has index.json, by which it is read here: DCP's index,
+``.metadata``, is a pickle.
 """
 
 import dataclasses
 import io
-import json
 import os
-import pickle
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
+from pydantic import ValidationError
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -26,15 +26,15 @@ from torch.distributed.checkpoint import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
-METADATA, CHECKSUMS = ".metadata", "checksums.json"
+METADATA, INDEX = ".metadata", "index.json"
 
 
 class _Written(NamedTuple):
@@ -45,7 +45,16 @@ class _Written(NamedTuple):
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes DCP's files, one for every rank that has something to write, each synced."""
+    """Writes DCP's files, one for every rank that has something to write, each synced.
+
+    Args:
+        folder: where they go.
+        finished: called on the first rank when all are on the disk; if it fails, so does the save on every rank.
+    """
+
+    def __init__(self, folder: Path, finished: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder)
+        self._finished = finished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -56,8 +65,7 @@ class ChecksummedWriter(FileSystemWriter):
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
                     offset, sink = file.tell(), _ChecksummedFile(file)
-                    # Without the storage around it, which torch.save would write too.
-                    torch.save(_by_itself(data.detach().cpu()), cast(IO[bytes], sink))
+                    _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
                     results.append(WriteResult(item.index, length, _Written(place, sink.crc32)))
@@ -68,18 +76,19 @@ class ChecksummedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written."""
-        checksums: dict[str, Any] = {}
-        for result in (result for rank in results for result in rank):
-            place, crc32 = result.storage_data
-            checksums.setdefault(place.relative_path, []).append([place.offset, place.length, crc32])
+        written = [(result.index, *result.storage_data) for rank in results for result in rank]
         places = [
             [dataclasses.replace(result, storage_data=result.storage_data.place) for result in rank] for rank in results
         ]
         super().finish(metadata, places)
         folder = Path(self.path)
-        checksums[METADATA] = zlib.crc32((folder / METADATA).read_bytes())
-        write_synced(folder / CHECKSUMS, json.dumps(checksums))
+        with open(folder / METADATA, "rb") as file:
+            index = make_index(metadata, written, zlib.crc32(file.read()))
+            # DCP syncs it before the end of it is written.
+            os.fsync(file.fileno())
+        write_synced(folder / INDEX, index.model_dump_json())
         sync_folder(folder)
+        self._finished()
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, which is another when somebody moves the folder."""
@@ -102,6 +111,15 @@ class _ChecksummedFile(io.RawIOBase):
         return self._file.write(data)
 
 
+def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
+    try:
+        # Without the storage around it, which torch.save would write too.
+        torch.save(_by_itself(tensor), cast(IO[bytes], file))
+    except RuntimeError as error:
+        # After a write that fails, torch.save ends its archive and complains of that.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with a storage that ends where it ends; not copied if it is contiguous."""
     flat = tensor.contiguous().reshape(-1)
@@ -115,62 +133,80 @@ class VerifyingReader(FileSystemReader):
 
     Args:
         folder: with DCP's files.
-        checksums: what the CRC-32 of checksums.json must be.
+        crc32: of index.json.
+
+    Raises CheckpointError if index.json is missing, damaged, or lists other than whole tensors.
     """
 
-    def __init__(self, folder: Path, checksums: int) -> None:
+    def __init__(self, folder: Path, crc32: int) -> None:
         super().__init__(folder)
         self.folder = folder
-        self._metadata: Metadata | None = None
-        listed = _verified(folder / CHECKSUMS, checksums)
-        self.checksums: dict[str, Any] = json.loads(listed)
-        self._crc32 = {
-            (name, offset): crc32
-            for name, items in self.checksums.items()
-            if name != METADATA
-            for offset, _, crc32 in items
-        }
+        path = folder / INDEX
+        try:
+            self.index = Index.model_validate_json(verified(path, crc32))
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{path} is not what ds_lgamp writes ({first_complaint(error)}); do not trust this checkpoint"
+            ) from None
+        self._metadata = self.index.in_dcp()
+        self.tensors: dict[str, TensorStorageMetadata] = dict(self._metadata.state_dict_metadata)  # type: ignore[arg-type]
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
-        """DCP's index of the folder. Raises CheckpointError if it is damaged or holds anything else."""
-        if self._metadata is None:
-            data = _verified(self.folder / METADATA, self.checksums[METADATA])
-            self._metadata = _unpickle_metadata(self.folder / METADATA, data)
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+        by_file: dict[str, list[tuple[Part, ReadItem]]] = {}
         for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            if place.relative_path not in self.checksums:
-                raise CheckpointError(f"{self.folder / METADATA} names a file that is none of the checkpoint's")
-            by_file.setdefault(place.relative_path, []).append((place, item))
+            part = self.storage_data[item.storage_index]
+            by_file.setdefault(part.file, []).append((part, item))
         for name, items in by_file.items():
             with open_data(self.folder / name) as file:
-                for place, item in sorted(items, key=lambda pair: pair[0].offset):
-                    _read_item(item, self.item(file, name, place.offset, place.length), planner)
+                for part, item in sorted(items, key=lambda pair: pair[0].position):
+                    _read_item(item, self._values(file, item.storage_index.fqn, part), planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def item(self, file: io.BufferedReader, name: str, offset: int, length: int) -> bytes:
-        """The bytes of one item. Raises CheckpointError if they are not what was written."""
-        file.seek(offset)
-        data = file.read(length)
-        if len(data) < length or zlib.crc32(data) != self._crc32.get((name, offset)):
-            raise damaged(self.folder / name)
-        return data
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor ``name``. Raises CheckpointError if it is not what was written."""
+        values = []
+        for part in self.index.tensors[name].parts:
+            with open_data(self.folder / part.file) as file:
+                values.append(self._values(file, name, part).reshape(-1))
+        flat = values[0] if len(values) == 1 else torch.cat(values)
+        return flat.reshape(self.tensors[name].size)
+
+    def _values(self, file: io.BufferedReader, name: str, part: Part) -> torch.Tensor:
+        path, dtype = self.folder / part.file, self.tensors[name].properties.dtype
+        if os.fstat(file.fileno()).st_size < part.position + part.length:
+            raise damaged(path)
+        file.seek(part.position)
+        data = file.read(part.length)
+        if zlib.crc32(data) != part.crc32:
+            raise damaged(path)
+        try:
+            values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # Whatever torch raises for bytes that it did not write.
+        except Exception:
+            raise CheckpointError(
+                f"{path} holds no tensor for {name}, perhaps code; do not trust this checkpoint"
+            ) from None
+        if not _is_plain(values) or values.dtype != dtype or list(values.shape) != part.sizes:
+            raise CheckpointError(
+                f"{path} holds another tensor for {name} than {INDEX} says; do not trust this checkpoint"
+            )
+        return values
 
 
-def _read_item(item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
+def _is_plain(values: Any) -> bool:
+    return type(values) is torch.Tensor and values.layout == torch.strided and values.device.type == "cpu"
+
+
+def _read_item(item: ReadItem, values: torch.Tensor, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
-    try:
-        whole = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(f"{item.storage_index.fqn} is no tensor but code; do not trust this checkpoint") from None
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-        whole = whole.narrow(dimension, start, length)
-    target.copy_(whole)
+        values = values.narrow(dimension, start, length)
+    target.copy_(values)
     planner.commit_tensor(item, target)
 
 
@@ -185,7 +221,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Loads into FlatShards; never anything else, which DCP would unpickle."""
+    """Loads into FlatShards."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -199,54 +235,9 @@ class ShardLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; do not trust this checkpoint")
 
-
-def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """What DCP's index lists. Raises CheckpointError for anything but tensors."""
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{name} is no tensor; do not trust this checkpoint")
-    return dict(metadata.state_dict_metadata)  # type: ignore[arg-type]
-
-
-_METADATA_CLASSES = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__ if name != "Metadata"),
-        Metadata,
-        dcp_metadata._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        torch.Size,
-    )
-}
-_METADATA_CLASSES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and torch's dtypes, nothing that does anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = _METADATA_CLASSES.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def _unpickle_metadata(path: Path, data: bytes) -> Metadata:
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds {error}, which is no metadata; do not trust this checkpoint") from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path} holds no metadata; do not trust this checkpoint")
-    return metadata
-
-
-def _verified(path: Path, crc32: int) -> bytes:
+def verified(path: Path, crc32: int) -> bytes:
+    """What ``path`` holds. Raises CheckpointError if it is missing or its CRC-32 is another."""
     with open_data(path) as file:
         data = file.read()
     if zlib.crc32(data) != crc32:

@@ -11,7 +11,8 @@ from ds_lgamp.partition.parts import Part, parts_of
 from ds_lgamp.partition.unit import Segment, Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
-PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
+"""What the names of tensors in a checkpoint begin with."""
 
 
 class Range(NamedTuple):

@@ -301,7 +301,7 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     state, tensors = sorted((checkpoint / "global_step3").iterdir())
     assert state.name == "state.json"
     files = sorted(path.name for path in tensors.iterdir())
-    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "checksums.json"]
+    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "index.json"]
 
 
 @pytest.mark.parametrize(

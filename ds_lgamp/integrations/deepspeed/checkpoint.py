@@ -16,7 +16,8 @@ from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.storage import VerifyingReader, tensors_of
+from ds_lgamp.checkpoint.state import decode_text
+from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.integrations.deepspeed.module import (
@@ -80,29 +81,40 @@ def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
     """Goes on with ``parts`` of the checkpoint ``folder``, whose client state is returned. Collective over all ranks;
     raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
     state, reader = everywhere(partial(_open, folder))
-    index = tensors_of(reader.read_metadata())
-    sizes = {name: entry.size for name, entry in index.items()}
+    sizes = {name: entry.size for name, entry in reader.tensors.items()}
     own = {name: info for rank in over_pipeline(engine.module, _parameters(engine)) for name, info in rank.items()}
     everywhere(partial(_check, engine, folder, state, parts, own, sizes))
-    loading = Loading(engine.optimizer.partition, {name: entry.properties.dtype for name, entry in index.items()})
+    dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
+    loading = Loading(engine.optimizer.partition, dtypes)
     loading.add_weights()
     if parts.optimizer:
         loading.add_optimizer()
-    buffers, text = _buffers_to_read(engine, state, sizes), _text_to_read(engine, state, sizes)
+    buffers = _buffers_to_read(engine, state, sizes)
+    text = everywhere(partial(_text_to_read, engine, state, sizes))
     engine.saver.load(reader, {**loading.targets, **buffers, **text})
-    mine: dict[str, Any] = {"random": {}, "client_state": {}}
-    for shard in text.values():
-        mine = decode(json.loads(shard.values.numpy().tobytes()))
-    loading.commit_weights()
-    _commit_buffers(engine, buffers)
-    if parts.optimizer:
-        written = state["optimizer"]
-        loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
-    if parts.scheduler and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]["state"]))
-    if parts.progress:
-        _resume(engine, state, mine["random"])
+    mine = everywhere(partial(_decoded, folder, text))
+
+    def commit() -> None:
+        loading.commit_weights()
+        _commit_buffers(engine, buffers)
+        if parts.optimizer:
+            written = state["optimizer"]
+            loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
+        if parts.scheduler and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]["state"]))
+        if parts.progress:
+            _resume(engine, state, mine["random"])
+
+    everywhere(commit)
     return mine["client_state"]
+
+
+def _decoded(folder: Path, text: Mapping[str, FlatShard]) -> dict[str, Any]:
+    """What belongs to this rank."""
+    mine: dict[str, Any] = {"random": {}, "client_state": {}}
+    for name, shard in text.items():
+        mine = decode_text(folder, name, shard.values)
+    return mine
 
 
 def latest(directory: Path) -> str | None:
@@ -112,9 +124,7 @@ def latest(directory: Path) -> str | None:
 
 def _open(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
     state = folders.read_state(folder)
-    reader = folders.reader(folder, state)
-    reader.read_metadata()
-    return state, reader
+    return state, folders.reader(folder, state)
 
 
 def _encoded(name: str, value: Any) -> Any:
@@ -297,7 +307,8 @@ def _check(
         )
     for name, tensor in persistent_buffers(engine.module):
         size = sizes.get(f"buffers/0/{name}")
-        if size != tensor.shape and (parts.strict or size is not None):
+        # Of no elements there is nothing to write.
+        if size != tensor.shape and (size is not None or (parts.strict and tensor.numel())):
             there = "absent" if size is None else list(size)
             raise CheckpointError(
                 f"{folder} is of another model (buffer {name} is {there} there, {list(tensor.shape)} here); build the "
@@ -347,8 +358,8 @@ def _check_optimizer(engine: "LgampEngine", folder: Path, state: dict[str, Any],
 def _resume(engine: "LgampEngine", state: dict[str, Any], random: dict[str, Any]) -> None:
     """Goes on where the checkpoint was written: counters, loss scale, position in the engine's own data, random
     states."""
-    for name, value in state["counters"].items():
-        setattr(engine, name, value)
+    for name in _COUNTERS:
+        setattr(engine, name, state["counters"][name])
     engine.module.micro_offset = state["micro_offset"]
     load_scaler_state(engine.optimizer.loss_scaler, state["loss_scaler"])
     if engine.training_data:
