@@ -104,6 +104,7 @@ def test_other_types_are_refused(value):
         {"type": "tensor", "dtype": "float32", "shape": [1], "data": "é"},
         {"type": "array", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="},
         {"type": "array", "dtype": [["a", "O"]], "shape": [1], "data": "AAAAAAAAAAA="},
+        {"type": "array", "dtype": "<U1", "shape": [1], "data": "AAAAAA=="},
         {"type": "array", "dtype": "<f4", "shape": [2], "data": "AAAAAA=="},
     ],
     ids=str,

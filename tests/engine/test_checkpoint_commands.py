@@ -1,6 +1,7 @@
 """What ``ds_lgamp checkpoint`` exports and imports goes back into a run."""
 
 import shutil
+import time
 
 import pytest
 import safetensors.torch
@@ -9,6 +10,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.storage import ChecksummedWriter
+from ds_lgamp.checkpoint.verify import verify
 from ds_lgamp.cli import main
 from tests.checkpoint.examples import forge_state
 from tests.engine.linear import batches, build, engine_of, whole_state
@@ -28,13 +31,19 @@ def engine_with(block, stage):
 
 
 def save(folder):
-    """A run of 2 steps; its weights and buffers."""
+    """A run of 2 steps, which ends while it is being saved; its weights and buffers."""
     prepare_rank()
+    write = ChecksummedWriter.write_data
+
+    def write_late(*arguments):
+        time.sleep(1)
+        return write(*arguments)
+
+    ChecksummedWriter.write_data = write_late
     engine = engine_with({"layers_per_chunk": 1}, 1)
     for step in range(2):
         engine.train_batch(batches(2, start=step))
     engine.save_checkpoint(folder)
-    engine.wait_for_checkpoint()
     return whole_state(engine.module)
 
 
@@ -76,6 +85,10 @@ def saved(folder):
 @pytest.fixture(scope="module")
 def loaded(saved, folder):
     return run_on_ranks(4, load, str(folder), ["from fp32", "from bf16"])
+
+
+def test_a_run_that_ends_with_destroy_process_group_is_saved(saved, folder):
+    verify(folder / "global_step2")
 
 
 def test_exported_weights_are_those_of_the_run(saved, folder):
