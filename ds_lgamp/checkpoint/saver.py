@@ -18,6 +18,8 @@ from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, Sha
 from ds_lgamp.partition.agreement import everyone
 
 logger = logging.getLogger(__name__)
+THREADS = "ds_lgamp checkpoint"
+"""How the names of threads that write begin."""
 _savers: list["Saver"] = []
 """Those that are writing, in the order they began."""
 
@@ -47,7 +49,7 @@ class Saver:
     def __init__(self, asynchronous: bool, keep_last: int | None) -> None:
         self._asynchronous, self._keep_last = asynchronous, keep_last
         self._own_group: dist.ProcessGroup | None = None
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_lgamp checkpoint")
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREADS)
         self._writing: Future[None] | None = None
 
     def save(
