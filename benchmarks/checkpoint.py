@@ -38,13 +38,30 @@ NAME = "checkpoint"
 RANKS = (1, 2, 4)
 PLAIN = "torch DCP"
 RATE_LIMIT, STEP_LIMIT = 1.2, 1.05
-UNITS = 6
-SHAPES = ((4096, 1024), (4096,), (1024, 4096), (1024,))
-"""Of the parameters of a unit, which lie one after another in its flat storage, of which each rank has a part."""
 KINDS = ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 TRAINING = Setting(1, 4, 4, forward=0.002, backward=0.004, data_ranks=2, parameters=100_000)
 STEPS = 8
 """Without a save, between two saves."""
+
+
+class State(NamedTuple):
+    """What is saved: units whose parameters lie one after another in flat storage, of which each rank has a part."""
+
+    units: int = 6
+    shapes: tuple[tuple[int, ...], ...] = ((4096, 1024), (4096,), (1024, 4096), (1024,))
+    """Of a unit's parameters, which are fp32; each has optimizer state."""
+
+    @property
+    def unit_numel(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def megabytes(self) -> float:
+        """Of all ranks."""
+        return 4e-6 * self.units * len(KINDS) * self.unit_numel
+
+
+STATE = State()
 
 
 class Files(NamedTuple):
@@ -66,7 +83,7 @@ class Steps(NamedTuple):
 
 def run(
     ranks: Sequence[int] = RANKS,
-    units: int = UNITS,
+    state: State = STATE,
     training: Setting = TRAINING,
     repetitions: int = REPETITIONS,
 ) -> Record:
@@ -74,17 +91,17 @@ def run(
     record = begin(NAME)
     for count in ranks:
         with tempfile.TemporaryDirectory() as directory:
-            enter_files(record, units, run_on_ranks(count, _time_files, Path(directory), units, repetitions))
+            enter_files(record, state, run_on_ranks(count, _time_files, Path(directory), state, repetitions))
     with tempfile.TemporaryDirectory() as directory:
-        arguments = Path(directory), units, training, repetitions
+        arguments = Path(directory), state, training, repetitions
         found = run_on_ranks(training.data_ranks, _time_steps, *arguments)
-    enter_steps(record, units, training, found)
+    enter_steps(record, state, training, found)
     return record
 
 
-def enter_files(record: Record, units: int, found: Sequence[Files]) -> None:
+def enter_files(record: Record, state: State, found: Sequence[Files]) -> None:
     """The rows and targets of one number of ranks."""
-    megabytes = bytes_of(units) / 1e6
+    megabytes = state.megabytes
     config: Config = {"ranks": len(found), "MB": round(megabytes)}
     for what in Files._fields:
         seconds = {
@@ -97,9 +114,9 @@ def enter_files(record: Record, units: int, found: Sequence[Files]) -> None:
         record.aim(f"time to {what} / {PLAIN}'s, {len(found)} ranks", ratio, RATE_LIMIT)
 
 
-def enter_steps(record: Record, units: int, training: Setting, found: Sequence[Steps]) -> None:
+def enter_steps(record: Record, state: State, training: Setting, found: Sequence[Steps]) -> None:
     """The rows and the target of steps."""
-    config: Config = {"ranks": training.data_ranks, "MB": round(bytes_of(units) / 1e6)}
+    config: Config = {"ranks": training.data_ranks, "MB": round(state.megabytes)}
     steps = found[0]
     precise = all(of.precise for of in found)
     record.machine["scheduling"] = "real-time (SCHED_RR)" if precise else "time-sharing"
@@ -111,21 +128,16 @@ def enter_steps(record: Record, units: int, training: Setting, found: Sequence[S
     record.aim("median step during a save / without", saving / alone, STEP_LIMIT)
 
 
-def bytes_of(units: int) -> int:
-    """Of all ranks' tensors, which are fp32."""
-    return 4 * units * len(KINDS) * sum(torch.Size(shape).numel() for shape in SHAPES)
-
-
-def shards(units: int) -> dict[str, FlatShard]:
+def shards(state: State) -> dict[str, FlatShard]:
     """This rank's ranges of all tensors, of random numbers."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    numel = state.unit_numel
     start, end = numel * rank // ranks, numel * (rank + 1) // ranks
     found = {}
-    for unit in range(units):
+    for unit in range(state.units):
         for kind in KINDS:
             values, first = torch.randn(end - start), 0
-            for index, shape in enumerate(SHAPES):
+            for index, shape in enumerate(state.shapes):
                 size = torch.Size(shape).numel()
                 low, high = max(start, first), min(end, first + size)
                 if low < high:
@@ -134,10 +146,10 @@ def shards(units: int) -> dict[str, FlatShard]:
     return found
 
 
-def _time_files(directory: Path, units: int, repetitions: int) -> Files:
+def _time_files(directory: Path, state: State, repetitions: int) -> Files:
     """The contenders alternate; a first round is not counted."""
     files = Files({OURS: [], PLAIN: []}, {OURS: [], PLAIN: []})
-    tensors, saver = shards(units), Saver(asynchronous=False, keep_last=None)
+    tensors, saver = shards(state), Saver(asynchronous=False, keep_last=None)
     plain = {f"{dist.get_rank()}/{name}": shard.values.clone() for name, shard in tensors.items()}
     targets = {name: FlatShard(s.shape, s.start, torch.empty_like(s.values)) for name, s in tensors.items()}
     plain_targets = {name: torch.empty_like(values) for name, values in plain.items()}
@@ -163,11 +175,11 @@ def _time_files(directory: Path, units: int, repetitions: int) -> Files:
     return Files(*({name: samples[1:] for name, samples in of.items()} for of in files))
 
 
-def _time_steps(directory: Path, units: int, training: Setting, repetitions: int) -> Steps:
+def _time_steps(directory: Path, state: State, training: Setting, repetitions: int) -> Steps:
     """Steps without a save and during one alternate; a first round is not counted."""
     prepare_rank()
     pipeline = Executed(training, "layered", zero_stage=3)
-    tensors, saver = shards(units), Saver(asynchronous=True, keep_last=1)
+    tensors, saver = shards(state), Saver(asynchronous=True, keep_last=1)
     steps = Steps([], [], [])
     for repetition in range(repetitions + 1):
         tag = f"step{repetition}"

@@ -1,6 +1,6 @@
 """The benchmark of checkpoints: that it writes what it says, and what it records."""
 
-from benchmarks.checkpoint import KINDS, PLAIN, RATE_LIMIT, SHAPES, STEP_LIMIT, bytes_of, run, shards
+from benchmarks.checkpoint import KINDS, PLAIN, RATE_LIMIT, STEP_LIMIT, State, run, shards
 from benchmarks.record import OURS
 from benchmarks.virtual.chunk import Setting
 from tests.ranks import run_on_ranks
@@ -8,21 +8,23 @@ from tests.ranks import run_on_ranks
 TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001)
 
 
-def elements(units):
-    return {name: (shard.start, shard.values.numel()) for name, shard in shards(units).items()}
+STATE = State(units=2, shapes=((64, 32), (64,)))
+
+
+def elements(state):
+    return {name: (shard.start, shard.values.numel()) for name, shard in shards(state).items()}
 
 
 def test_the_ranks_write_every_element_once_and_as_much_as_is_said():
-    first, second = run_on_ranks(2, elements, 1)
-    assert 4 * sum(numel for rank in (first, second) for _, numel in rank.values()) == bytes_of(1)
-    assert len(first.keys() | second.keys()) == len(KINDS) * len(SHAPES)
+    first, second = run_on_ranks(2, elements, STATE)
+    assert 4e-6 * sum(numel for rank in (first, second) for _, numel in rank.values()) == STATE.megabytes
+    assert len(first.keys() | second.keys()) == 2 * len(KINDS) * 2
     for name in first.keys() & second.keys():
         assert second[name][0] == first[name][1]
 
 
-def test_the_record_has_rates_of_both_and_steps(monkeypatch):
-    monkeypatch.setattr("benchmarks.checkpoint.SHAPES", ((64, 32), (64,)))
-    record = run(ranks=(1, 2), units=1, training=TINY, repetitions=2)
+def test_the_record_has_rates_of_both_and_steps():
+    record = run(ranks=(1, 2), state=STATE, training=TINY, repetitions=2)
     rates = [(row.contender, row.config["ranks"], row.metric) for row in record.rows if row.unit == "MB/s"]
     assert rates == [(name, ranks, what) for ranks in (1, 2) for what in ("save", "load") for name in (OURS, PLAIN)]
     rows = {row.metric: row.median for row in record.rows}
