@@ -18,6 +18,8 @@ from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, Sha
 from ds_lgamp.partition.agreement import everyone
 
 logger = logging.getLogger(__name__)
+THREADS = "ds_lgamp checkpoint"
+"""How the names of threads that write begin."""
 _savers: list["Saver"] = []
 """Those that are writing, in the order they began."""
 
@@ -34,18 +36,6 @@ def wait_for_all() -> None:
         raise failures[0]
 
 
-_destroy_process_group = dist.destroy_process_group
-
-
-def _wait_and_destroy(group: dist.ProcessGroup | None = None) -> None:
-    """Stands where scripts look up ``torch.distributed.destroy_process_group``, with which many end: a save that is
-    under way needs the groups."""
-    try:
-        wait_for_all()
-    finally:
-        _destroy_process_group(group)
-
-
 class Saver:
     """One checkpoint at a time: the next waits for the last, and so does the end of the process.
 
@@ -58,10 +48,8 @@ class Saver:
 
     def __init__(self, asynchronous: bool, keep_last: int | None) -> None:
         self._asynchronous, self._keep_last = asynchronous, keep_last
-        if asynchronous:
-            setattr(dist, "destroy_process_group", _wait_and_destroy)  # noqa: B010
         self._own_group: dist.ProcessGroup | None = None
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_lgamp checkpoint")
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREADS)
         self._writing: Future[None] | None = None
 
     def save(

@@ -7,8 +7,11 @@ Any DCP reader can read the folder. Beside DCP's own files it has index.json, by
 import dataclasses
 import io
 import os
+import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -30,11 +33,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
 METADATA, INDEX = ".metadata", "index.json"
+_STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
+"""The file name of a tensor's storage in the archive that torch.save writes, and by which byte it has begun."""
 
 
 class _Written(NamedTuple):
@@ -113,11 +119,23 @@ class _ChecksummedFile(io.RawIOBase):
 
 def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
     try:
-        # Without the storage around it, which torch.save would write too.
-        torch.save(_by_itself(tensor), cast(IO[bytes], file))
+        with _without_crc32():
+            # Without the storage around it, which torch.save would write too.
+            torch.save(_by_itself(tensor), cast(IO[bytes], file))
     except RuntimeError as error:
         # After a write that fails, torch.save ends its archive and complains of that.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Without the checksums in torch.save's archives, which torch.load does not look at."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,6 +168,7 @@ class VerifyingReader(FileSystemReader):
             ) from None
         self._metadata = self.index.in_dcp()
         self.tensors: dict[str, TensorStorageMetadata] = dict(self._metadata.state_dict_metadata)  # type: ignore[arg-type]
+        self._buffer = bytearray()
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self._metadata
@@ -169,37 +188,43 @@ class VerifyingReader(FileSystemReader):
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor ``name``. Raises CheckpointError if it is not what was written."""
-        values = []
+        flat = torch.empty(self.tensors[name].size.numel(), dtype=self.tensors[name].properties.dtype)
+        end = 0
         for part in self.index.tensors[name].parts:
             with open_data(self.folder / part.file) as file:
-                values.append(self._values(file, name, part).reshape(-1))
-        flat = values[0] if len(values) == 1 else torch.cat(values)
+                values = self._values(file, name, part).reshape(-1)
+            flat[end : end + values.numel()] = values
+            end += values.numel()
         return flat.reshape(self.tensors[name].size)
 
     def _values(self, file: io.BufferedReader, name: str, part: Part) -> torch.Tensor:
+        """What ``part`` of the tensor ``name`` holds; the memory is that of the next one, too."""
         path, dtype = self.folder / part.file, self.tensors[name].properties.dtype
         if os.fstat(file.fileno()).st_size < part.position + part.length:
             raise damaged(path)
+        if len(self._buffer) < part.length:
+            self._buffer = bytearray(part.length)
+        data = memoryview(self._buffer)[: part.length]
         file.seek(part.position)
-        data = file.read(part.length)
-        if zlib.crc32(data) != part.crc32:
+        if file.readinto(data) < part.length or zlib.crc32(data) != part.crc32:
             raise damaged(path)
-        try:
-            values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        # Whatever torch raises for bytes that it did not write.
-        except Exception:
-            raise CheckpointError(
-                f"{path} holds no tensor for {name}, perhaps code; do not trust this checkpoint"
-            ) from None
-        if not _is_plain(values) or values.dtype != dtype or list(values.shape) != part.sizes:
-            raise CheckpointError(
-                f"{path} holds another tensor for {name} than {INDEX} says; do not trust this checkpoint"
-            )
-        return values
+        values = _numbers(data, dtype, prod(part.sizes))
+        if values is None:
+            raise CheckpointError(f"{path} holds no tensor for {name}; do not trust this checkpoint")
+        return values.view(part.sizes)
 
 
-def _is_plain(values: Any) -> bool:
-    return type(values) is torch.Tensor and values.layout == torch.strided and values.device.type == "cpu"
+def _numbers(data: memoryview, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
+    """The elements of a tensor in the archive that torch.save wrote, in place; None if ``data`` is none. torch.load
+    would copy them into new memory, which takes longer than to read them, and would look at the code beside them."""
+    name = bytes(data[:_BEFORE_STORAGE]).find(_STORAGE)
+    if name < 2:
+        return None
+    # An entry of a zip file: its name, as many bytes as those before the name say, then what it holds.
+    (between,) = struct.unpack_from("<H", data, name - 2)
+    start = name + len(_STORAGE) + between
+    end = start + numel * dtype.itemsize
+    return torch.frombuffer(data[start:end], dtype=dtype) if end <= len(data) else None
 
 
 def _read_item(item: ReadItem, values: torch.Tensor, planner: LoadPlanner) -> None:
@@ -208,6 +233,22 @@ def _read_item(item: ReadItem, values: torch.Tensor, planner: LoadPlanner) -> No
         values = values.narrow(dimension, start, length)
     target.copy_(values)
     planner.commit_tensor(item, target)
+
+
+def _numbers(data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of the tensor that torch.save wrote, in place. torch.load would copy them into new memory, which
+    takes longer than to read them, and would look at the code beside them.
+
+    Raises CheckpointError if ``data`` is nothing else.
+    """
+    name = bytes(data[:_BEFORE_STORAGE]).find(_STORAGE)
+    if name < 0:
+        raise CheckpointError("an item is no tensor; do not trust this checkpoint")
+    # An entry of a zip file: its name, as many bytes as those before the name say, then what it holds.
+    (between,) = struct.unpack_from("<H", data, name - 2)
+    return torch.frombuffer(data, dtype=torch.uint8, offset=name + len(_STORAGE) + between)[
+        : numel * dtype.itemsize
+    ].view(dtype)
 
 
 class ShardSavePlanner(DefaultSavePlanner):

@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.whole import read_whole
+from tests.checkpoint.examples import example
 
 SHAPE = (257, 129)
 NAMES = ("parameters/0.weight", "optimizer/exp_avg/0.weight", "buffers/0/1.mean")
@@ -20,7 +22,8 @@ def numbered_tensors(number: int, shape: tuple[int, ...] = SHAPE) -> dict[str, F
 
 
 def numbered_state(number: int, shape: tuple[int, ...] = SHAPE) -> dict:
-    return {"parameters": {"0.weight": {"shape": list(shape), "group": 0}}, "number": number}
+    parameters = {"0.weight": {"shape": list(shape), "group": 0}}
+    return encode({**example().state, "parameters": parameters, "number": number})
 
 
 def number_of(checkpoint: Path) -> int:
