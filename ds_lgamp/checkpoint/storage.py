@@ -235,22 +235,6 @@ def _read_item(item: ReadItem, values: torch.Tensor, planner: LoadPlanner) -> No
     planner.commit_tensor(item, target)
 
 
-def _numbers(data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of the tensor that torch.save wrote, in place. torch.load would copy them into new memory, which
-    takes longer than to read them, and would look at the code beside them.
-
-    Raises CheckpointError if ``data`` is nothing else.
-    """
-    name = bytes(data[:_BEFORE_STORAGE]).find(_STORAGE)
-    if name < 0:
-        raise CheckpointError("an item is no tensor; do not trust this checkpoint")
-    # An entry of a zip file: its name, as many bytes as those before the name say, then what it holds.
-    (between,) = struct.unpack_from("<H", data, name - 2)
-    return torch.frombuffer(data, dtype=torch.uint8, offset=name + len(_STORAGE) + between)[
-        : numel * dtype.itemsize
-    ].view(dtype)
-
-
 class ShardSavePlanner(DefaultSavePlanner):
     """Saves FlatShards."""
 
