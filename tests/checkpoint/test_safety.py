@@ -84,30 +84,33 @@ def test_bytes_in_the_index_of_dcp_are_not_unpickled(checkpoint, marker):
     metadata.state_dict_metadata[WEIGHT] = BytesStorageMetadata()
     forge_metadata(checkpoint, pickle.dumps(metadata))
     forge_item(checkpoint, WEIGHT, saved(Attack(marker)))
-    refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}, perhaps code")
+    refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled, nested):
-    attack = Attack(marker)
-    forge_item(checkpoint, WEIGHT, saved({"values": [torch.zeros(3, 4, 5), attack]} if nested else attack, pickled))
-    refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}, perhaps code")
+def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled):
+    forge_item(checkpoint, WEIGHT, saved(Attack(marker), pickled))
+    refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}")
+
+
+def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
+    """They are what is read."""
+    forge_item(checkpoint, WEIGHT, saved([torch.ones(3, 4, 5), Attack(marker)]))
+    assert read_whole(checkpoint).parameters["0.weight"].eq(1).all()
 
 
 @pytest.mark.parametrize(
     "item",
     [
-        {"weight": torch.zeros(3, 4, 5)},
         torch.zeros(3, 4, 5).double(),
         torch.zeros(3, 4),
         torch.zeros(3, 4, 6),
-        torch.zeros(3, 4, 5).to_sparse(),
+        torch.ones(3, 4, 5).to_sparse(),
         torch.zeros(3, 4, 5, device="meta"),
         "text",
     ],
-    ids=["dictionary", "type", "dimensions", "shape", "sparse", "meta", "text"],
+    ids=["type", "dimensions", "shape", "sparse", "meta", "text"],
 )
 def test_another_item_in_the_place_of_a_tensor_is_refused(checkpoint, item):
     forge_item(checkpoint, WEIGHT, saved(item))
