@@ -224,7 +224,8 @@ def _numbers(data: memoryview, dtype: torch.dtype, numel: int) -> torch.Tensor |
     (between,) = struct.unpack_from("<H", data, name - 2)
     start = name + len(_STORAGE) + between
     end = start + numel * dtype.itemsize
-    return torch.frombuffer(data[start:end], dtype=dtype) if end <= len(data) else None
+    # Where it ends, the zip file goes on.
+    return torch.frombuffer(data[start:end], dtype=dtype) if data[end : end + 2] == b"PK" else None
 
 
 def _read_item(item: ReadItem, values: torch.Tensor, planner: LoadPlanner) -> None:

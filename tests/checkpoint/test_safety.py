@@ -94,10 +94,26 @@ def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled)
 
 
 def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
-    weight = torch.randn(3, 4, 5)
-    forge_item(checkpoint, WEIGHT, saved({"weight": weight, "code": Attack(marker)}))
-    verify(checkpoint)
-    assert torch.equal(read_whole(checkpoint).parameters["0.weight"], weight)
+    """They are what is read."""
+    forge_item(checkpoint, WEIGHT, saved([torch.ones(3, 4, 5), Attack(marker)]))
+    assert read_whole(checkpoint).parameters["0.weight"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.zeros(3, 4, 5).double(),
+        torch.zeros(3, 4),
+        torch.zeros(3, 4, 6),
+        torch.ones(3, 4, 5).to_sparse(),
+        torch.zeros(3, 4, 5, device="meta"),
+        "text",
+    ],
+    ids=["type", "dimensions", "shape", "sparse", "meta", "text"],
+)
+def test_another_item_in_the_place_of_a_tensor_is_refused(checkpoint, item):
+    forge_item(checkpoint, WEIGHT, saved(item))
+    refused(checkpoint, f"for {WEIGHT}")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +122,9 @@ def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
         b"",
         b"PK\x03\x04",
         bytes(1000),
-        b"archive/data/0" + bytes(1000),
+        b"archive/data/0" + bytes(240) + b"PK",
         b"\xff\xffarchive/data/0" + bytes(1000),
-        b"\x01\x00archive/data/0" + bytes(240),
-        saved("text"),
-        saved(torch.zeros(3, 4, 5, device="meta")),
+        b"\0\0archive/data/0" + bytes(239) + b"PK",
         saved(torch.zeros(3, 4, 5), pickled=True),
     ],
     ids=lambda data: repr(data[:20]),
@@ -118,27 +132,6 @@ def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
 def test_bytes_in_the_place_of_a_tensor_are_refused(checkpoint, data):
     forge_item(checkpoint, WEIGHT, data)
     refused(checkpoint, f"holds no tensor for {WEIGHT}")
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        torch.ones(3, 4, 5).double(),
-        torch.ones(3, 4),
-        torch.ones(9, 9, 9),
-        torch.ones(3, 4, 5).to_sparse(),
-        [torch.ones(60), torch.ones(2)],
-    ],
-    ids=["type", "dimensions", "shape", "sparse", "list"],
-)
-def test_another_tensor_in_the_place_of_a_tensor_is_read_as_numbers(checkpoint, item):
-    """Which are as wrong as any that somebody may write there, and concern no other tensor."""
-    forge_item(checkpoint, WEIGHT, saved(item))
-    here, there = read_whole(checkpoint), example()
-    weight = here.parameters["0.weight"]
-    assert weight.shape == (3, 4, 5) and weight.dtype == torch.float32
-    here.parameters["0.weight"] = there.parameters["0.weight"]
-    assert content(here) == content(there)
 
 
 def of_weight(**changes):
