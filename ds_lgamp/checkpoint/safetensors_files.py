@@ -200,6 +200,7 @@ def _weights_only(parameters: Mapping[str, torch.Tensor], buffers: dict[str, tor
             "placement": [0],
             "data_type": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
         },
+        "layers": {"types": None, "tied": {}, "partition_method": None, "extra_states": []},
         "parameters": {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
         "optimizer": None,
         "lr_scheduler": None,

@@ -45,6 +45,16 @@ class Layout(_Strict):
         return name
 
 
+class Layers(_Strict):
+    """What the layout of stock DeepSpeed's pipelines depends on."""
+
+    types: list[str] | None
+    """None where only a run would know."""
+    tied: dict[str, list[Count]]
+    partition_method: str | None
+    extra_states: list[str]
+
+
 class Parameter(_Strict):
     shape: Sizes
     group: Count | None
@@ -98,6 +108,7 @@ class State(_Strict):
 
     versions: dict[str, str]
     layout: Layout
+    layers: Layers
     parameters: dict[str, Parameter]
     optimizer: Optimizer | None
     """None if there are weights only."""

@@ -32,6 +32,12 @@ def example() -> WholeCheckpoint:
             "placement": [0, 1, 0],
             "data_type": "bfloat16",
         },
+        "layers": {
+            "types": ["Linear", "BatchNorm1d", "Embedding", *["identity"] * 7, "Linear"],
+            "tied": {"embed": [2]},
+            "partition_method": "uniform",
+            "extra_states": [],
+        },
         "parameters": {
             name: {"shape": list(tensor.shape), "group": 0 if name in trained else None}
             for name, tensor in parameters.items()

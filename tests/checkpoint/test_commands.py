@@ -173,6 +173,28 @@ def test_weights_of_others_are_imported(command, tmp_path):
     assert whole.state["layout"]["data_type"] == "float16"
 
 
+def test_a_checkpoint_becomes_one_of_stock_deepspeed_and_back(command, run, tmp_path):
+    ranks = ["--pipeline-ranks", 2, "--data-ranks", 3]
+    (tmp_path / "stock").mkdir()
+    target = tmp_path / "stock" / "global_step3"
+    exported = command("export", run, tmp_path / "stock", "--format", "deepspeed", *ranks)
+    assert exported[:2] == (0, f"wrote {target}\n")
+    assert (tmp_path / "stock" / "latest").read_text() == "global_step3"
+    assert len(list(target.glob("*optim_states.pt"))) == 6
+    imported = command("import", tmp_path / "stock", tmp_path / "new" / "tag")
+    assert imported[:2] == (0, f"wrote {tmp_path / 'new' / 'tag'}\n")
+    verify(tmp_path / "new" / "tag")
+    there, here = example(), read_whole(tmp_path / "new" / "tag")
+    assert same(here.parameters, there.parameters) and same(here.buffers, there.buffers)
+    for key, moments in there.moments.items():
+        assert same(here.moments[key], moments)
+    assert here.client_state == there.client_state and here.state["counters"]["global_steps"] == 3
+    refused(command("export", run, tmp_path / "stock", "--format", "deepspeed", *ranks), "global_step3 exists; remove")
+    (target / "layer_00-model_states.pt").unlink()
+    refused(command("import", tmp_path / "stock", tmp_path / "third"), "import: ")
+    assert not (tmp_path / "third").exists()
+
+
 def test_what_is_there_is_never_overwritten(command, run, tmp_path):
     before = content(read_whole(run / "global_step3"))
     refused(command("export", run, run), f"export: {run} exists; remove it or name another folder")

@@ -87,7 +87,6 @@ def test_bytes_in_the_index_of_dcp_are_not_unpickled(checkpoint, marker):
     refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}")
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("pickled", [False, True])
 def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled):
     forge_item(checkpoint, WEIGHT, saved(Attack(marker), pickled))
@@ -95,33 +94,45 @@ def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled)
 
 
 def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
-    """They are what is read."""
-    forge_item(checkpoint, WEIGHT, saved([torch.ones(3, 4, 5), Attack(marker)]))
-    assert read_whole(checkpoint).parameters["0.weight"].eq(1).all()
+    weight = torch.randn(3, 4, 5)
+    forge_item(checkpoint, WEIGHT, saved({"weight": weight, "code": Attack(marker)}))
+    verify(checkpoint)
+    assert torch.equal(read_whole(checkpoint).parameters["0.weight"], weight)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04",
+        bytes(1000),
+        b"archive/data/0" + bytes(1000),
+        b"\xff\xffarchive/data/0" + bytes(1000),
+        b"\x01\x00archive/data/0" + bytes(240),
+        saved("text"),
+        saved(torch.zeros(3, 4, 5, device="meta")),
+        saved(torch.zeros(3, 4, 5), pickled=True),
+    ],
+    ids=lambda data: repr(data[:20]),
+)
+def test_bytes_in_the_place_of_a_tensor_are_refused(checkpoint, data):
+    forge_item(checkpoint, WEIGHT, data)
+    refused(checkpoint, f"holds no tensor for {WEIGHT}")
 
 
 @pytest.mark.parametrize(
     "item",
     [
-        torch.zeros(3, 4, 5).double(),
-        torch.zeros(3, 4),
-        torch.zeros(3, 4, 6),
+        torch.ones(3, 4, 5).double(),
+        torch.ones(3, 4),
+        torch.ones(9, 9, 9),
         torch.ones(3, 4, 5).to_sparse(),
-        torch.zeros(3, 4, 5, device="meta"),
-        "text",
     ],
-    ids=["type", "dimensions", "shape", "sparse", "meta", "text"],
+    ids=["type", "dimensions", "shape", "sparse"],
 )
-def test_another_item_in_the_place_of_a_tensor_is_refused(checkpoint, item):
+def test_another_tensor_in_the_place_of_a_tensor_is_refused(checkpoint, item):
     forge_item(checkpoint, WEIGHT, saved(item))
-    refused(checkpoint, f"for {WEIGHT}")
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_bytes_in_the_place_of_a_tensor_are_refused(checkpoint):
-    for data in (b"", b"PK\x03\x04", b"\x80\x04", bytes(1000)):
-        forge_item(checkpoint, WEIGHT, data)
-        refused(checkpoint, f"holds no tensor for {WEIGHT}")
+    refused(checkpoint, f"holds no tensor for {WEIGHT}")
 
 
 def of_weight(**changes):
@@ -212,7 +223,17 @@ def inside(path, value):
 
 
 STATE_KEYS = (
-    *("versions", "layout", "parameters", "optimizer", "lr_scheduler", "loss_scaler", "counters", "micro_offset"),
+    *(
+        "versions",
+        "layout",
+        "layers",
+        "parameters",
+        "optimizer",
+        "lr_scheduler",
+        "loss_scaler",
+        "counters",
+        "micro_offset",
+    ),
     *("data", "tensors", "index_crc32"),
 )
 
@@ -242,6 +263,7 @@ def test_a_state_of_other_types_is_refused(checkpoint, key, value):
         (inside("parameters/0.weight/group", -1), "parameters.0.weight.group: "),
         (inside("layout/data_ranks", 0), "layout.data_ranks: "),
         (inside("layout/data_type", "load"), "'load' is no type of this torch"),
+        (inside("layers/tied", {"embed": [-1]}), "layers.tied.embed.0: "),
         (inside("data/micro_batches_per_epoch", 0), "data.micro_batches_per_epoch: "),
         (inside("counters/global_steps", "3"), "counters.global_steps: "),
         (inside("counters/global_steps", 10**30), "counters.global_steps: "),
