@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ds_lgamp.checkpoint.boxes import Box, boxes
+from ds_lgamp.checkpoint.checksum import Checksum
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sizes = Annotated[list[Count], Field(max_length=64)]
@@ -30,7 +31,7 @@ class Part(NamedTuple):
     file: Annotated[str, Field(pattern=r"^\w+\.distcp$")]
     position: Count
     length: Count
-    crc32: Count
+    checksum: Checksum
 
 
 class Entry(BaseModel):
@@ -78,7 +79,7 @@ class Index(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    metadata_crc32: Count
+    metadata_checksum: Checksum
     """Of DCP's own index, which only other programs read."""
     tensors: dict[str, Entry]
 
@@ -94,23 +95,23 @@ class Index(BaseModel):
 
 
 def make_index(
-    metadata: Metadata, written: Iterable[tuple[MetadataIndex, _StorageInfo, int]], metadata_crc32: int
+    metadata: Metadata, written: Iterable[tuple[MetadataIndex, _StorageInfo, str]], metadata_checksum: str
 ) -> Index:
     """The index of what all ranks wrote.
 
     Args:
         metadata: what DCP planned.
-        written: the place and CRC-32 of every item.
+        written: the place and checksum of every item.
     """
     planned: Mapping[str, Any] = metadata.state_dict_metadata
     sizes = {(name, chunk.offsets): chunk.sizes for name, entry in planned.items() for chunk in entry.chunks}
     parts: dict[str, list[Part]] = {name: [] for name in planned}
-    for item, place, crc32 in written:
+    for item, place, checksum in written:
         assert item.offset is not None, "the state has tensors only"
         box = list(item.offset), list(sizes[item.fqn, item.offset])
-        parts[item.fqn].append(Part(*box, place.relative_path, place.offset, place.length, crc32))
+        parts[item.fqn].append(Part(*box, place.relative_path, place.offset, place.length, checksum))
     return Index(
-        metadata_crc32=metadata_crc32,
+        metadata_checksum=metadata_checksum,
         tensors={
             name: Entry(
                 dtype=str(entry.properties.dtype).removeprefix("torch."), shape=list(entry.size), parts=parts[name]
