@@ -45,9 +45,12 @@ def new_tensors(folder: Path) -> Path:
 
 
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
-    """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``."""
+    """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``. Raises
+    CheckpointError if ``state`` is not as state.py says."""
     checksum = checksum_of((tensors / INDEX).read_bytes())
     whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_checksum": checksum}
+    # As it will be read: what could not be would be lost.
+    check_state(folder / STATE, json.loads(json.dumps(whole)))
     sync_folder(folder)
     _replace(folder / STATE, json.dumps({"checksum": _checksum(whole), **whole}, indent=1) + "\n")
     _remove_other_tensors(folder, tensors.name)
