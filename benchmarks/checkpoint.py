@@ -30,7 +30,9 @@ from benchmarks.virtual.pipelines import Executed
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.saver import THREADS, Saver
 from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.partition.agreement import everyone
+from tests.checkpoint.examples import example
 from tests.engine.running import prepare_rank
 from tests.ranks import run_on_ranks
 
@@ -150,6 +152,7 @@ def _time_files(directory: Path, state: State, repetitions: int) -> Files:
     """The contenders alternate; a first round is not counted."""
     files = Files({OURS: [], PLAIN: []}, {OURS: [], PLAIN: []})
     tensors, saver = shards(state), Saver(asynchronous=False, keep_last=None)
+    rest = encode(example().state)
     plain = {f"{dist.get_rank()}/{name}": shard.values.clone() for name, shard in tensors.items()}
     targets = {name: FlatShard(s.shape, s.start, torch.empty_like(s.values)) for name, s in tensors.items()}
     plain_targets = {name: torch.empty_like(values) for name, values in plain.items()}
@@ -159,7 +162,7 @@ def _time_files(directory: Path, state: State, repetitions: int) -> Files:
         saver.load(folders.reader(path, folders.read_state(path)), targets)
 
     calls = {
-        OURS: (lambda: saver.save(directory, "saved", tensors, {}, publish_latest=False), load),
+        OURS: (lambda: saver.save(directory, "saved", tensors, rest, publish_latest=False), load),
         PLAIN: (lambda: dcp.save(plain, checkpoint_id=path), lambda: dcp.load(plain_targets, checkpoint_id=path)),
     }
     for _ in range(repetitions + 1):
@@ -180,6 +183,7 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
     prepare_rank()
     pipeline = Executed(training, "layered", zero_stage=3)
     tensors, saver = shards(state), Saver(asynchronous=True, keep_last=1)
+    rest = encode(example().state)
     steps = Steps([], [], [])
     for repetition in range(repetitions + 1):
         tag = f"step{repetition}"
@@ -187,7 +191,7 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
             # The thread that writes exists and keeps what it has.
             steps = steps._replace(precise=_go_first())
         steps.alone.append([_seconds(pipeline.step) for _ in range(STEPS)])
-        steps.call.append(_seconds(lambda tag=tag: saver.save(directory, tag, tensors, {}, publish_latest=True)))
+        steps.call.append(_seconds(lambda tag=tag: saver.save(directory, tag, tensors, rest, publish_latest=True)))
         during = []
         while not all(everyone(folders.read_latest(directory) == tag)):
             during.append(_seconds(pipeline.step))
