@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -148,11 +148,21 @@ def shards(state: State) -> dict[str, FlatShard]:
     return found
 
 
+def no_tensors(state: State) -> dict[str, Any]:
+    """What a checkpoint has beside its tensors."""
+    parameters = {
+        f"{unit}.{index}": {"shape": list(shape), "group": 0}
+        for unit in range(state.units)
+        for index, shape in enumerate(state.shapes)
+    }
+    return encode({**example().state, "parameters": parameters})
+
+
 def _time_files(directory: Path, state: State, repetitions: int) -> Files:
     """The contenders alternate; a first round is not counted."""
     files = Files({OURS: [], PLAIN: []}, {OURS: [], PLAIN: []})
     tensors, saver = shards(state), Saver(asynchronous=False, keep_last=None)
-    rest = encode(example().state)
+    rest = no_tensors(state)
     plain = {f"{dist.get_rank()}/{name}": shard.values.clone() for name, shard in tensors.items()}
     targets = {name: FlatShard(s.shape, s.start, torch.empty_like(s.values)) for name, s in tensors.items()}
     plain_targets = {name: torch.empty_like(values) for name, values in plain.items()}
@@ -183,7 +193,7 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
     prepare_rank()
     pipeline = Executed(training, "layered", zero_stage=3)
     tensors, saver = shards(state), Saver(asynchronous=True, keep_last=1)
-    rest = encode(example().state)
+    rest = no_tensors(state)
     steps = Steps([], [], [])
     for repetition in range(repetitions + 1):
         tag = f"step{repetition}"
