@@ -148,18 +148,21 @@ def shards(state: State) -> dict[str, FlatShard]:
     return found
 
 
-def state_json(state: State) -> dict[str, Any]:
-    """What a run would save beside the tensors, as JSON can hold it."""
-    shapes = {f"{unit}.{index}": shape for unit in range(state.units) for index, shape in enumerate(state.shapes)}
-    parameters = {name: {"shape": list(shape), "group": 0} for name, shape in shapes.items()}
+def no_tensors(state: State) -> dict[str, Any]:
+    """What a checkpoint has beside its tensors."""
+    parameters = {
+        f"{unit}.{index}": {"shape": list(shape), "group": 0}
+        for unit in range(state.units)
+        for index, shape in enumerate(state.shapes)
+    }
     return encode({**example().state, "parameters": parameters})
 
 
 def _time_files(directory: Path, state: State, repetitions: int) -> Files:
     """The contenders alternate; a first round is not counted."""
     files = Files({OURS: [], PLAIN: []}, {OURS: [], PLAIN: []})
-    tensors, described = shards(state), state_json(state)
-    saver = Saver(asynchronous=False, keep_last=None)
+    tensors, saver = shards(state), Saver(asynchronous=False, keep_last=None)
+    rest = no_tensors(state)
     plain = {f"{dist.get_rank()}/{name}": shard.values.clone() for name, shard in tensors.items()}
     targets = {name: FlatShard(s.shape, s.start, torch.empty_like(s.values)) for name, s in tensors.items()}
     plain_targets = {name: torch.empty_like(values) for name, values in plain.items()}
@@ -169,7 +172,7 @@ def _time_files(directory: Path, state: State, repetitions: int) -> Files:
         saver.load(folders.reader(path, folders.read_state(path)), targets)
 
     calls = {
-        OURS: (lambda: saver.save(directory, "saved", tensors, described, publish_latest=False), load),
+        OURS: (lambda: saver.save(directory, "saved", tensors, rest, publish_latest=False), load),
         PLAIN: (lambda: dcp.save(plain, checkpoint_id=path), lambda: dcp.load(plain_targets, checkpoint_id=path)),
     }
     for _ in range(repetitions + 1):
@@ -189,8 +192,8 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
     """Steps without a save and during one alternate; a first round is not counted."""
     prepare_rank()
     pipeline = Executed(training, "layered", zero_stage=3)
-    tensors, described = shards(state), state_json(state)
-    saver = Saver(asynchronous=True, keep_last=1)
+    tensors, saver = shards(state), Saver(asynchronous=True, keep_last=1)
+    rest = no_tensors(state)
     steps = Steps([], [], [])
     for repetition in range(repetitions + 1):
         tag = f"step{repetition}"
@@ -198,7 +201,7 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
             # The thread that writes exists and keeps what it has.
             steps = steps._replace(precise=_go_first())
         steps.alone.append([_seconds(pipeline.step) for _ in range(STEPS)])
-        steps.call.append(_seconds(lambda tag=tag: saver.save(directory, tag, tensors, described, publish_latest=True)))
+        steps.call.append(_seconds(lambda tag=tag: saver.save(directory, tag, tensors, rest, publish_latest=True)))
         during = []
         while not all(everyone(folders.read_latest(directory) == tag)):
             during.append(_seconds(pipeline.step))
