@@ -22,7 +22,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from gpt_layers import gpt_layer_specs, language_model_loss
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -32,6 +31,8 @@ from prepare_data import END_OF_DOCUMENT
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
+
+from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -21,6 +21,7 @@ from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline, persistent_buffers
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.runtime.random_state import read_states
 
 if TYPE_CHECKING:
@@ -162,9 +163,9 @@ def _rank_name(pipeline_rank: int, data_rank: int) -> str:
 def _parameters(engine: "LgampEngine") -> dict[str, dict[str, Any]]:
     """Shape and optimizer group of this pipeline rank's parameters, by name, in the module's order."""
     infos = {
-        name: {"shape": shape, "group": group}
+        part.name: {"shape": list(part.whole_shape), "group": part.group}
         for unit in engine.optimizer.partition.units
-        for name, shape, group in unit.contents()
+        for part in parts_of(unit)
     }
     return {name: infos[name] for name, _ in global_names(engine.module) if name in infos}
 
