@@ -23,6 +23,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "overlap": tables.overlap,
         "overhead": tables.overhead,
         "programs": tables.programs,
+        "checkpoint": tables.checkpoint,
+        "saving": tables.saving,
     },
     "docs/performance.md": {"overhead": tables.overhead},
     "docs/partition.md": {

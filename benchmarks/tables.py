@@ -139,6 +139,26 @@ def peers() -> str:
     return table(header, lines, numbers_from=2)
 
 
+def checkpoint() -> str:
+    """Rates of both contenders at every number of ranks."""
+    found: dict[tuple[Any, str], dict[str, Row]] = {}
+    for row in read("checkpoint").rows:
+        if row.unit == "MB/s":
+            found.setdefault((row.config["ranks"], row.metric), {})[row.contender] = row
+    lines = [
+        [f"{ranks}", metric, *(f"{row.median:.0f} ± {row.spread / 2:.0f}" for row in rows.values())]
+        for (ranks, metric), rows in found.items()
+    ]
+    return table(["ranks", "MB/s", *next(iter(found.values()))], lines, numbers_from=2)
+
+
+def saving() -> str:
+    """What a save in the background costs."""
+    rows = [row for row in read("checkpoint").rows if row.unit != "MB/s"]
+    lines = [[row.metric, f"{row.median:.0f}", f"{row.spread:.0f}", row.unit] for row in rows]
+    return table(["", "median", "spread", "unit"], lines, numbers_from=1)
+
+
 def programs() -> str:
     """Seconds to build and to validate the programs of a large job."""
     return table(

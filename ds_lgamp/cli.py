@@ -1,4 +1,4 @@
-"""The command line: ``ds_lgamp schedule``, ``ds_lgamp run`` and ``ds_lgamp env``."""
+"""The command line: ``ds_lgamp schedule``, ``ds_lgamp run``, ``ds_lgamp checkpoint`` and ``ds_lgamp env``."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from ds_lgamp.schedule.actions import Kind
@@ -35,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule_command(commands)
     _add_run_command(commands)
+    _add_checkpoint_command(commands)
     _add_env_command(commands)
     return parser
 
@@ -75,6 +77,35 @@ def _add_run_command(commands) -> None:
     command.set_defaults(run=_run)
 
 
+def _add_checkpoint_command(commands) -> None:
+    command = commands.add_parser("checkpoint", help="look at checkpoints, check them, convert them")
+    command.set_defaults(run=_checkpoint)
+    actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
+    of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
+    info = actions.add_parser("info", help="print what a checkpoint is")
+    info.add_argument("source", **of_one)
+    info.add_argument("--json", action="store_true", help="print it as JSON")
+    verify = actions.add_parser("verify", help="read all of a checkpoint and check that nothing is missing or damaged")
+    verify.add_argument("source", **of_one)
+    export = actions.add_parser("export", help="write a checkpoint in another format")
+    export.add_argument("source", **of_one)
+    export.add_argument("target", type=Path, metavar="TARGET", help="a folder that does not exist")
+    export.add_argument("--format", choices=("safetensors", "deepspeed"), default="safetensors")
+    export.add_argument("--dtype", choices=("fp32", "bf16"), help="safetensors: of the parameters; default: fp32")
+    export.add_argument(
+        "--max-shard-size", type=float, metavar="GB", help="safetensors: of a file, in 10^9 bytes; default: 5"
+    )
+    export.add_argument("--pipeline-ranks", type=int, metavar="P", help="deepspeed: of the run that will load it")
+    export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: the same")
+    importing = actions.add_parser("import", help="make a checkpoint of weights or of one of stock DeepSpeed")
+    importing.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder of them, or DeepSpeed's DIR[/TAG]"
+    )
+    importing.add_argument(
+        "target", type=Path, metavar="DIR/TAG", help="a new folder, or one that exists, which gets the source's tag"
+    )
+
+
 def _add_env_command(commands) -> None:
     command = commands.add_parser("env", help="print what is installed and whether ds_lgamp can work with it")
     command.add_argument("--json", action="store_true", help="print it as JSON")
@@ -95,6 +126,32 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return run_script(options.script, arguments, options.measure)
     with _own_output() as output:
         return explain_script(options.script, arguments, options.ranks, options.json, output)
+
+
+def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.action == "export":
+        _check_export(parser, options)
+    from ds_lgamp.checkpoint_commands import run_command
+
+    with _own_output() as output:
+        return run_command(options.action, options, output)
+
+
+def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Every option belongs to the format; fills in defaults."""
+    ranks, files = (options.pipeline_ranks, options.data_ranks), (options.dtype, options.max_shard_size)
+    if options.format == "deepspeed":
+        if files != (None, None):
+            parser.error("--dtype and --max-shard-size belong to --format safetensors")
+        if None in ranks or min(ranks) < 1:
+            parser.error("--format deepspeed needs --pipeline-ranks and --data-ranks of at least 1")
+        return
+    if ranks != (None, None):
+        parser.error("--pipeline-ranks and --data-ranks belong to --format deepspeed")
+    options.dtype = options.dtype or "fp32"
+    options.max_shard_size = 5.0 if options.max_shard_size is None else options.max_shard_size
+    if not 0 < options.max_shard_size < float("inf"):
+        parser.error(f"--max-shard-size is {options.max_shard_size:g}; use a size above 0, in 10^9 bytes")
 
 
 def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.transformer import TransformerConfig
 from prepare_data import END_OF_DOCUMENT
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
 from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
@@ -80,6 +80,7 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--micro-batch-size", type=int, default=2)
     group.add_argument("--global-batch-size", type=int, default=32)
     group.add_argument("--train-iters", type=int, default=150)
+    group.add_argument("--exit-interval", type=int, help="stop after an iteration that this divides")
     group.add_argument("--lr", type=float, default=1e-3)
     group.add_argument("--lr-decay-style", choices=["constant", "cosine"], default="constant")
     group.add_argument("--lr-warmup-iters", type=int, default=5)
@@ -96,6 +97,8 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eval-iters", type=int, default=2)
     group.add_argument("--log-interval", type=int, default=1)
     group.add_argument("--loss-plot", help="draw the losses into this image file")
+    group.add_argument("--save", help="write a checkpoint of the last iteration into this folder")
+    group.add_argument("--load", help="go on from the last checkpoint in this folder")
 
 
 def start_distributed(local_rank: int) -> None:
@@ -201,19 +204,21 @@ def build_datasets(
     return training, validation
 
 
-def micro_batches(engine: deepspeed.PipelineEngine, dataset: GPTDataset) -> Iterator[tuple]:
+def micro_batches(engine: deepspeed.PipelineEngine, dataset: GPTDataset, skipped: int = 0) -> Iterator[tuple]:
     """This replica's share of the dataset, in order, as (tokens [b, s], (labels [b, s], loss mask [b, s])).
 
-    All pipeline ranks of a replica read the same share: the first needs the tokens, the last the labels.
+    All pipeline ranks of a replica read the same share: the first needs the tokens, the last the labels. ``skipped``
+    samples have been read before, by any number of replicas.
     """
+    rest = Subset(dataset, range(skipped, len(dataset)))
     sampler: DistributedSampler = DistributedSampler(
-        dataset,
+        rest,
         num_replicas=engine.mpu.get_data_parallel_world_size(),
         rank=engine.mpu.get_data_parallel_rank(),
         shuffle=False,
         drop_last=True,
     )
-    for batch in DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler):
+    for batch in DataLoader(rest, engine.train_micro_batch_size_per_gpu(), sampler=sampler):
         yield batch["tokens"], (batch["labels"], batch["loss_mask"])
 
 
@@ -223,8 +228,9 @@ def train(
     """Run the iterations and return the losses: {"training" or "validation": {iteration: loss}}."""
     losses: dict[str, dict[int, float]] = {"training": {}, "validation": {}}
     is_first_rank = torch.distributed.get_rank() == 0
-    batches = micro_batches(engine, training)
-    progress = tqdm(range(1, args.train_iters + 1), desc="training", disable=not is_first_rank)
+    batches = micro_batches(engine, training, engine.global_samples)
+    iterations = range(engine.global_steps + 1, args.train_iters + 1)
+    progress = tqdm(iterations, desc="training", disable=not is_first_rank)
     for iteration in progress:
         loss = losses["training"][iteration] = engine.train_batch(data_iter=batches).item()
         progress.set_postfix(loss=f"{loss:.4f}")
@@ -234,6 +240,8 @@ def train(
             loss = losses["validation"][iteration] = evaluate(engine, validation, args.eval_iters)
             if is_first_rank:
                 tqdm.write(f"iteration {iteration:5d} | validation loss {loss:.6f}")
+        if args.exit_interval and iteration % args.exit_interval == 0:
+            break
     return losses
 
 
@@ -268,8 +276,12 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=deepspeed_config(args)
     )
+    if args.load and engine.load_checkpoint(args.load)[0] is None:
+        raise SystemExit(f"--load is {args.load}, but there is no checkpoint; name a folder that --save wrote")
     training, validation = build_datasets(args, tokenizer, engine.train_batch_size())
     losses = train(args, engine, training, validation)
+    if args.save:
+        engine.save_checkpoint(args.save)
     if args.loss_plot and torch.distributed.get_rank() == 0:
         plot_losses(losses, args.loss_plot)
     torch.distributed.destroy_process_group()

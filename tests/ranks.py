@@ -6,13 +6,19 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+def shared_number() -> Any:
+    """A whole number that ranks share with the test through its ``value``; no lock that a killed rank could keep."""
+    return _context.RawValue("q", 0)
 
 
 def run_on_ranks(
@@ -28,6 +34,19 @@ def run_on_ranks(
 
     Raises AssertionError with the rank's traceback as soon as one fails, or when ``seconds`` are over.
     """
+    with started_ranks(world_size, function, *arguments, before_init=before_init) as (ranks, results):
+        return _collect(ranks, results, time.monotonic() + seconds)
+
+
+@contextmanager
+def started_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    before_init: Callable[[int], None] | None = None,
+) -> Iterator[tuple[list[Any], Any]]:
+    """The processes that :func:`run_on_ranks` runs, by rank, and the queue of their results; for tests that end them
+    themselves. None is left when the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         results: Any = _context.Queue()
         ranks = [
@@ -39,7 +58,7 @@ def run_on_ranks(
         for process in ranks:
             process.start()
         try:
-            return _collect(ranks, results, time.monotonic() + seconds)
+            yield ranks, results
         finally:
             for process in ranks:
                 process.kill()

@@ -11,13 +11,15 @@ on the disk. Saved again, a tag gets another folder of tensors, and the rename r
 import json
 import os
 import shutil
-import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.storage import CHECKSUMS, VerifyingReader, damaged, sync_folder, write_synced
+from ds_lgamp.checkpoint.state import check_state, check_tensors
+from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader, damaged, sync_folder, write_synced
 
 FORMAT = 3
 LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
@@ -26,14 +28,17 @@ LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
 def check_tag(tag: str) -> None:
     """Raises CheckpointError if ``tag`` names no folder below another."""
     path = Path(tag)
-    if not path.parts or path.is_absolute() or ".." in path.parts:
+    if not path.parts or path.is_absolute() or ".." in path.parts or not tag.isprintable():
         raise CheckpointError(f"the tag is '{tag}'; name a folder inside the checkpoint's directory")
 
 
 def new_tensors(folder: Path) -> Path:
     """A fresh folder for the tensors of the checkpoint ``folder``; what an interrupted save left there is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_other_tensors(folder, _published_tensors(folder))
+    _make(folder)
+    published = _published_tensors(folder)
+    # Tensors beside a state.json that this release cannot read may be that one's.
+    if published is not None or not (folder / STATE).exists():
+        _remove_other_tensors(folder, published)
     tensors = folder / f"{TENSORS}{uuid4().hex[:8]}"
     tensors.mkdir()
     return tensors
@@ -41,36 +46,38 @@ def new_tensors(folder: Path) -> Path:
 
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
     """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``."""
-    crc32 = zlib.crc32((tensors / CHECKSUMS).read_bytes())
-    whole = {"format": FORMAT, **state, "tensors": tensors.name, "checksums": crc32}
-    fresh = folder / f".{STATE}.partial"
-    write_synced(fresh, json.dumps({"crc32": _checksum(whole), **whole}, indent=1) + "\n")
+    checksum = checksum_of((tensors / INDEX).read_bytes())
+    whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_checksum": checksum}
     sync_folder(folder)
-    os.replace(fresh, folder / STATE)
-    sync_folder(folder)
-    sync_folder(folder.parent)
+    _replace(folder / STATE, json.dumps({"checksum": _checksum(whole), **whole}, indent=1) + "\n")
     _remove_other_tensors(folder, tensors.name)
 
 
 def discard(tensors: Path) -> None:
     """Removes what a failed save has written, unless it is published already, and the checkpoint's folder if that
     leaves it empty."""
-    if _published_tensors(tensors.parent) != tensors.name:
-        shutil.rmtree(tensors, ignore_errors=True)
-        _remove_if_empty(tensors.parent)
+    # Nothing is removed unless it is known not to be the checkpoint.
+    with suppress(OSError):
+        if _published_tensors(tensors.parent) != tensors.name:
+            shutil.rmtree(tensors, ignore_errors=True)
+            _remove_if_empty(tensors.parent)
 
 
 def write_latest(directory: Path, tag: str) -> None:
-    fresh = directory / f".{LATEST}.partial"
-    write_synced(fresh, tag)
-    os.replace(fresh, directory / LATEST)
-    sync_folder(directory)
+    _replace(directory / LATEST, tag)
 
 
 def read_latest(directory: Path) -> str | None:
-    """The tag of the last checkpoint; None if there is none."""
+    """The tag of the last checkpoint; None if there is none. Raises CheckpointError if the file holds no tag."""
     path = directory / LATEST
-    return path.read_text().strip() if path.is_file() else None
+    if not path.is_file():
+        return None
+    tag = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return tag
 
 
 def keep_last(directory: Path, count: int) -> None:
@@ -87,30 +94,32 @@ def keep_last(directory: Path, count: int) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What state.json of the checkpoint ``folder`` holds. Raises CheckpointError if it is none, or damaged."""
+    """What state.json of the checkpoint ``folder`` holds, see state.py. Raises CheckpointError if it is none, damaged,
+    or not what save_checkpoint writes."""
     path = folder / STATE
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (ValueError, RecursionError):
         raise damaged(path) from None
-    if not isinstance(written, dict) or written.pop("crc32", None) != _checksum(written):
+    if not isinstance(written, dict) or written.pop("checksum", None) != _checksum(written):
         raise damaged(path)
-    if written["format"] != FORMAT:
+    if written.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {written['format']}, this release of ds_lgamp reads {FORMAT}; use the release that "
-            f"wrote it ({written.get('versions', {}).get('ds_lgamp', 'unknown')})"
+            f"{folder} has format {written.get('format')}, this release of ds_lgamp reads {FORMAT}; use the release "
+            "that wrote it"
         )
+    check_state(path, written)
     return written
 
 
 def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
-    """Of the tensors of a checkpoint and its :func:`read_state`."""
-    name = state["tensors"]
-    if Path(name).name != name:
-        raise CheckpointError(f"{folder / STATE} names a folder of tensors elsewhere; do not trust this checkpoint")
-    return VerifyingReader(folder / name, state["checksums"])
+    """Of the tensors of a checkpoint and its :func:`read_state`. Raises CheckpointError if they do not belong together
+    or index.json is damaged."""
+    tensors = VerifyingReader(folder / state["tensors"], state["index_checksum"])
+    check_tensors(folder / STATE, state, tensors.tensors)
+    return tensors
 
 
 def _instead(folder: Path) -> str:
@@ -121,8 +130,8 @@ def _instead(folder: Path) -> str:
     return "name a folder and tag that save_checkpoint wrote"
 
 
-def _checksum(state: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state).encode())
+def _checksum(state: dict[str, Any]) -> str:
+    return checksum_of(json.dumps(state).encode())
 
 
 def _published_tensors(folder: Path) -> str | None:
@@ -133,6 +142,29 @@ def _published_tensors(folder: Path) -> str | None:
         return None
 
 
+def _make(folder: Path) -> None:
+    """With the folders above it that are missing, whose names are then on the disk, too."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; name a folder for checkpoints")
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Puts ``text`` into the place of ``path`` at once, or leaves everything as it was."""
+    fresh = path.with_name(f".{path.name}.partial")
+    try:
+        write_synced(fresh, text)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
+    sync_folder(path.parent)
+
+
 def _remove_other_tensors(folder: Path, kept: str | None) -> None:
     for path in folder.glob(f"{TENSORS}*"):
         if path.name != kept:
@@ -140,7 +172,6 @@ def _remove_other_tensors(folder: Path, kept: str | None) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    try:
+    # It is not where a user's files are, or checkpoints below.
+    with suppress(OSError):
         folder.rmdir()
-    except OSError:
-        """A user's files, or checkpoints below."""

@@ -1,7 +1,7 @@
 """Writes and reads the checkpoints of all ranks together; writes while they train."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
@@ -17,14 +18,22 @@ from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, Sha
 from ds_lgamp.partition.agreement import everyone
 
 logger = logging.getLogger(__name__)
+THREADS = "ds_lgamp checkpoint"
+"""How the names of threads that write begin."""
 _savers: list["Saver"] = []
 """Those that are writing, in the order they began."""
 
 
 def wait_for_all() -> None:
     """Until no save is under way. Collective over all ranks; raises CheckpointError on every rank if one failed."""
+    failures = []
     while _savers:
-        _savers[0].wait()
+        try:
+            _savers[0].wait()
+        except CheckpointError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
 
 
 class Saver:
@@ -40,7 +49,7 @@ class Saver:
     def __init__(self, asynchronous: bool, keep_last: int | None) -> None:
         self._asynchronous, self._keep_last = asynchronous, keep_last
         self._own_group: dist.ProcessGroup | None = None
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_lgamp checkpoint")
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREADS)
         self._writing: Future[None] | None = None
 
     def save(
@@ -56,15 +65,23 @@ class Saver:
         fails later, the next call raises it.
         """
         self.wait()
+        if self._asynchronous:
+            given = tensors
+            tensors = everywhere(lambda: staged(given))
         first = dist.get_rank() == 0
-        prepared = everywhere(lambda: folders.new_tensors(directory / tag) if first else None)
-        destination = everyone(prepared)[0]
-        tensors = everywhere(lambda: staged(tensors)) if self._asynchronous else tensors
-        finish = partial(self._finish, directory, tag, destination, state, publish_latest) if first else None
-        _savers.append(self)
-        self._writing = self._threads.submit(self._write, self._group(), destination, tensors, finish)
-        if not self._asynchronous:
-            self.wait()
+        make = partial(folders.new_tensors, directory / tag)
+        try:
+            destination = everyone(everywhere(make if first else _nothing))[0]
+        except CheckpointError as error:
+            raise _failure(directory / tag, "could not be saved", error) from None
+        publish = partial(folders.publish, directory / tag, destination, state)
+        follow = partial(self._follow, directory, tag if publish_latest else None)
+        write = partial(self._write, self._group(), destination, tensors, publish, follow)
+        if self._asynchronous:
+            _savers.append(self)
+            self._writing = self._threads.submit(write)
+        else:
+            write()
 
     def wait(self) -> None:
         """Until the last save is over. Raises CheckpointError on every rank if it failed."""
@@ -86,32 +103,53 @@ class Saver:
         return self._own_group
 
     def _write(
-        self, group: dist.ProcessGroup, destination: Path, tensors: Mapping[str, FlatShard], finish: Any
+        self,
+        group: dist.ProcessGroup,
+        destination: Path,
+        tensors: Mapping[str, FlatShard],
+        publish: Callable[[], None],
+        follow: Callable[[], None],
     ) -> None:
-        """In the thread; ``finish`` is called on the first rank when all have written."""
+        """In the thread, if there is one; ``publish`` and then ``follow`` are called on the first rank when all have
+        written."""
+        first = dist.get_rank(group) == 0
 
         def write() -> None:
-            writer = ChecksummedWriter(destination)
+            writer = ChecksummedWriter(destination, publish)
             dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
-            if finish is not None:
-                finish()
 
-        try:
-            everywhere(write, group)
-        except Exception as error:
-            if finish is not None:
-                folders.discard(destination)
-            complaint = (
-                f"{destination.parent} could not be written ({sentence_of(error, dist.get_rank())}); what was there "
-                "before is as it was"
-            )
-            if dist.get_rank() == 0:
-                logger.error(complaint)
-            raise CheckpointError(complaint) from None
+        steps = {
+            "could not be saved": write,
+            f"is saved, but {folders.LATEST} or older checkpoints could not be changed": lambda: everywhere(
+                follow if first else _nothing, group
+            ),
+        }
+        for complaint, step in steps.items():
+            try:
+                step()
+            # DCP tells all ranks of what fails on one. What is no CheckpointException is that they cannot talk.
+            except (Exception, CheckpointException) as error:
+                if first:
+                    folders.discard(destination)
+                failure = _failure(destination.parent, complaint, error)
+                if first:
+                    logger.error(str(failure))
+                raise failure from None
 
-    def _finish(self, directory: Path, tag: str, tensors: Path, state: dict[str, Any], publish_latest: bool) -> None:
-        folders.publish(directory / tag, tensors, state)
-        if publish_latest:
+    def _follow(self, directory: Path, tag: str | None) -> None:
+        """What a published checkpoint changes beside it."""
+        if tag is not None:
             folders.write_latest(directory, tag)
         if self._keep_last is not None:
             folders.keep_last(directory, self._keep_last)
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first acts."""
+
+
+def _failure(folder: Path, complaint: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} {complaint} ({sentence_of(error, dist.get_rank())}); checkpoints that are there are whole: mend "
+        "that and save again"
+    )

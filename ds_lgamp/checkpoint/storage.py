@@ -1,19 +1,21 @@
 """The files of torch.distributed.checkpoint (DCP), with checksums, and read as data only.
 
-Any DCP reader can read the folder. Beside DCP's own files it has checksums.json: the CRC-32 of ``.metadata`` and of
-every item in the other files.
+Any DCP reader can read the folder. Beside DCP's own files it has index.json, by which it is read here: DCP's index,
+``.metadata``, is a pickle.
 """
 
 import dataclasses
 import io
-import json
 import os
-import pickle
-import zlib
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
+from pydantic import ValidationError
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -26,26 +28,41 @@ from torch.distributed.checkpoint import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
-METADATA, CHECKSUMS = ".metadata", "checksums.json"
+METADATA, INDEX = ".metadata", "index.json"
+_STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
+"""The file name of a tensor's storage in the archive that torch.save writes, and by which byte it has begun."""
+_PIECE = 1 << 20
+"""Bytes that are read and looked at while a core still holds them."""
 
 
 class _Written(NamedTuple):
     """Where an item lies, and its checksum, on the way from the rank that wrote it to the first."""
 
     place: _StorageInfo
-    crc32: int
+    checksum: str
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes DCP's files, one for every rank that has something to write, each synced."""
+    """Writes DCP's files, one for every rank that has something to write, each synced.
+
+    Args:
+        folder: where they go.
+        finished: called on the first rank when all are on the disk; if it fails, so does the save on every rank.
+    """
+
+    def __init__(self, folder: Path, finished: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder)
+        self._finished = finished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -56,11 +73,10 @@ class ChecksummedWriter(FileSystemWriter):
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
                     offset, sink = file.tell(), _ChecksummedFile(file)
-                    # Without the storage around it, which torch.save would write too.
-                    torch.save(_by_itself(data.detach().cpu()), cast(IO[bytes], sink))
+                    _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
-                    results.append(WriteResult(item.index, length, _Written(place, sink.crc32)))
+                    results.append(WriteResult(item.index, length, _Written(place, sink.hasher.hexdigest())))
                 sync(file)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -68,18 +84,19 @@ class ChecksummedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written."""
-        checksums: dict[str, Any] = {}
-        for result in (result for rank in results for result in rank):
-            place, crc32 = result.storage_data
-            checksums.setdefault(place.relative_path, []).append([place.offset, place.length, crc32])
+        written = [(result.index, *result.storage_data) for rank in results for result in rank]
         places = [
             [dataclasses.replace(result, storage_data=result.storage_data.place) for result in rank] for rank in results
         ]
         super().finish(metadata, places)
         folder = Path(self.path)
-        checksums[METADATA] = zlib.crc32((folder / METADATA).read_bytes())
-        write_synced(folder / CHECKSUMS, json.dumps(checksums))
+        with open(folder / METADATA, "rb") as file:
+            index = make_index(metadata, written, checksum_of(file.read()))
+            # DCP syncs it before the end of it is written.
+            os.fsync(file.fileno())
+        write_synced(folder / INDEX, index.model_dump_json())
         sync_folder(folder)
+        self._finished()
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, which is another when somebody moves the folder."""
@@ -92,14 +109,35 @@ class _ChecksummedFile(io.RawIOBase):
     def __init__(self, file: io.BufferedWriter) -> None:
         super().__init__()
         self._file = file
-        self.crc32 = 0
+        self.hasher = Hasher()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
+        self.hasher.update(data)
         return self._file.write(data)
+
+
+def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
+    try:
+        with _without_crc32():
+            # Without the storage around it, which torch.save would write too.
+            torch.save(_by_itself(tensor), cast(IO[bytes], file))
+    except RuntimeError as error:
+        # After a write that fails, torch.save ends its archive and complains of that.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Without the checksums in torch.save's archives, which torch.load does not look at."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,63 +153,100 @@ class VerifyingReader(FileSystemReader):
 
     Args:
         folder: with DCP's files.
-        checksums: what the CRC-32 of checksums.json must be.
+        checksum: of index.json.
+
+    Raises CheckpointError if index.json is missing, damaged, or lists other than whole tensors.
     """
 
-    def __init__(self, folder: Path, checksums: int) -> None:
+    def __init__(self, folder: Path, checksum: str) -> None:
         super().__init__(folder)
         self.folder = folder
-        self._metadata: Metadata | None = None
-        listed = _verified(folder / CHECKSUMS, checksums)
-        self.checksums: dict[str, Any] = json.loads(listed)
-        self._crc32 = {
-            (name, offset): crc32
-            for name, items in self.checksums.items()
-            if name != METADATA
-            for offset, _, crc32 in items
-        }
+        path = folder / INDEX
+        try:
+            self.index = Index.model_validate_json(verified(path, checksum))
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{path} is not what ds_lgamp writes ({first_complaint(error)}); do not trust this checkpoint"
+            ) from None
+        self._metadata = self.index.in_dcp()
+        self.tensors: dict[str, TensorStorageMetadata] = dict(self._metadata.state_dict_metadata)  # type: ignore[arg-type]
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
-        """DCP's index of the folder. Raises CheckpointError if it is damaged or holds anything else."""
-        if self._metadata is None:
-            data = _verified(self.folder / METADATA, self.checksums[METADATA])
-            self._metadata = _unpickle_metadata(self.folder / METADATA, data)
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+        by_file: dict[str, list[tuple[Part, ReadItem]]] = {}
         for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            if place.relative_path not in self.checksums:
-                raise CheckpointError(f"{self.folder / METADATA} names a file that is none of the checkpoint's")
-            by_file.setdefault(place.relative_path, []).append((place, item))
+            part = self.storage_data[item.storage_index]
+            by_file.setdefault(part.file, []).append((part, item))
         for name, items in by_file.items():
             with open_data(self.folder / name) as file:
-                for place, item in sorted(items, key=lambda pair: pair[0].offset):
-                    _read_item(item, self.item(file, name, place.offset, place.length), planner)
+                for part, item in sorted(items, key=lambda pair: pair[0].position):
+                    self._read_item(file, part, item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def item(self, file: io.BufferedReader, name: str, offset: int, length: int) -> bytes:
-        """The bytes of one item. Raises CheckpointError if they are not what was written."""
-        file.seek(offset)
-        data = file.read(length)
-        if len(data) < length or zlib.crc32(data) != self._crc32.get((name, offset)):
-            raise damaged(self.folder / name)
-        return data
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor ``name``. Raises CheckpointError if it is not what was written."""
+        flat, end = torch.empty(self.tensors[name].size.numel(), dtype=self.tensors[name].properties.dtype), 0
+        for part in self.index.tensors[name].parts:
+            start, end = end, end + prod(part.sizes)
+            with open_data(self.folder / part.file) as file:
+                self._fill(file, name, part, flat[start:end])
+        return flat.reshape(self.tensors[name].size)
+
+    def _read_item(self, file: io.BufferedReader, part: Part, item: ReadItem, planner: LoadPlanner) -> None:
+        name = item.storage_index.fqn
+        dtype, target = self.tensors[name].properties.dtype, planner.resolve_tensor(item).detach()
+        if list(item.lengths) == part.sizes and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
+            self._fill(file, name, part, target.view(-1))
+        else:
+            values = torch.empty(part.sizes, dtype=dtype)
+            self._fill(file, name, part, values.view(-1))
+            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                values = values.narrow(dimension, start, length)
+            target.copy_(values)
+        planner.commit_tensor(item, target)
+
+    def _fill(self, file: io.BufferedReader, name: str, part: Part, values: torch.Tensor) -> None:
+        """Reads the numbers of ``part`` of the tensor ``name`` into ``values`` [numel], where they stay. torch.load
+        would copy them once more, which takes as long as to read them, and would look at the code beside them."""
+        path = self.folder / part.file
+        if os.fstat(file.fileno()).st_size < part.position + part.length:
+            raise damaged(path)
+        file.seek(part.position)
+        head = file.read(min(part.length, _BEFORE_STORAGE))
+        hasher = Hasher(head)
+        memory = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        start = _storage_in(head)
+        fits = 0 < start <= part.length - len(memory)
+        if not fits:
+            start, memory = 0, memory[:0]
+        end = start + len(memory)
+        within = head[start:end]
+        memory[: len(within)] = within
+        for first in range(len(within), len(memory), _PIECE):
+            piece = memory[first : first + _PIECE]
+            file.readinto(piece)
+            hasher.update(piece)
+        rest = file.read(max(part.length - max(len(head), end), 0))
+        hasher.update(rest)
+        if hasher.hexdigest() != part.checksum:
+            raise damaged(path)
+        # Where the numbers end, the zip file goes on.
+        if not fits or (head[end:] + rest)[:2] != b"PK":
+            raise CheckpointError(f"{path} holds no tensor for {name}; do not trust this checkpoint")
 
 
-def _read_item(item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
-    target = planner.resolve_tensor(item).detach()
-    try:
-        whole = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(f"{item.storage_index.fqn} is no tensor but code; do not trust this checkpoint") from None
-    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-        whole = whole.narrow(dimension, start, length)
-    target.copy_(whole)
-    planner.commit_tensor(item, target)
+def _storage_in(head: bytes) -> int:
+    """Where the numbers of a tensor begin in the archive that torch.save wrote; 0 if ``head`` is of none."""
+    name = head.find(_STORAGE)
+    if name < 2:
+        return 0
+    # An entry of a zip file: its name, as many bytes as those before the name say, then what it holds.
+    (between,) = struct.unpack_from("<H", head, name - 2)
+    return name + len(_STORAGE) + between
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -185,7 +260,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Loads into FlatShards; never anything else, which DCP would unpickle."""
+    """Loads into FlatShards."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -199,57 +274,12 @@ class ShardLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; do not trust this checkpoint")
 
-
-def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """What DCP's index lists. Raises CheckpointError for anything but tensors."""
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{name} is no tensor; do not trust this checkpoint")
-    return dict(metadata.state_dict_metadata)  # type: ignore[arg-type]
-
-
-_METADATA_CLASSES = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__ if name != "Metadata"),
-        Metadata,
-        dcp_metadata._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        torch.Size,
-    )
-}
-_METADATA_CLASSES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and torch's dtypes, nothing that does anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = _METADATA_CLASSES.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def _unpickle_metadata(path: Path, data: bytes) -> Metadata:
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds {error}, which is no metadata; do not trust this checkpoint") from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path} holds no metadata; do not trust this checkpoint")
-    return metadata
-
-
-def _verified(path: Path, crc32: int) -> bytes:
+def verified(path: Path, checksum: str) -> bytes:
+    """What ``path`` holds. Raises CheckpointError if it is missing or its checksum is another."""
     with open_data(path) as file:
         data = file.read()
-    if zlib.crc32(data) != crc32:
+    if checksum_of(data) != checksum:
         raise damaged(path)
     return data
 

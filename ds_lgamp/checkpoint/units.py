@@ -11,7 +11,8 @@ from ds_lgamp.partition.parts import Part, parts_of
 from ds_lgamp.partition.unit import Segment, Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
-PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
+"""What the names of tensors in a checkpoint begin with."""
 
 
 class Range(NamedTuple):
@@ -151,7 +152,7 @@ class Loading:
         """What was read becomes the optimizer's state.
 
         Args:
-            groups: options of the parameter groups.
+            groups: options of the parameter groups; others keep their values.
             scalars: by group, the state that is no tensor of the model, encoded.
         """
         own = optimizer.state_dict()["param_groups"]
@@ -161,7 +162,7 @@ class Loading:
             if tensors or scalars[segment.group]:
                 # Decoded for each: an optimizer counts in the tensors it is given.
                 state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
-        merged = [{**group, "params": mine["params"]} for group, mine in zip(groups, own)]
+        merged = [{**mine, **group, "params": mine["params"]} for group, mine in zip(groups, own)]
         optimizer.load_state_dict({"state": state, "param_groups": merged})
 
 

@@ -10,6 +10,8 @@ import torch
 
 _TAG = "type"
 """Marks a dictionary that stands for another value."""
+_ARRAY_KINDS = "biuf"
+"""Of NumPy: truth values, integers and floating point."""
 
 
 class UnsupportedValue(TypeError):
@@ -32,7 +34,7 @@ def encode(value: Any) -> Any:
         return {_TAG: "tuple", "value": [encode(entry) for entry in value]}
     if isinstance(value, torch.Tensor):
         return {_TAG: "tensor", **_encode_tensor(value)}
-    if kind is numpy.ndarray and value.dtype.kind in "biuf":
+    if kind is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS:
         return {_TAG: "array", **_encode_array(value)}
     if isinstance(value, Mapping):
         if all(type(key) is str for key in value) and _TAG not in value:
@@ -44,20 +46,30 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that :func:`encode` made ``value`` of; named tuples and other dictionaries come back as plain ones."""
+    """The value that :func:`encode` made ``value`` of; named tuples and other dictionaries come back as plain ones.
+    Raises UnsupportedValue for what it did not make."""
+    try:
+        return _decode(value)
+    except UnsupportedValue:
+        raise
+    except (AttributeError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedValue(f"a value that cannot be decoded ({type(error).__name__}: {error})") from None
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(entry) for entry in value]
+        return [_decode(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     tag = value.get(_TAG)
     if tag is None:
-        return {key: decode(entry) for key, entry in value.items()}
+        return {key: _decode(entry) for key, entry in value.items()}
     if tag == "float":
         return float(value["value"])
     if tag == "tuple":
-        return tuple(decode(entry) for entry in value["value"])
+        return tuple(_decode(entry) for entry in value["value"])
     if tag == "dict":
-        return {decode(key): decode(entry) for key, entry in value["value"]}
+        return {_decode(key): _decode(entry) for key, entry in value["value"]}
     if tag == "tensor":
         return _decode_tensor(value)
     if tag == "array":
@@ -93,5 +105,8 @@ def _encode_array(array: numpy.ndarray) -> dict[str, Any]:
 
 
 def _decode_array(value: dict[str, Any]) -> numpy.ndarray:
-    flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=value["dtype"])
+    dtype = numpy.dtype(value["dtype"])
+    if dtype.kind not in _ARRAY_KINDS:
+        raise UnsupportedValue(f"an array of type '{value['dtype']}', which no array has here")
+    flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=dtype)
     return flat.reshape(value["shape"]).copy()

@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, tensors_of
-from ds_lgamp.checkpoint.units import OPTIMIZER, PARAMETERS
+from ds_lgamp.checkpoint.state import decode_text
+from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardSavePlanner
+from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
 from ds_lgamp.checkpoint.values import decode, encode
-
-BUFFERS, RANKS = "buffers", "ranks"
 
 
 class WholeCheckpoint(NamedTuple):
@@ -40,13 +39,8 @@ def read_whole(folder: Path) -> WholeCheckpoint:
     """The checkpoint ``folder``. Raises CheckpointError if it is none, or damaged."""
     state = folders.read_state(folder)
     reader = folders.reader(folder, state)
-    index = tensors_of(reader.read_metadata())
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.items()
-        if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0"
-    }
-    _alone(partial(dcp.load, _shards(tensors), storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True))
+    wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0")
+    tensors = {name: reader.whole(name) for name in wanted}
     whole = WholeCheckpoint({}, {}, {}, decode(state), {})
     for name in state["parameters"]:
         # Of no elements there is nothing to write.
@@ -59,7 +53,7 @@ def read_whole(folder: Path) -> WholeCheckpoint:
         elif kind == BUFFERS and rest.startswith("0/"):
             whole.buffers[rest.removeprefix("0/")] = tensor
         elif kind == RANKS:
-            whole.client_state.update(decode(json.loads(tensor.numpy().tobytes())["client_state"]))
+            whole.client_state.update(decode_text(folder, key, tensor)["client_state"])
     return whole
 
 

@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.storage import VerifyingReader, tensors_of
+from ds_lgamp.checkpoint.state import decode_text
+from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
-from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline, persistent_buffers
+from ds_lgamp.integrations.deepspeed.module import (
+    empty_extra_states,
+    global_names,
+    layer_types,
+    over_data,
+    over_pipeline,
+    persistent_buffers,
+)
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.parts import parts_of
@@ -45,22 +54,27 @@ class Parts(NamedTuple):
 def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[str, Any], publish_latest: bool) -> None:
     """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all."""
 
-    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any]]:
+    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any, Any]]:
         folders.check_tag(tag)
         partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
         tensors[_rank_name(engine.stage_id, engine.grid.data_parallel_id)] = FlatShard(text.shape, 0, text)
         parameters = _parameters(engine) if engine.grid.data_parallel_id == 0 else {}
-        return tensors, _state(engine), (parameters, optimizer_scalars(partition, optimizer))
+        return (
+            tensors,
+            _state(engine),
+            (parameters, optimizer_scalars(partition, optimizer), empty_extra_states(engine.module)),
+        )
 
     tensors, state, own = everywhere(collect)
     tensors |= _buffers_to_write(engine)
     ranks = everyone(own)
-    parameters = {name: info for rank, _ in ranks for name, info in rank.items()}
-    scalars = {group: values for _, rank in ranks for group, values in rank.items()}
+    parameters = {name: info for rank, _, _ in ranks for name, info in rank.items()}
+    scalars = {group: values for _, rank, _ in ranks for group, values in rank.items()}
     state["parameters"] = {name: parameters[name] for name in sorted(parameters, key=_layer_of)}
     state["optimizer"]["scalars"] = [scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
+    state["layers"]["extra_states"] = sorted({name for _, _, rank in ranks for name in rank})
     engine.saver.save(directory, tag, tensors, state, publish_latest)
 
 
@@ -68,29 +82,40 @@ def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
     """Goes on with ``parts`` of the checkpoint ``folder``, whose client state is returned. Collective over all ranks;
     raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
     state, reader = everywhere(partial(_open, folder))
-    index = tensors_of(reader.read_metadata())
-    sizes = {name: entry.size for name, entry in index.items()}
+    sizes = {name: entry.size for name, entry in reader.tensors.items()}
     own = {name: info for rank in over_pipeline(engine.module, _parameters(engine)) for name, info in rank.items()}
     everywhere(partial(_check, engine, folder, state, parts, own, sizes))
-    loading = Loading(engine.optimizer.partition, {name: entry.properties.dtype for name, entry in index.items()})
+    dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
+    loading = Loading(engine.optimizer.partition, dtypes)
     loading.add_weights()
     if parts.optimizer:
         loading.add_optimizer()
-    buffers, text = _buffers_to_read(engine, state, sizes), _text_to_read(engine, state, sizes)
+    buffers = _buffers_to_read(engine, state, sizes)
+    text = everywhere(partial(_text_to_read, engine, state, sizes))
     engine.saver.load(reader, {**loading.targets, **buffers, **text})
-    mine: dict[str, Any] = {"random": {}, "client_state": {}}
-    for shard in text.values():
-        mine = decode(json.loads(shard.values.numpy().tobytes()))
-    loading.commit_weights()
-    _commit_buffers(engine, buffers)
-    if parts.optimizer:
-        written = state["optimizer"]
-        loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
-    if parts.scheduler and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]["state"]))
-    if parts.progress:
-        _resume(engine, state, mine["random"])
+    mine = everywhere(partial(_decoded, folder, text))
+
+    def commit() -> None:
+        loading.commit_weights()
+        _commit_buffers(engine, buffers)
+        if parts.optimizer:
+            written = state["optimizer"]
+            loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
+        if parts.scheduler and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]["state"]))
+        if parts.progress:
+            _resume(engine, state, mine["random"])
+
+    everywhere(commit)
     return mine["client_state"]
+
+
+def _decoded(folder: Path, text: Mapping[str, FlatShard]) -> dict[str, Any]:
+    """What belongs to this rank."""
+    mine: dict[str, Any] = {"random": {}, "client_state": {}}
+    for name, shard in text.items():
+        mine = decode_text(folder, name, shard.values)
+    return mine
 
 
 def latest(directory: Path) -> str | None:
@@ -100,9 +125,7 @@ def latest(directory: Path) -> str | None:
 
 def _open(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
     state = folders.read_state(folder)
-    reader = folders.reader(folder, state)
-    reader.read_metadata()
-    return state, reader
+    return state, folders.reader(folder, state)
 
 
 def _encoded(name: str, value: Any) -> Any:
@@ -122,6 +145,7 @@ def _state(engine: "LgampEngine") -> dict[str, Any]:
     return {
         "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "layout": _layout(engine),
+        "layers": _layers(engine),
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "micro_offset": engine.module.micro_offset,
         "data": _epoch(engine) if engine.training_data else None,
@@ -147,6 +171,15 @@ def _layout(engine: "LgampEngine") -> dict[str, Any]:
         "placement": layout.placement,
         "data_type": str(parameter_dtype(engine._config)).removeprefix("torch."),
     }
+
+
+def _layers(engine: "LgampEngine") -> dict[str, Any]:
+    """What parameters do not show of the layers: what they are, which use a tied module, how DeepSpeed cuts them."""
+    tied: dict[str, list[int]] = {}
+    for layer, spec in enumerate(engine.module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append(layer)
+    return {"types": layer_types(engine.module), "tied": tied, "partition_method": engine.partition_method}
 
 
 def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
@@ -225,7 +258,8 @@ def _text_to_read(
     there = state["layout"]
     name = _rank_name(engine.stage_id % there["pipeline_ranks"], engine.grid.data_parallel_id % there["data_ranks"])
     if name not in sizes:
-        return {}
+        # Written by one process, for all.
+        name = _rank_name(0, 0)
     return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
 
 
@@ -274,7 +308,8 @@ def _check(
         )
     for name, tensor in persistent_buffers(engine.module):
         size = sizes.get(f"buffers/0/{name}")
-        if size != tensor.shape and (parts.strict or size is not None):
+        # Of no elements there is nothing to write.
+        if size != tensor.shape and (size is not None or (parts.strict and tensor.numel())):
             there = "absent" if size is None else list(size)
             raise CheckpointError(
                 f"{folder} is of another model (buffer {name} is {there} there, {list(tensor.shape)} here); build the "
@@ -324,8 +359,8 @@ def _check_optimizer(engine: "LgampEngine", folder: Path, state: dict[str, Any],
 def _resume(engine: "LgampEngine", state: dict[str, Any], random: dict[str, Any]) -> None:
     """Goes on where the checkpoint was written: counters, loss scale, position in the engine's own data, random
     states."""
-    for name, value in state["counters"].items():
-        setattr(engine, name, value)
+    for name in _COUNTERS:
+        setattr(engine, name, state["counters"][name])
     engine.module.micro_offset = state["micro_offset"]
     load_scaler_state(engine.optimizer.loss_scaler, state["loss_scaler"])
     if engine.training_data:

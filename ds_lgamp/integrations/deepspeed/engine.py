@@ -75,6 +75,7 @@ class LgampEngine(PipelineEngine):
         self.zero_stage = int(config.zero_optimization_stage)
         """The stage the user asked for; DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings = settings
+        self.partition_method = partition_method
         refuse_unsupported(config, module, arguments.get("optimizer"))
         refuse_irreproducible(settings, config, module)
         if settings.recompute == "selective":

@@ -1,15 +1,18 @@
 """Puts the engine behind ``deepspeed.initialize``, and takes it away again."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
 
+from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.deferred_init import is_deferred
@@ -20,6 +23,7 @@ _stock_partition_layers = PipelineModule._partition_layers
 _METHOD = "_ds_lgamp_partition_method"
 _PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 """What ``deepspeed.initialize`` builds for other modules than PipelineModule."""
+_stock_destroy = dist.destroy_process_group
 _replaced: dict[str, Any] = {}
 """What stood in ``deepspeed`` before :func:`install`, by name."""
 
@@ -121,6 +125,16 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
     _stock_partition_layers(self, method)
 
 
+@wraps(_stock_destroy)
+def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Waits for checkpoints that are being written, for which ranks have yet to talk to each other."""
+    try:
+        if group in (None, dist.group.WORLD):
+            wait_for_all()
+    finally:
+        _stock_destroy(group)
+
+
 def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed."""
     if _replaced:
@@ -134,6 +148,7 @@ def install() -> None:
         _replaced[name] = getattr(deepspeed, name)
         setattr(deepspeed, name, standing_in(_replaced[name], instantiate))
     PipelineModule._partition_layers = _partition_layers
+    _set_destroy(_destroy_process_group)
 
 
 def uninstall() -> None:
@@ -142,3 +157,9 @@ def uninstall() -> None:
         setattr(deepspeed, name, stock)
     _replaced.clear()
     PipelineModule._partition_layers = _stock_partition_layers
+    _set_destroy(_stock_destroy)
+
+
+def _set_destroy(function: Callable[..., None]) -> None:
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, _stock_destroy.__name__, function)

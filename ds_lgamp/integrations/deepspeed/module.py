@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory, deferred_keys, defers
@@ -296,6 +297,17 @@ def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tens
             for name, tensor in part.named_buffers(recurse=False):
                 if name not in part._non_persistent_buffers_set:
                     yield f"{path}.{name}", tensor
+
+
+def empty_extra_states(module: PipelineModule) -> list[str]:
+    """Entries of the state of this rank's layers that hold nothing, by global name. Megatron-core's linear layers have
+    them, and miss them where they are not there."""
+    return [
+        f"{path}.{_EXTRA_STATE_KEY_SUFFIX}"
+        for prefix, layer in built_layers(module).items()
+        for path, part in layer.named_modules(prefix=prefix)
+        if type(part).get_extra_state is not nn.Module.get_extra_state and part.get_extra_state() is None
+    ]
 
 
 def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:

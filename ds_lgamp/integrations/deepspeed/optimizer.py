@@ -169,9 +169,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Of the optimizer that steps."""
         return type(self.optimizer).__name__
 
-    def complaint_about_class(self, written: str) -> str | None:
-        """Why the state of an optimizer of the class ``written`` does not fit; None if it does."""
-        if written == self.class_name:
+    def complaint_about_class(self, written: str | None) -> str | None:
+        """Why the state of an optimizer of the class ``written``, or of an unknown one, does not fit; None if it
+        does."""
+        if written in (self.class_name, None):
             return None
         return f"the optimizer state is that of {written}, this run's optimizer is {self.class_name}; use {written}"
 

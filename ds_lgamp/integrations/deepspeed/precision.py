@@ -72,12 +72,13 @@ def loss_scaler(config: Any) -> LossScalerBase:
 
 
 def scaler_state(scaler: LossScalerBase) -> dict[str, Any] | None:
-    """What a checkpoint keeps of a dynamic scaler; None of a static one, which is the configuration's."""
-    return {name: getattr(scaler, name) for name in _SCALER_STATE} if scaler.dynamic else None
+    """What a checkpoint keeps of a dynamic scaler; None of a static one, which is the configuration's. Its settings are
+    kept for whom they cannot be had from a configuration."""
+    return {name: value for name, value in vars(scaler).items() if name != "dtype"} if scaler.dynamic else None
 
 
 def load_scaler_state(scaler: LossScalerBase, state: dict[str, Any] | None) -> None:
     """Goes on where the scaler of :func:`scaler_state` stood, if both are dynamic."""
     if scaler.dynamic and state is not None:
-        for name, value in state.items():
-            setattr(scaler, name, value)
+        for name in _SCALER_STATE:
+            setattr(scaler, name, state[name])

@@ -6,7 +6,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -109,7 +109,18 @@ def _failures_end_the_process(hint: str = "") -> Iterator[None]:
     except Exception as error:
         if _STOCK_REFUSAL in str(error):
             _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED)
-        _leave(traceback.format_exc() + hint, _FAILED)
+        message = traceback.format_exc() + hint
+        _finish_checkpoints()
+        _leave(message, _FAILED)
+
+
+def _finish_checkpoints() -> None:
+    """Those that threads write; leaving would end the threads."""
+    from ds_lgamp.checkpoint.errors import CheckpointError
+    from ds_lgamp.checkpoint.saver import wait_for_all
+
+    with suppress(CheckpointError):
+        wait_for_all()
 
 
 def _check_config(arguments: Sequence[str]) -> None:

@@ -1,0 +1,128 @@
+"""Which tensors a folder has and where their parts lie, as JSON that is checked before anything is read by it."""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ds_lgamp.checkpoint.boxes import Box, boxes
+from ds_lgamp.checkpoint.checksum import Checksum
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sizes = Annotated[list[Count], Field(max_length=64)]
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and the bytes that hold it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    file: Annotated[str, Field(pattern=r"^\w+\.distcp$")]
+    position: Count
+    length: Count
+    checksum: Checksum
+
+
+class Entry(BaseModel):
+    """A tensor; its parts are all its elements, each once."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    dtype: str
+    shape: Sizes
+    parts: list[Part]
+    """In the order of their elements."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _exists(cls, name: str) -> str:
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f"'{name}' is no type of this torch")
+        return name
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Entry":
+        self.parts.sort(key=self._start)
+        end = 0
+        for part in self.parts:
+            start = self._start(part)
+            box = Box(tuple(part.offsets), tuple(part.sizes), start)
+            if start != end or boxes(self.shape, start, start + box.numel) != [box]:
+                raise ValueError("its parts do not follow one another")
+            end += box.numel
+        if end != prod(self.shape) or not self.parts:
+            raise ValueError(f"its parts have {end} elements of {prod(self.shape)}")
+        return self
+
+    def _start(self, part: Part) -> int:
+        """Of ``part`` in the flattened tensor."""
+        return sum(offset * prod(self.shape[axis + 1 :]) for axis, offset in enumerate(part.offsets))
+
+    def in_dcp(self) -> TensorStorageMetadata:
+        chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in self.parts]
+        return TensorStorageMetadata(TensorProperties(getattr(torch, self.dtype)), torch.Size(self.shape), chunks)
+
+
+class Index(BaseModel):
+    """The content of index.json."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    metadata_checksum: Checksum
+    """Of DCP's own index, which only other programs read."""
+    tensors: dict[str, Entry]
+
+    def in_dcp(self) -> Metadata:
+        """For DCP's planners; where DCP's readers would find the place of an item there is its :class:`Part`."""
+        return Metadata(
+            state_dict_metadata={name: entry.in_dcp() for name, entry in self.tensors.items()},
+            storage_data={
+                MetadataIndex(name, part.offsets): part for name, entry in self.tensors.items() for part in entry.parts
+            },
+            storage_meta=StorageMeta(),
+        )
+
+
+def make_index(
+    metadata: Metadata, written: Iterable[tuple[MetadataIndex, _StorageInfo, str]], metadata_checksum: str
+) -> Index:
+    """The index of what all ranks wrote.
+
+    Args:
+        metadata: what DCP planned.
+        written: the place and checksum of every item.
+    """
+    planned: Mapping[str, Any] = metadata.state_dict_metadata
+    sizes = {(name, chunk.offsets): chunk.sizes for name, entry in planned.items() for chunk in entry.chunks}
+    parts: dict[str, list[Part]] = {name: [] for name in planned}
+    for item, place, checksum in written:
+        assert item.offset is not None, "the state has tensors only"
+        box = list(item.offset), list(sizes[item.fqn, item.offset])
+        parts[item.fqn].append(Part(*box, place.relative_path, place.offset, place.length, checksum))
+    return Index(
+        metadata_checksum=metadata_checksum,
+        tensors={
+            name: Entry(
+                dtype=str(entry.properties.dtype).removeprefix("torch."), shape=list(entry.size), parts=parts[name]
+            )
+            for name, entry in planned.items()
+        },
+    )
+
+
+def first_complaint(error: ValidationError) -> str:
+    """Where pydantic found the first fault, and which."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg'].removeprefix('Value error, ')}" if place else first["msg"]

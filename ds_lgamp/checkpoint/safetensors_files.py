@@ -1,0 +1,218 @@
+"""Weights as safetensors files, and back."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_lgamp import __version__
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.storage import VerifyingReader, sync, sync_folder, write_synced
+from ds_lgamp.checkpoint.units import BUFFERS, PARAMETERS
+from ds_lgamp.checkpoint.whole import WholeCheckpoint
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_BUFFERS_KEY = "ds_lgamp.buffers"
+"""Of a file's metadata: which of its tensors are buffers."""
+
+
+class _Planned(NamedTuple):
+    """A tensor of the file to come."""
+
+    name: str
+    key: str | None
+    """In the checkpoint; None if it has no elements, which are not written there."""
+    shape: list[int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Writes weights and buffers of the checkpoint ``source`` as the folder ``target``, which must not exist.
+
+    They are in model.safetensors or, where that would be larger than ``shard_bytes``, in several files of at most that
+    size, unless one tensor is larger, with model.safetensors.index.json. The memory it takes is that of one file.
+
+    Args:
+        dtype: of the parameters; buffers keep theirs.
+
+    Raises CheckpointError if the checkpoint cannot be read or safetensors is not installed; then nothing is there.
+    """
+    _library()
+    state = folders.read_state(source)
+    reader = folders.reader(source, state)
+    shards = _shards(_plan(state, reader, dtype), shard_bytes)
+    if target.exists():
+        raise CheckpointError(f"{target} exists; remove it or name another folder")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(shards, reader, partial)
+        os.rename(partial, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read_safetensors(source: Path) -> WholeCheckpoint:
+    """What a file, or a folder with one or with an index, has, as a checkpoint without optimizer state. Its names must
+    be those of the model's layers. Tensors that do not hold real numbers are taken for buffers, and those that
+    :func:`write_safetensors` marked.
+
+    Raises CheckpointError if a file is missing, is none of that format, or has no weights.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for path, listed in _files(source).items():
+        tensors, marked = _read(path)
+        if listed is not None and listed != tensors.keys():
+            name = min(listed ^ tensors.keys())
+            raise CheckpointError(f"{source / INDEX} and {path.name} disagree about {name}; bring both back")
+        for name, tensor in tensors.items():
+            kind = buffers if name in marked or not tensor.is_floating_point() else parameters
+            kind[name] = tensor
+    if not parameters:
+        raise CheckpointError(f"{source} has no weights; name a file or folder that has")
+    return _weights_only(dict(sorted(parameters.items(), key=_place)), buffers)
+
+
+def _library() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise CheckpointError("safetensors is not installed; pip install safetensors") from None
+    return safetensors
+
+
+def _plan(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtype) -> Iterator[_Planned]:
+    for name, described in state["parameters"].items():
+        key = f"{PARAMETERS}/{name}"
+        yield _Planned(name, key if key in reader.tensors else None, described["shape"], dtype)
+    prefix = f"{BUFFERS}/0/"
+    for key, entry in reader.tensors.items():
+        if key.startswith(prefix):
+            yield _Planned(key.removeprefix(prefix), key, list(entry.size), entry.properties.dtype)
+
+
+def _shards(planned: Iterator[_Planned], shard_bytes: int) -> list[list[_Planned]]:
+    shards: list[list[_Planned]] = [[]]
+    size = 0
+    for tensor in planned:
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _write(shards: list[list[_Planned]], reader: VerifyingReader, folder: Path) -> None:
+    several = len(shards) > 1
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else SINGLE
+        _write_file(folder / file, shard, reader)
+        files |= {tensor.name: file for tensor in shard}
+    if several:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        write_synced(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    sync_folder(folder)
+
+
+def _write_file(path: Path, shard: list[_Planned], reader: VerifyingReader) -> None:
+    tensors = {
+        tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.key is None
+        else reader.whole(tensor.key).to(tensor.dtype)
+        for tensor in shard
+    }
+    marked = [tensor.name for tensor in shard if tensor.key is not None and tensor.key.startswith(f"{BUFFERS}/")]
+    # Some readers want to know whose tensors these are.
+    _library().torch.save_file(tensors, path, metadata={"format": "pt", _BUFFERS_KEY: json.dumps(marked)})
+    with open(path, "rb") as file:
+        sync(file)
+
+
+def _files(source: Path) -> dict[Path, set[str] | None]:
+    """The files to read and, where an index says, which tensors each has."""
+    if not source.is_dir():
+        return {source: None}
+    index = source / INDEX
+    if not index.is_file():
+        return {source / SINGLE: None}
+    files: dict[Path, set[str] | None] = {}
+    try:
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(f"'{file}' is no file of the folder")
+            files.setdefault(source / file, set()).add(name)  # type: ignore[union-attr]
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files ({error}); bring it back") from None
+    return files
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The tensors of a file, and which are marked as buffers."""
+    library = _library()
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; name a .safetensors file or a folder with {SINGLE} or {INDEX}")
+    try:
+        with library.safe_open(path, framework="pt", device="cpu") as content:
+            tensors = {name: content.get_tensor(name) for name in content.keys()}
+            marked = json.loads((content.metadata() or {}).get(_BUFFERS_KEY, "[]"))
+        if not isinstance(marked, list) or not all(isinstance(name, str) for name in marked):
+            raise ValueError(f"{_BUFFERS_KEY} is no list of names")
+    # Whatever the library raises for a file that is none.
+    except Exception as error:
+        first = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path} is no safetensors file that can be read ({first}); bring it back") from None
+    return tensors, set(marked)
+
+
+def _place(entry: tuple[str, Any]) -> tuple[int, str]:
+    """Layers in their order, tied modules first."""
+    layer = entry[0].partition(".")[0]
+    return (int(layer) if layer.isdecimal() else -1), entry[0]
+
+
+def _weights_only(parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> WholeCheckpoint:
+    layers = max(_place(entry)[0] for entry in parameters.items()) + 1
+    state = {
+        "versions": {"ds_lgamp": __version__, "torch": str(torch.__version__)},
+        "layout": {
+            "pipeline_ranks": 1,
+            "data_ranks": 1,
+            "zero_stage": 0,
+            "schedule": "layered",
+            "chunk_bounds": [0, max(layers, 1)],
+            "placement": [0],
+            "data_type": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+        },
+        "layers": {"types": None, "tied": {}, "partition_method": None, "extra_states": []},
+        "parameters": {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
+        "optimizer": None,
+        "lr_scheduler": None,
+        "loss_scaler": None,
+        "counters": {
+            "global_steps": 0,
+            "global_samples": 0,
+            "skipped_steps": 0,
+            "micro_steps": 0,
+            "_pulled_of_training_data": 0,
+        },
+        "micro_offset": 0,
+        "data": None,
+    }
+    return WholeCheckpoint(dict(parameters), buffers, {}, state, {})

@@ -1,0 +1,166 @@
+"""What state.json holds, checked before anything is done by it."""
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ds_lgamp.checkpoint.checksum import Checksum
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.index import Count, Sizes, first_complaint
+from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
+from ds_lgamp.checkpoint.values import UnsupportedValue, decode
+
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Encoded = dict[str, Any]
+"""Of values.py."""
+
+
+class _Strict(BaseModel):
+    """Other keys are left as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Layout(_Strict):
+    """Where the run was when it was written."""
+
+    pipeline_ranks: Positive
+    data_ranks: Positive
+    zero_stage: Count
+    schedule: str
+    chunk_bounds: list[Count]
+    placement: list[Count]
+    data_type: str
+
+    @field_validator("data_type")
+    @classmethod
+    def _exists(cls, name: str) -> str:
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f"'{name}' is no type of this torch")
+        return name
+
+
+class Layers(_Strict):
+    """What the layout of stock DeepSpeed's pipelines depends on."""
+
+    types: list[str] | None
+    """None where only a run would know."""
+    tied: dict[str, list[Count]]
+    partition_method: str | None
+    extra_states: list[str]
+
+
+class Parameter(_Strict):
+    shape: Sizes
+    group: Count | None
+    """Of the optimizer; None if it does not train."""
+
+
+class Optimizer(_Strict):
+    kind: str | None = Field(alias="class")
+    groups: list[Encoded]
+    scalars: list[Encoded]
+    """By group, state that is no tensor of the model."""
+
+    @model_validator(mode="after")
+    def _have_both(self) -> "Optimizer":
+        if len(self.groups) != len(self.scalars):
+            raise ValueError(f"it has {len(self.groups)} groups and scalars of {len(self.scalars)}")
+        return self
+
+
+class Scheduler(_Strict):
+    kind: str | None = Field(alias="class")
+    state: Encoded
+
+
+class LossScaler(_Strict):
+    """Named as the attributes of DeepSpeed's dynamic one are."""
+
+    cur_scale: float
+    cur_iter: Count
+    last_overflow_iter: int
+    cur_hysteresis: Count
+
+
+class Counters(_Strict):
+    """Named as the engine's attributes are."""
+
+    global_steps: Count
+    global_samples: Count
+    skipped_steps: Count
+    micro_steps: Count
+    pulled: Count = Field(alias="_pulled_of_training_data")
+
+
+class Epoch(_Strict):
+    micro_batches_per_epoch: Positive
+    samples: Positive
+
+
+class State(_Strict):
+    """Format 3."""
+
+    versions: dict[str, str]
+    layout: Layout
+    layers: Layers
+    parameters: dict[str, Parameter]
+    optimizer: Optimizer | None
+    """None if there are weights only."""
+    lr_scheduler: Scheduler | None
+    loss_scaler: LossScaler | None
+    counters: Counters
+    micro_offset: Count
+    data: Epoch | None
+    tensors: Annotated[str, Field(pattern=r"^tensors-\w+$")]
+    """The folder that has them."""
+    index_checksum: Checksum
+
+
+def check_state(path: Path, state: Any) -> None:
+    """Raises CheckpointError if ``state``, which ``path`` holds, is not what save_checkpoint writes."""
+    try:
+        State.model_validate(state)
+        decode(state)
+    except ValidationError as error:
+        raise _distrusted(path, first_complaint(error)) from None
+    except UnsupportedValue as error:
+        raise _distrusted(path, f"it holds {error}") from None
+
+
+def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
+    """The random states and client state that the tensor ``name`` of the checkpoint ``folder`` has for a rank. Raises
+    CheckpointError if it has not."""
+    try:
+        content = decode(json.loads(text.numpy().tobytes()))
+    except (RecursionError, UnsupportedValue, ValueError) as error:
+        raise _distrusted(folder, f"{name} holds {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(content.get(k), dict) for k in ("random", "client_state")):
+        raise _distrusted(folder, f"{name} holds no random states and client state")
+    return content
+
+
+def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raises CheckpointError if the ``tensors`` of a checkpoint are not those that its ``state`` in ``path`` lists."""
+    shapes = {name: info["shape"] for name, info in state["parameters"].items()}
+    for name, shape in shapes.items():
+        if prod(shape) and f"{PARAMETERS}/{name}" not in tensors:
+            raise _distrusted(path, f"it lists parameter {name}, which is not there")
+    for key, entry in tensors.items():
+        kind, _, rest = key.partition("/")
+        name = rest.partition("/")[2] if kind == OPTIMIZER else rest
+        if kind in (PARAMETERS, OPTIMIZER) and shapes.get(name) != list(entry.size):
+            raise _distrusted(path, f"it says that {name} is {shapes.get(name, 'absent')}, {key} is {list(entry.size)}")
+        is_text = entry.properties.dtype == torch.uint8 and len(entry.size) == 1
+        if kind not in (PARAMETERS, OPTIMIZER, BUFFERS, RANKS) or (kind == RANKS and not is_text):
+            raise _distrusted(path, f"beside it is {key}")
+
+
+def _distrusted(path: Path, complaint: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not what ds_lgamp writes ({complaint}); do not trust this checkpoint")

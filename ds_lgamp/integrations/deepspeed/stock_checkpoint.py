@@ -1,0 +1,93 @@
+"""The files of a checkpoint that stock DeepSpeed's pipeline engine writes and loads, at ZeRO stage 0 and 1.
+
+TAG/layer_03-model_states.pt                             parameters and buffers of layer 3, as the model computes with
+TAG/mp_rank_01_model_states.pt                           counters, scheduler and client state, alike for all pipeline
+                                                         ranks; at stage 0 also the optimizer of pipeline rank 1
+TAG/[bf16_]zero_pp_rank_2_mp_rank_01_optim_states.pt     at stage 1: what data-parallel rank 2 of pipeline rank 1 holds
+                                                         of master weights and optimizer state, one flat tensor a group
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+
+CLASSES = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
+"""What stock DeepSpeed's files hold beside tensors, numbers, strings and containers. Making one runs no code of the
+file's choice."""
+KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+    }
+)
+"""What DeepSpeed itself keeps in a file of a pipeline rank; the rest is the user's client state."""
+TIED = "tied_modules"
+_LAYER_FILE = re.compile(r"layer_(\d+)-model_states\.pt")
+
+
+def rank_file(pipeline_rank: int) -> str:
+    return f"mp_rank_{pipeline_rank:02d}_model_states.pt"
+
+
+def layer_file(layer: int) -> str:
+    return f"layer_{layer:02d}-model_states.pt"
+
+
+def shard_file(pipeline_rank: int, data_rank: int, bf16: bool) -> str:
+    prefix = "bf16_" if bf16 else ""
+    return f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{pipeline_rank:02d}_optim_states.pt"
+
+
+def layers_with_files(folder: Path) -> list[int]:
+    found = (_LAYER_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match is not None)
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """What ``path`` holds, on the CPU. Raises CheckpointError if it is missing or needs other classes than DeepSpeed's;
+    none of its code runs."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; copy the checkpoint again, with the files of all ranks")
+    try:
+        with torch.serialization.safe_globals(CLASSES):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read without running code from it ({_reason(error)}); if the run is yours, save it "
+            "again with numbers, strings, tensors, lists and dictionaries as client_state"
+        ) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, no dictionary; name a checkpoint of DeepSpeed")
+    return content
+
+
+def _reason(error: Exception) -> str:
+    """The object that torch refused to build, if that is what stopped it."""
+    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if refused is not None:
+        return f"it asks for {refused[1]}"
+    return str(error).partition("\n")[0].strip() or type(error).__name__

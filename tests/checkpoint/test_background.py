@@ -1,0 +1,166 @@
+"""A checkpoint is written while training goes on: what waits for it, what does not, and what becomes of it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_lgamp.checkpoint.folder import read_latest
+from ds_lgamp.checkpoint.saver import Saver, wait_for_all
+from ds_lgamp.checkpoint.storage import ChecksummedWriter
+from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
+from tests.ranks import run_on_ranks, started_ranks
+
+SCRIPT = Path(__file__).parents[1] / "engine" / "scripts" / "saves_and_ends.py"
+SLOW = 0.5
+"""Seconds a rank takes to write."""
+
+
+def write_slowly(patch, meanwhile=lambda: None):
+    """From now on this rank writes for ``SLOW`` seconds and does ``meanwhile`` in between."""
+    write_data = ChecksummedWriter.write_data
+
+    def slow(self, plan, planner):
+        time.sleep(SLOW / 2)
+        meanwhile()
+        time.sleep(SLOW / 2)
+        return write_data(self, plan, planner)
+
+    patch.setattr(ChecksummedWriter, "write_data", slow)
+
+
+def save(saver, directory, number):
+    """Returns the tensors and how long the call took."""
+    tensors, begun = numbered_tensors(number), time.monotonic()
+    saver.save(directory, f"step{number}", tensors, numbered_state(number), publish_latest=True)
+    return tensors, time.monotonic() - begun
+
+
+def save_and_train_on(directory):
+    saver = Saver(asynchronous=True, keep_last=None)
+    saver.save(directory, "step0", numbered_tensors(0), numbered_state(0), publish_latest=True)
+    saver.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        write_slowly(patch)
+        tensors, first = save(saver, directory, 1)
+        for shard in tensors.values():
+            shard.values.fill_(-1)
+        there = read_latest(directory)
+        _, second = save(saver, directory, 2)
+        between = read_latest(directory), number_of(directory / "step1")
+        begun = time.monotonic()
+        wait_for_all()
+        waited = time.monotonic() - begun
+    return first, there, second, between, waited, number_of(directory / "step2")
+
+
+def test_the_next_save_waits_and_the_file_has_the_state_of_the_call(tmp_path):
+    for first, there, second, between, waited, last in run_on_ranks(2, save_and_train_on, tmp_path):
+        assert first < SLOW and there == "step0"
+        assert second > SLOW / 2 and between == ("step1", 1)
+        assert waited > SLOW / 2 and last == 2
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("copy_", "clone", "_to_copy"):
+            self.elements += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def count_copies(directory):
+    counts = []
+    for number, asynchronous in enumerate((False, True)):
+        saver = Saver(asynchronous, keep_last=None)
+        with Copies() as copies:
+            tensors, _ = save(saver, directory, number)
+        state = sum(shard.values.numel() for shard in tensors.values())
+        # Whatever the collectives copy is small.
+        counts.append((round(copies.elements / state), read_latest(directory)))
+        saver.wait()
+    return counts
+
+
+def test_a_save_that_is_not_asynchronous_copies_nothing_and_is_over_when_it_returns(tmp_path):
+    assert run_on_ranks(1, count_copies, tmp_path) == [[(0, "step0"), (1, "step0")]]
+
+
+def save_and_end(directory, end):
+    """The process ends while its thread writes; ``end`` says how."""
+    patch = pytest.MonkeyPatch()
+    write_slowly(patch)
+    save(Saver(asynchronous=True, keep_last=None), directory, 1)
+    if end == "raise" or (end == "raise on one" and dist.get_rank() == 1):
+        raise ArithmeticError("after the save")
+    # The process group is left as it is.
+    sys.exit()
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "raise on one"])
+def test_a_process_ends_when_its_checkpoint_is_on_the_disk(tmp_path, end):
+    with started_ranks(2, save_and_end, tmp_path, end) as (ranks, _):
+        for process in ranks:
+            process.join(timeout=60)
+            assert process.exitcode == 0
+    assert read_latest(tmp_path) == "step1" and number_of(tmp_path / "step1") == 1
+
+
+def save_until_one_dies(directory):
+    saver = Saver(asynchronous=True, keep_last=None)
+    save(saver, directory, 1)
+    saver.wait()
+    patch = pytest.MonkeyPatch()
+    rank = dist.get_rank()
+    # Rank 0 waits for the others when one dies, rank 1 writes.
+    if rank > 0:
+        write_slowly(patch, (lambda: None) if rank == 1 else (lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    save(saver, directory, 2)
+    saver.wait()
+
+
+def test_a_rank_that_dies_during_a_save_does_not_leave_the_others_waiting(tmp_path):
+    with started_ranks(3, save_until_one_dies, tmp_path) as (ranks, results):
+        failed = dict((rank, said) for rank, succeeded, said in (results.get(timeout=30) for _ in range(2)))
+        for process in ranks:
+            process.join(timeout=10)
+            assert process.exitcode is not None
+    assert sorted(failed) == [0, 1]
+    for said in failed.values():
+        assert f"CheckpointError: {tmp_path / 'step2'} could not be saved" in said
+    assert read_latest(tmp_path) == "step1" and not (tmp_path / "step2").exists()
+
+
+@pytest.mark.parametrize(("end", "asynchronous"), [("destroy", True), ("raise", True), ("return", False)])
+def test_an_unedited_script_leaves_whole_checkpoints(tmp_path, end, asynchronous):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "ds_lgamp": {"asynchronous_save": asynchronous},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [SCRIPT, "--checkpoints", tmp_path, "--end", end, "--deepspeed_config", tmp_path / "config.json"]
+    ended = subprocess.run(
+        [*torchrun, "-m", "ds_lgamp", "run", *script], capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    output = ended.stdout + ended.stderr
+    assert (ended.returncode == 0) == (end != "raise"), output
+    assert re.findall(r"SAVED (\S+) LOADED True", ended.stdout) == [str(not asynchronous)] * 2, output
+    assert read_latest(tmp_path) == "global_step2"
+    for tag in ("global_step1", "global_step2"):
+        assert (tmp_path / tag / "state.json").exists() and "could not be saved" not in output

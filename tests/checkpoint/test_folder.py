@@ -1,0 +1,141 @@
+"""Where checkpoints lie, and that they appear, are replaced and disappear as a whole."""
+
+import json
+import os
+
+import pytest
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.folder import (
+    check_tag,
+    discard,
+    keep_last,
+    new_tensors,
+    publish,
+    read_latest,
+    read_state,
+    write_latest,
+)
+from ds_lgamp.checkpoint.whole import read_whole, write_whole
+from tests.checkpoint.examples import content, example, forge_state, tensors_folder, written
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_is_there_once_it_is_published_and_not_before(tmp_path):
+    folder = tmp_path / "tag"
+    donor = tensors_folder(written(tmp_path / "donor"))
+    tensors = new_tensors(folder)
+    for path in donor.iterdir():
+        path.rename(tensors / path.name)
+    with pytest.raises(CheckpointError, match="tag is no checkpoint of ds_lgamp; its save was interrupted: load anoth"):
+        read_whole(folder)
+    publish(folder, tensors, example_state())
+    assert content(read_whole(folder)) == content(example())
+    assert names(folder) == ["state.json", tensors.name]
+
+
+def example_state():
+    from ds_lgamp.checkpoint.values import encode
+
+    return encode(example().state)
+
+
+def test_saving_a_tag_again_replaces_it_and_removes_what_interrupted_saves_left(tmp_path):
+    folder = written(tmp_path / "tag")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tensors-0badcafe").mkdir()
+    changed = example()
+    changed.parameters["1.gain"] += 1
+    write_whole(folder, changed)
+    assert content(read_whole(folder)) == content(changed)
+    assert names(folder) == ["state.json", tensors_folder(folder).name, "tokenizer.json"]
+
+
+def test_until_a_tag_is_published_again_the_old_checkpoint_is_whole(tmp_path):
+    folder = written(tmp_path / "tag")
+    unfinished = new_tensors(folder)
+    (unfinished / "__0_0.distcp").write_bytes(b"half")
+    assert content(read_whole(folder)) == content(example())
+    discard(unfinished)
+    assert names(folder) == ["state.json", tensors_folder(folder).name]
+
+
+def test_what_is_published_is_not_discarded(tmp_path):
+    folder = written(tmp_path / "tag")
+    discard(tensors_folder(folder))
+    assert content(read_whole(folder)) == content(example())
+
+
+def test_of_a_first_save_that_fails_nothing_stays(tmp_path):
+    discard(new_tensors(tmp_path / "tag"))
+    assert names(tmp_path) == []
+
+
+def test_a_whole_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
+    whole = example()
+    whole.client_state["here"] = print
+    with pytest.raises(TypeError):
+        write_whole(tmp_path / "tag", whole)
+    whole = example()
+    whole.state["lr_scheduler"] = print
+    with pytest.raises(TypeError):
+        write_whole(tmp_path / "tag", whole)
+    assert names(tmp_path) == []
+
+
+def test_the_last_checkpoints_are_kept_and_that_named_in_latest(tmp_path):
+    for age, tag in enumerate(["new", "user's", "latest one", "old", "older"]):
+        write_whole(tmp_path / tag, example())
+        os.utime(tmp_path / tag / "state.json", (1000 - age, 1000 - age))
+    (tmp_path / "user's" / "notes").write_text("")
+    (tmp_path / "no checkpoint").mkdir()
+    write_latest(tmp_path, "latest one")
+    keep_last(tmp_path, 1)
+    assert names(tmp_path) == ["latest", "latest one", "new", "no checkpoint", "user's"]
+    assert names(tmp_path / "user's") == ["notes"]
+    for tag in ("new", "latest one"):
+        assert content(read_whole(tmp_path / tag)) == content(example())
+
+
+def test_latest_is_what_was_written_last(tmp_path):
+    assert read_latest(tmp_path) is None and read_latest(tmp_path / "absent") is None
+    write_latest(tmp_path, "first")
+    write_latest(tmp_path, "run/second")
+    assert read_latest(tmp_path) == "run/second" and names(tmp_path) == ["latest"]
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/../../b", "/absolute", "a\0b", "a\nb"])
+def test_a_tag_is_a_folder_inside_the_directory(tmp_path, tag):
+    with pytest.raises(CheckpointError, match="name a folder inside the checkpoint's directory"):
+        check_tag(tag)
+
+
+@pytest.mark.parametrize("text", [b"", b"../elsewhere", b"/etc", b"a\0b", b"\xff\xfe\0"])
+def test_a_broken_latest_is_refused(tmp_path, text):
+    (tmp_path / "latest").write_bytes(text)
+    with pytest.raises(CheckpointError, match="latest: the tag is '.*'; name a folder inside"):
+        read_latest(tmp_path)
+
+
+def test_what_is_no_checkpoint_says_what_to_do_instead(tmp_path):
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "stock" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="stock DeepSpeed wrote it: convert it with ds_lgamp checkpoint import"):
+        read_state(tmp_path / "stock")
+    for name in ("absent", "file"):
+        with pytest.raises(CheckpointError, match=f"{name} is no checkpoint of ds_lgamp; name a folder and tag"):
+            read_state(tmp_path / name)
+
+
+def test_another_format_is_refused(tmp_path):
+    folder = written(tmp_path / "tag")
+    forge_state(folder, lambda state: state.update(format=4))
+    with pytest.raises(CheckpointError, match="has format 4, this release of ds_lgamp reads 3; use the release that"):
+        read_state(folder)
+    (folder / "state.json").write_text(json.dumps({"format": 3}))
+    with pytest.raises(CheckpointError, match="state.json is damaged"):
+        read_state(folder)

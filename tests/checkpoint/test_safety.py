@@ -1,0 +1,361 @@
+"""A forged checkpoint, all its checksums right, is refused in a sentence, and no code in it runs."""
+
+import io
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.safetensors_files import read_safetensors
+from ds_lgamp.checkpoint.verify import verify
+from ds_lgamp.checkpoint.whole import read_whole
+from tests.checkpoint.examples import (
+    content,
+    example,
+    forge_index,
+    forge_item,
+    forge_metadata,
+    forge_state,
+    items_file,
+    tensors_folder,
+    written,
+)
+
+WEIGHT = "parameters/0.weight"
+
+
+class Attack:
+    """Unpickled, writes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return exec, (f"open({self.marker!r}, 'w').close()",)
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """A file that code in a checkpoint would write."""
+    path = tmp_path / "marker"
+    yield path
+    assert not path.exists()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return written(tmp_path / "run" / "tag")
+
+
+def refused(checkpoint, words):
+    for read in (read_whole, verify):
+        with pytest.raises(CheckpointError) as error:
+            read(checkpoint)
+        said = str(error.value)
+        assert words in said and "do not trust this checkpoint" in said and "\n" not in said
+
+
+def saved(content, pickled=False):
+    data = io.BytesIO()
+    pickle.dump(content, data) if pickled else torch.save(content, data)
+    return data.getvalue()
+
+
+def test_the_attack_of_these_tests_is_one(tmp_path):
+    pickle.loads(pickle.dumps(Attack(tmp_path / "marker")))
+    assert (tmp_path / "marker").exists()
+
+
+def test_code_in_the_index_of_dcp_does_not_run(checkpoint, marker):
+    """Only other programs read it: the checkpoint is what it was."""
+    forge_metadata(checkpoint, pickle.dumps(Attack(marker)))
+    verify(checkpoint)
+    assert content(read_whole(checkpoint)) == content(example())
+
+
+def test_bytes_in_the_index_of_dcp_are_not_unpickled(checkpoint, marker):
+    """Where DCP's own reader takes the item of a weight for an object, which it would unpickle."""
+    metadata = FileSystemReader(tensors_folder(checkpoint)).read_metadata()
+    metadata.state_dict_metadata[WEIGHT] = BytesStorageMetadata()
+    forge_metadata(checkpoint, pickle.dumps(metadata))
+    forge_item(checkpoint, WEIGHT, saved(Attack(marker)))
+    refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}")
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled):
+    forge_item(checkpoint, WEIGHT, saved(Attack(marker), pickled))
+    refused(checkpoint, f"{items_file(checkpoint)} holds no tensor for {WEIGHT}")
+
+
+def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
+    weight = torch.randn(3, 4, 5)
+    forge_item(checkpoint, WEIGHT, saved({"weight": weight, "code": Attack(marker)}))
+    verify(checkpoint)
+    assert torch.equal(read_whole(checkpoint).parameters["0.weight"], weight)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04",
+        bytes(1000),
+        b"archive/data/0" + bytes(1000),
+        b"\xff\xffarchive/data/0" + bytes(1000),
+        b"\x01\x00archive/data/0" + bytes(240),
+        saved("text"),
+        saved(torch.zeros(3, 4, 5, device="meta")),
+        saved(torch.zeros(3, 4, 5), pickled=True),
+    ],
+    ids=lambda data: repr(data[:20]),
+)
+def test_bytes_in_the_place_of_a_tensor_are_refused(checkpoint, data):
+    forge_item(checkpoint, WEIGHT, data)
+    refused(checkpoint, f"holds no tensor for {WEIGHT}")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.ones(3, 4, 5).double(),
+        torch.ones(3, 4),
+        torch.ones(9, 9, 9),
+        torch.ones(3, 4, 5).to_sparse(),
+    ],
+    ids=["type", "dimensions", "shape", "sparse"],
+)
+def test_another_tensor_in_the_place_of_a_tensor_is_refused(checkpoint, item):
+    forge_item(checkpoint, WEIGHT, saved(item))
+    refused(checkpoint, f"holds no tensor for {WEIGHT}")
+
+
+def of_weight(**changes):
+    return lambda index: index["tensors"][WEIGHT].update(changes)
+
+
+def part_of_weight(position, value):
+    def change(index):
+        index["tensors"][WEIGHT]["parts"][0][position] = value
+
+    return change
+
+
+def without(key):
+    return lambda content: {name: value for name, value in content.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda index: [], "Input should be an object"),
+        (without("tensors"), "tensors: Field required"),
+        (lambda index: index.update(tensors=[]), "tensors: "),
+        (lambda index: index.update(code="x"), "code: Extra inputs"),
+        (of_weight(dtype="load"), "'load' is no type of this torch"),
+        (of_weight(dtype=3), "dtype: "),
+        (of_weight(shape=[2**40, 2**20]), "its parts do not follow one another"),
+        (of_weight(shape=[2**70]), "shape.0: "),
+        (of_weight(shape=[1] * 10**4), "shape: "),
+        (of_weight(shape=[-3, -4, 5]), "shape.0: "),
+        (of_weight(shape=[3.0, 4, 5]), "shape.0: "),
+        (of_weight(shape=[3, 4, 6]), "its parts do not follow one another"),
+        (of_weight(shape=[4, 4, 5]), "its parts have 60 elements of 80"),
+        (of_weight(parts=[]), "its parts have 0 elements"),
+        (of_weight(shape=[0], parts=[]), "its parts have 0 elements of 0"),
+        (of_weight(parts=[["a"]]), "parts.0"),
+        (part_of_weight(0, [1, 0, 0]), "its parts do not follow one another"),
+        (part_of_weight(1, [3, 2, 5]), "its parts do not follow one another"),
+        (part_of_weight(2, "../../secret.distcp"), "parts.0.2: "),
+        (part_of_weight(2, "/etc/passwd"), "parts.0.2: "),
+        (part_of_weight(2, "a\0.distcp"), "parts.0.2: "),
+        (part_of_weight(3, -1), "parts.0.3: "),
+        (part_of_weight(4, "all"), "parts.0.4: "),
+        (lambda index: index["tensors"].update(evil=index["tensors"][WEIGHT]), "beside it is evil"),
+        (lambda index: index["tensors"].update({"ranks/0-1": index["tensors"][WEIGHT]}), "beside it is ranks/0-1"),
+        (lambda index: index["tensors"].pop(WEIGHT) and None, "it lists parameter 0.weight, which is not there"),
+        (
+            lambda index: index["tensors"].update({"parameters/9.weight": index["tensors"][WEIGHT]}),
+            "it says that 9.weight is absent, parameters/9.weight is [3, 4, 5]",
+        ),
+        (
+            lambda index: index["tensors"].update({"optimizer/9.weight": index["tensors"][WEIGHT]}),
+            "it says that  is absent, optimizer/9.weight is [3, 4, 5]",
+        ),
+    ],
+)
+def test_an_odd_index_is_refused(checkpoint, change, words):
+    forge_index(checkpoint, change)
+    refused(checkpoint, words)
+
+
+@pytest.mark.parametrize(("position", "value"), [(3, 2**60), (4, 2**60), (4, 10**6), (5, 16 * "0")])
+def test_bytes_that_are_not_there_are_refused(checkpoint, position, value):
+    forge_index(checkpoint, part_of_weight(position, value))
+    with pytest.raises(CheckpointError, match="__0_0.distcp is damaged"):
+        read_whole(checkpoint)
+
+
+def test_a_file_elsewhere_is_not_followed(checkpoint, tmp_path):
+    """Also a link is damaged unless it leads to what was written."""
+    (tmp_path / "secret").write_bytes(b"secret")
+    items_file(checkpoint).unlink()
+    (tensors_folder(checkpoint) / "__0_0.distcp").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="__0_0.distcp is damaged"):
+        read_whole(checkpoint)
+
+
+def inside(path, value):
+    """Changes what ``path`` leads to in state.json."""
+
+    def change(state):
+        *outer, last = path.split("/")
+        for key in outer:
+            state = state[key]
+        state[last] = value
+
+    return change
+
+
+STATE_KEYS = (
+    *(
+        "versions",
+        "layout",
+        "layers",
+        "parameters",
+        "optimizer",
+        "lr_scheduler",
+        "loss_scaler",
+        "counters",
+        "micro_offset",
+    ),
+    *("data", "tensors", "index_checksum"),
+)
+
+
+@pytest.mark.parametrize("key", STATE_KEYS)
+def test_a_state_without_a_key_is_refused(checkpoint, key):
+    forge_state(checkpoint, without(key))
+    refused(checkpoint, f"state.json is not what ds_lgamp writes ({key}: Field required)")
+
+
+@pytest.mark.parametrize("key", STATE_KEYS)
+@pytest.mark.parametrize("value", [[[]], "text", -1.5, {"a": {"b": 0}}], ids=repr)
+def test_a_state_of_other_types_is_refused(checkpoint, key, value):
+    forge_state(checkpoint, lambda state: state.update({key: value}))
+    refused(checkpoint, f"state.json is not what ds_lgamp writes ({key}")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (inside("tensors", ".."), "tensors: "),
+        (inside("tensors", "tensors-../../../secret"), "tensors: "),
+        (inside("tensors", "/etc"), "tensors: "),
+        (inside("parameters/0.weight", {"shape": [2**62, 2**62], "group": 0}), "0.weight is [4611686018427387904, "),
+        (inside("parameters/0.none", {"shape": [2**70, 0], "group": None}), "parameters.0.none.shape.0: "),
+        (inside("parameters/0.none", {"shape": [2, 1], "group": None}), "it lists parameter 0.none, which is not"),
+        (inside("parameters/0.weight/group", -1), "parameters.0.weight.group: "),
+        (inside("layout/data_ranks", 0), "layout.data_ranks: "),
+        (inside("layout/data_type", "load"), "'load' is no type of this torch"),
+        (inside("layers/tied", {"embed": [-1]}), "layers.tied.embed.0: "),
+        (inside("data/micro_batches_per_epoch", 0), "data.micro_batches_per_epoch: "),
+        (inside("counters/global_steps", "3"), "counters.global_steps: "),
+        (inside("counters/global_steps", 10**30), "counters.global_steps: "),
+        (inside("optimizer/scalars", []), "it has 1 groups and scalars of 0"),
+        (inside("optimizer/groups", [{"lr": {"type": "object"}}]), "it holds a value marked as 'object'"),
+        (inside("optimizer/scalars", [{"step": {"type": "tensor"}}]), "it holds a value that cannot be decoded"),
+        (inside("lr_scheduler/state", {"type": "tensor"}), "it holds a value that cannot be decoded"),
+        (inside("loss_scaler", {"__class__": 0.0}), "loss_scaler.cur_scale: Field required"),
+    ],
+)
+def test_an_odd_state_is_refused(checkpoint, change, words):
+    forge_state(checkpoint, change)
+    refused(checkpoint, words)
+
+
+def test_a_state_nested_without_end_is_refused(checkpoint):
+    (checkpoint / "state.json").write_text("[" * 10**6)
+    with pytest.raises(CheckpointError, match="state.json is damaged"):
+        read_whole(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff\xfe",
+        b"[" * 10**6,
+        b"[]",
+        b"{}",
+        b'{"random": [], "client_state": {}}',
+        b'{"random": {}, "client_state": {"type": "tensor"}}',
+        b'{"random": {}, "client_state": {"type": "tuple", "value": []}}',
+    ],
+    ids=lambda text: repr(text[:60]),
+)
+def test_an_odd_text_of_a_rank_is_refused(checkpoint, text):
+    values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    forge_index(checkpoint, lambda index: index["tensors"]["ranks/0-0"].update(shape=[len(text)]))
+    forge_index(checkpoint, lambda index: index["tensors"]["ranks/0-0"]["parts"][0].__setitem__(1, [len(text)]))
+    forge_item(checkpoint, "ranks/0-0", saved(values))
+    refused(checkpoint, "ranks/0-0 holds ")
+
+
+def safetensors_file(header, data=b""):
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x10",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 100) + b"{}",
+        safetensors_file(b"no json"),
+        safetensors_file(b"[]"),
+        safetensors_file(b"\xff\xfe"),
+        safetensors_file(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
+        safetensors_file(b'{"a": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 4]}}', bytes(4)),
+        safetensors_file(b'{"a": {"dtype": "CODE", "shape": [1], "data_offsets": [0, 4]}}', bytes(4)),
+        safetensors_file(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', bytes(4)),
+        safetensors_file(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}', bytes(4)),
+        safetensors_file(b'{"__metadata__": {"ds_lgamp.buffers": "[3]"}}'),
+        safetensors_file(b'{"__metadata__": {"ds_lgamp.buffers": "no json"}}'),
+        pickle.dumps(Attack(Path("marker"))),
+    ],
+    ids=lambda data: repr(data[:70]),
+)
+def test_a_broken_safetensors_file_is_refused(tmp_path, monkeypatch, data):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(CheckpointError) as error:
+            read_safetensors(source)
+        assert "model.safetensors is no safetensors file that can be read (" in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"0.weight": 3}}',
+        '{"weight_map": {"0.weight": "../secret.safetensors"}}',
+        '{"weight_map": {"0.weight": "/etc/passwd"}}',
+        '{"weight_map": {"0.weight": ".."}}',
+    ],
+)
+def test_a_broken_index_of_safetensors_files_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="index.json is no index of safetensors files"):
+        read_safetensors(tmp_path)
