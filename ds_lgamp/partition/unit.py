@@ -31,7 +31,7 @@ class UnitParameter(NamedTuple):
     sliced_dimension: int | None = None
     """Along which each tensor-parallel rank has a slice of it; None if each has all of it."""
     partial_gradient: bool = False
-    """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism, not all of it."""
+    """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism."""
 
 
 class Segment(NamedTuple):

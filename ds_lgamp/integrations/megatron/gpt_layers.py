@@ -7,8 +7,8 @@ Every layer takes one tensor and returns one tensor, so that a pipeline can be c
 Between layers travels only the hidden state [s, b, h] (sequence, micro-batch, hidden size: Megatron's order). What else
 a transformer layer needs, causal masking and rotary angles, it derives from the sequence length.
 
-With tensor parallelism over T ranks, weights and logits are slices: logits [s, b, v / T]. With sequence parallelism, each
-rank has a part of the sequence between the layers, [s / T, b, h], from PositionEmbedding on.
+With tensor parallelism over T ranks, weights and logits are slices: logits [s, b, v / T]. With sequence parallelism,
+each rank has a part of the sequence between the layers, [s / T, b, h], from PositionEmbedding on.
 """
 
 from __future__ import annotations
@@ -189,10 +189,12 @@ def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor
 
 
 class SequenceParallelNorm:
-    """Megatron-core's plain norm, which refuses sequence parallelism: each rank sees a part of the sequence, so that the
-    gradients of its weights are partial."""
+    """Stands for Megatron-core's plain norm, which refuses sequence parallelism: each rank sees a part of the sequence,
+    so that the gradients of its weights are partial. A class, because that is what a layer's specification takes."""
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object) -> nn.Module:
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
+    ) -> nn.Module:
         norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = True
