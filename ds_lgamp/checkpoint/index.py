@@ -1,6 +1,6 @@
 """Which tensors a folder has and where their parts lie, as JSON that is checked before anything is read by it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ds_lgamp.checkpoint.boxes import Box, boxes
 from ds_lgamp.checkpoint.checksum import Checksum
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -42,7 +41,7 @@ class Entry(BaseModel):
     dtype: str
     shape: Sizes
     parts: list[Part]
-    """In the order of their elements."""
+    """By where they begin."""
 
     @field_validator("dtype")
     @classmethod
@@ -53,21 +52,18 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Entry":
-        self.parts.sort(key=self._start)
-        end = 0
+        self.parts.sort(key=lambda part: part.offsets)
         for part in self.parts:
-            start = self._start(part)
-            box = Box(tuple(part.offsets), tuple(part.sizes), start)
-            if start != end or boxes(self.shape, start, start + box.numel) != [box]:
-                raise ValueError("its parts do not follow one another")
-            end += box.numel
-        if end != prod(self.shape) or not self.parts:
-            raise ValueError(f"its parts have {end} elements of {prod(self.shape)}")
+            axes = list(zip(part.offsets, part.sizes, self.shape))
+            inside = all(size > 0 and offset + size <= end for offset, size, end in axes)
+            if {len(part.offsets), len(part.sizes)} != {len(self.shape)} or not inside:
+                raise ValueError("a part lies outside")
+        elements = sum(prod(part.sizes) for part in self.parts)
+        if elements != prod(self.shape) or not self.parts:
+            raise ValueError(f"its parts have {elements} elements of {prod(self.shape)}")
+        if any(_overlap(self.parts)):
+            raise ValueError("its parts overlap")
         return self
-
-    def _start(self, part: Part) -> int:
-        """Of ``part`` in the flattened tensor."""
-        return sum(offset * prod(self.shape[axis + 1 :]) for axis, offset in enumerate(part.offsets))
 
     def in_dcp(self) -> TensorStorageMetadata:
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in self.parts]
@@ -119,6 +115,18 @@ def make_index(
             for name, entry in planned.items()
         },
     )
+
+
+def _overlap(parts: Sequence[Part]) -> Iterator[bool]:
+    """Of pairs of ``parts``, which are sorted, whether they share an element; pairs without a common row are left
+    out."""
+    reach: list[Part] = []
+    for part in parts:
+        reach = [other for other in reach if not part.offsets or other.offsets[0] + other.sizes[0] > part.offsets[0]]
+        for other in reach:
+            axes = zip(part.offsets, part.sizes, other.offsets, other.sizes)
+            yield all(max(first, second) < min(first + a, second + b) for first, a, second, b in axes)
+        reach.append(part)
 
 
 def first_complaint(error: ValidationError) -> str:

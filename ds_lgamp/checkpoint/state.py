@@ -32,6 +32,7 @@ class Layout(_Strict):
 
     pipeline_ranks: Positive
     data_ranks: Positive
+    tensor_ranks: Positive
     zero_stage: Count
     schedule: str
     chunk_bounds: list[Count]

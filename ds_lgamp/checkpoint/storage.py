@@ -8,7 +8,7 @@ import dataclasses
 import io
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -189,25 +189,31 @@ class VerifyingReader(FileSystemReader):
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor ``name``. Raises CheckpointError if it is not what was written."""
-        flat, end = torch.empty(self.tensors[name].size.numel(), dtype=self.tensors[name].properties.dtype), 0
+        entry = self.tensors[name]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for part in self.index.tensors[name].parts:
-            start, end = end, end + prod(part.sizes)
+            target = whole[tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.sizes))]
             with open_data(self.folder / part.file) as file:
-                self._fill(file, name, part, flat[start:end])
-        return flat.reshape(self.tensors[name].size)
+                self._read(file, name, part, target, [slice(None)] * target.dim())
+        return whole
 
     def _read_item(self, file: io.BufferedReader, part: Part, item: ReadItem, planner: LoadPlanner) -> None:
-        name = item.storage_index.fqn
-        dtype, target = self.tensors[name].properties.dtype, planner.resolve_tensor(item).detach()
-        if list(item.lengths) == part.sizes and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
+        target = planner.resolve_tensor(item).detach()
+        chosen = [slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths)]
+        self._read(file, item.storage_index.fqn, part, target, chosen)
+        planner.commit_tensor(item, target)
+
+    def _read(
+        self, file: io.BufferedReader, name: str, part: Part, target: torch.Tensor, chosen: Sequence[slice]
+    ) -> None:
+        """Reads what is ``chosen`` of ``part`` into ``target``: at once, if that is all of it and lies there alike."""
+        dtype = self.tensors[name].properties.dtype
+        if target.numel() == prod(part.sizes) and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
             self._fill(file, name, part, target.view(-1))
         else:
             values = torch.empty(part.sizes, dtype=dtype)
             self._fill(file, name, part, values.view(-1))
-            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-                values = values.narrow(dimension, start, length)
-            target.copy_(values)
-        planner.commit_tensor(item, target)
+            target.copy_(values[tuple(chosen)])
 
     def _fill(self, file: io.BufferedReader, name: str, part: Part, values: torch.Tensor) -> None:
         """Reads the numbers of ``part`` of the tensor ``name`` into ``values`` [numel], where they stay. torch.load

@@ -26,6 +26,7 @@ def example() -> WholeCheckpoint:
         "layout": {
             "pipeline_ranks": 2,
             "data_ranks": 4,
+            "tensor_ranks": 1,
             "zero_stage": 3,
             "schedule": "layered",
             "chunk_bounds": [0, 1, 2, 11],

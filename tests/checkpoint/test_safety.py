@@ -145,6 +145,12 @@ def part_of_weight(position, value):
     return change
 
 
+def overlapping_halves(index):
+    """Columns 0 and 1 of 4 twice, the others not at all."""
+    _, _, *rest = index["tensors"][WEIGHT]["parts"][0]
+    index["tensors"][WEIGHT]["parts"] = [[[0, column, 0], [3, 2, 5], *rest] for column in (0, 0)]
+
+
 def without(key):
     return lambda content: {name: value for name, value in content.items() if name != key}
 
@@ -158,18 +164,20 @@ def without(key):
         (lambda index: index.update(code="x"), "code: Extra inputs"),
         (of_weight(dtype="load"), "'load' is no type of this torch"),
         (of_weight(dtype=3), "dtype: "),
-        (of_weight(shape=[2**40, 2**20]), "its parts do not follow one another"),
+        (of_weight(shape=[2**40, 2**20]), "a part lies outside"),
         (of_weight(shape=[2**70]), "shape.0: "),
         (of_weight(shape=[1] * 10**4), "shape: "),
         (of_weight(shape=[-3, -4, 5]), "shape.0: "),
         (of_weight(shape=[3.0, 4, 5]), "shape.0: "),
-        (of_weight(shape=[3, 4, 6]), "its parts do not follow one another"),
+        (of_weight(shape=[3, 4, 6]), "its parts have 60 elements of 72"),
         (of_weight(shape=[4, 4, 5]), "its parts have 60 elements of 80"),
         (of_weight(parts=[]), "its parts have 0 elements"),
         (of_weight(shape=[0], parts=[]), "its parts have 0 elements of 0"),
         (of_weight(parts=[["a"]]), "parts.0"),
-        (part_of_weight(0, [1, 0, 0]), "its parts do not follow one another"),
-        (part_of_weight(1, [3, 2, 5]), "its parts do not follow one another"),
+        (part_of_weight(0, [1, 0, 0]), "a part lies outside"),
+        (part_of_weight(1, [3, 2, 5]), "its parts have 30 elements of 60"),
+        (part_of_weight(1, [3, 0, 5]), "a part lies outside"),
+        (overlapping_halves, "its parts overlap"),
         (part_of_weight(2, "../../secret.distcp"), "parts.0.2: "),
         (part_of_weight(2, "/etc/passwd"), "parts.0.2: "),
         (part_of_weight(2, "a\0.distcp"), "parts.0.2: "),
