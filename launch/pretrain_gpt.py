@@ -22,7 +22,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from gpt_layers import gpt_layer_specs, language_model_loss
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -32,6 +32,8 @@ from prepare_data import END_OF_DOCUMENT
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
+
+from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,6 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config is required")
+    if args.sequence_parallel and (args.tensor_model_parallel_size == 1 or not torch.cuda.is_available()):
+        parser.error("--sequence-parallel needs --tensor-model-parallel-size from 2, and GPUs; remove it")
     refuse_missing_data(args)
     return args
 
@@ -76,6 +80,10 @@ def add_model_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="tensor-parallel ranks share the sequence between layers"
+    )
     group.add_argument("--micro-batch-size", type=int, default=2)
     group.add_argument("--global-batch-size", type=int, default=32)
     group.add_argument("--train-iters", type=int, default=150)
@@ -100,15 +108,15 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--load", help="go on from the last checkpoint in this folder")
 
 
-def start_distributed(local_rank: int) -> None:
+def start_distributed(local_rank: int, tensor_ranks: int) -> None:
     """Join the process group that the launcher described, on NCCL with GPUs and on gloo without."""
     # DeepSpeed would compile this CPU collective at start-up, which takes a compiler and half a minute; gloo does.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar says what happens
     get_accelerator().set_device(local_rank)
     deepspeed.init_distributed()
-    # Megatron-core's layers look up their tensor-parallel group here: this rank alone. DeepSpeed has groups of its own.
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    # Megatron-core's layers look up their tensor-parallel group here. DeepSpeed has the same, and groups of its own.
+    parallel_state.initialize_model_parallel(tensor_ranks, create_gloo_process_groups=False)
 
 
 class DatasetTokenizer:
@@ -131,6 +139,8 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> PipelineModule:
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
         use_cpu_initialization=True,  # the same weights on every device, and no CUDA random states to set up
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
     )
     specs = gpt_layer_specs(
         config,
@@ -139,9 +149,11 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> PipelineModule:
         position_type=args.position_embedding_type,
         tie_embeddings=not args.untie_embeddings_and_output_weights,
     )
+    pipeline_ranks, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    data_ranks = torch.distributed.get_world_size() // (pipeline_ranks * tensor_ranks)
     return PipelineModule(
         specs,
-        num_stages=args.pipeline_model_parallel_size,
+        topology=PipeModelDataParallelTopology(pipeline_ranks, tensor_ranks, data_ranks),
         loss_fn=language_model_loss,
         seed_layers=True,  # a layer's weights depend on its place in the model, not on the number of ranks
         seed_fn=set_seed,
@@ -268,7 +280,7 @@ def plot_losses(losses: dict[str, dict[int, float]], path: str) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    start_distributed(args.local_rank)
+    start_distributed(args.local_rank, args.tensor_model_parallel_size)
     first_prefix = get_blend_from_list(args.data_path)[0][0]
     tokenizer = DatasetTokenizer(args.tokenizer_model or f"{first_prefix}.tokenizer.json")
     model = build_model(args, tokenizer.vocab_size)

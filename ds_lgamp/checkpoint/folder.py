@@ -11,12 +11,12 @@ on the disk. Saved again, a tag gets another folder of tensors, and the rename r
 import json
 import os
 import shutil
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.state import check_state, check_tensors
 from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader, damaged, sync_folder, write_synced
@@ -45,11 +45,14 @@ def new_tensors(folder: Path) -> Path:
 
 
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
-    """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``."""
-    crc32 = zlib.crc32((tensors / INDEX).read_bytes())
-    whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_crc32": crc32}
+    """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``. Raises
+    CheckpointError if ``state`` is not as state.py says."""
+    checksum = checksum_of((tensors / INDEX).read_bytes())
+    whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_checksum": checksum}
+    # As it will be read: what could not be would be lost.
+    check_state(folder / STATE, json.loads(json.dumps(whole)))
     sync_folder(folder)
-    _replace(folder / STATE, json.dumps({"crc32": _checksum(whole), **whole}, indent=1) + "\n")
+    _replace(folder / STATE, json.dumps({"checksum": _checksum(whole), **whole}, indent=1) + "\n")
     _remove_other_tensors(folder, tensors.name)
 
 
@@ -103,7 +106,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
     except (ValueError, RecursionError):
         raise damaged(path) from None
-    if not isinstance(written, dict) or written.pop("crc32", None) != _checksum(written):
+    if not isinstance(written, dict) or written.pop("checksum", None) != _checksum(written):
         raise damaged(path)
     if written.get("format") != FORMAT:
         raise CheckpointError(
@@ -117,7 +120,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
     """Of the tensors of a checkpoint and its :func:`read_state`. Raises CheckpointError if they do not belong together
     or index.json is damaged."""
-    tensors = VerifyingReader(folder / state["tensors"], state["index_crc32"])
+    tensors = VerifyingReader(folder / state["tensors"], state["index_checksum"])
     check_tensors(folder / STATE, state, tensors.tensors)
     return tensors
 
@@ -130,8 +133,8 @@ def _instead(folder: Path) -> str:
     return "name a folder and tag that save_checkpoint wrote"
 
 
-def _checksum(state: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state).encode())
+def _checksum(state: dict[str, Any]) -> str:
+    return checksum_of(json.dumps(state).encode())
 
 
 def _published_tensors(folder: Path) -> str | None:

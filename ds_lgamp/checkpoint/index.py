@@ -1,6 +1,6 @@
 """Which tensors a folder has and where their parts lie, as JSON that is checked before anything is read by it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ds_lgamp.checkpoint.boxes import Box, boxes
+from ds_lgamp.checkpoint.checksum import Checksum
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sizes = Annotated[list[Count], Field(max_length=64)]
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     file: Annotated[str, Field(pattern=r"^\w+\.distcp$")]
     position: Count
     length: Count
-    crc32: Count
+    checksum: Checksum
 
 
 class Entry(BaseModel):
@@ -41,7 +41,7 @@ class Entry(BaseModel):
     dtype: str
     shape: Sizes
     parts: list[Part]
-    """In the order of their elements."""
+    """By where they begin."""
 
     @field_validator("dtype")
     @classmethod
@@ -52,21 +52,18 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Entry":
-        self.parts.sort(key=self._start)
-        end = 0
+        self.parts.sort(key=lambda part: part.offsets)
         for part in self.parts:
-            start = self._start(part)
-            box = Box(tuple(part.offsets), tuple(part.sizes), start)
-            if start != end or boxes(self.shape, start, start + box.numel) != [box]:
-                raise ValueError("its parts do not follow one another")
-            end += box.numel
-        if end != prod(self.shape) or not self.parts:
-            raise ValueError(f"its parts have {end} elements of {prod(self.shape)}")
+            axes = list(zip(part.offsets, part.sizes, self.shape))
+            inside = all(size > 0 and offset + size <= end for offset, size, end in axes)
+            if {len(part.offsets), len(part.sizes)} != {len(self.shape)} or not inside:
+                raise ValueError("a part lies outside")
+        elements = sum(prod(part.sizes) for part in self.parts)
+        if elements != prod(self.shape) or not self.parts:
+            raise ValueError(f"its parts have {elements} elements of {prod(self.shape)}")
+        if any(_overlap(self.parts)):
+            raise ValueError("its parts overlap")
         return self
-
-    def _start(self, part: Part) -> int:
-        """Of ``part`` in the flattened tensor."""
-        return sum(offset * prod(self.shape[axis + 1 :]) for axis, offset in enumerate(part.offsets))
 
     def in_dcp(self) -> TensorStorageMetadata:
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in self.parts]
@@ -78,7 +75,7 @@ class Index(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    metadata_crc32: Count
+    metadata_checksum: Checksum
     """Of DCP's own index, which only other programs read."""
     tensors: dict[str, Entry]
 
@@ -94,23 +91,23 @@ class Index(BaseModel):
 
 
 def make_index(
-    metadata: Metadata, written: Iterable[tuple[MetadataIndex, _StorageInfo, int]], metadata_crc32: int
+    metadata: Metadata, written: Iterable[tuple[MetadataIndex, _StorageInfo, str]], metadata_checksum: str
 ) -> Index:
     """The index of what all ranks wrote.
 
     Args:
         metadata: what DCP planned.
-        written: the place and CRC-32 of every item.
+        written: the place and checksum of every item.
     """
     planned: Mapping[str, Any] = metadata.state_dict_metadata
     sizes = {(name, chunk.offsets): chunk.sizes for name, entry in planned.items() for chunk in entry.chunks}
     parts: dict[str, list[Part]] = {name: [] for name in planned}
-    for item, place, crc32 in written:
+    for item, place, checksum in written:
         assert item.offset is not None, "the state has tensors only"
         box = list(item.offset), list(sizes[item.fqn, item.offset])
-        parts[item.fqn].append(Part(*box, place.relative_path, place.offset, place.length, crc32))
+        parts[item.fqn].append(Part(*box, place.relative_path, place.offset, place.length, checksum))
     return Index(
-        metadata_crc32=metadata_crc32,
+        metadata_checksum=metadata_checksum,
         tensors={
             name: Entry(
                 dtype=str(entry.properties.dtype).removeprefix("torch."), shape=list(entry.size), parts=parts[name]
@@ -118,6 +115,18 @@ def make_index(
             for name, entry in planned.items()
         },
     )
+
+
+def _overlap(parts: Sequence[Part]) -> Iterator[bool]:
+    """Of pairs of ``parts``, which are sorted, whether they share an element; pairs without a common row are left
+    out."""
+    reach: list[Part] = []
+    for part in parts:
+        reach = [other for other in reach if not part.offsets or other.offsets[0] + other.sizes[0] > part.offsets[0]]
+        for other in reach:
+            axes = zip(part.offsets, part.sizes, other.offsets, other.sizes)
+            yield all(max(first, second) < min(first + a, second + b) for first, a, second, b in axes)
+        reach.append(part)
 
 
 def first_complaint(error: ValidationError) -> str:

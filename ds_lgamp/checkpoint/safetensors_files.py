@@ -194,6 +194,7 @@ def _weights_only(parameters: Mapping[str, torch.Tensor], buffers: dict[str, tor
         "layout": {
             "pipeline_ranks": 1,
             "data_ranks": 1,
+            "tensor_ranks": 1,
             "zero_stage": 0,
             "schedule": "layered",
             "chunk_bounds": [0, max(layers, 1)],

@@ -18,16 +18,33 @@ class FlatShard:
     parts.
 
     Args:
-        shape: of the whole tensor.
+        shape: of the tensor.
         start: where the range begins in the flattened tensor.
         values: the range [numel], on any device; not copied.
+        whole_shape: of the tensor of which this is a slice; None if it is all of it.
+        slice_offsets: where in that the slice begins.
     """
 
-    def __init__(self, shape: Sequence[int], start: int, values: torch.Tensor) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        start: int,
+        values: torch.Tensor,
+        whole_shape: Sequence[int] | None = None,
+        slice_offsets: Sequence[int] | None = None,
+    ) -> None:
         self.shape = torch.Size(shape)
         self.start = start
         self.values = values
-        self._boxes = {box.offsets: box for box in boxes(shape, start, start + values.numel())}
+        self.whole_shape = self.shape if whole_shape is None else torch.Size(whole_shape)
+        self.slice_offsets = slice_offsets or (0,) * len(self.shape)
+        self._boxes = {}
+        for box in boxes(shape, start, start + values.numel()):
+            self._boxes[tuple(map(sum, zip(self.slice_offsets, box.offsets)))] = box
+
+    def with_values(self, values: torch.Tensor) -> "FlatShard":
+        """The same range in other memory."""
+        return FlatShard(self.shape, self.start, values, self.whole_shape, self.slice_offsets)
 
     def __create_write_items__(self, name: str, shard: "FlatShard") -> list[WriteItem]:
         properties = TensorProperties(dtype=self.values.dtype)
@@ -35,13 +52,15 @@ class FlatShard:
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
+                tensor_data=TensorWriteData(chunk, properties, self.whole_shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes.values()]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(box.sizes)) for offsets, box in self._boxes.items()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None, "parts are asked for by where they begin"
@@ -59,7 +78,7 @@ def staged(shards: Mapping[str, FlatShard]) -> dict[str, FlatShard]:
         on_device = values.device.type != "cpu"
         copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
         copy.copy_(values, non_blocking=True)
-        copies[name] = FlatShard(shard.shape, shard.start, copy)
+        copies[name] = shard.with_values(copy)
         if on_device:
             devices.add(values.device)
     for device in devices:

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ds_lgamp.checkpoint.checksum import Checksum
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.index import Count, Sizes, first_complaint
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
@@ -31,6 +32,7 @@ class Layout(_Strict):
 
     pipeline_ranks: Positive
     data_ranks: Positive
+    tensor_ranks: Positive
     zero_stage: Count
     schedule: str
     chunk_bounds: list[Count]
@@ -119,7 +121,7 @@ class State(_Strict):
     data: Epoch | None
     tensors: Annotated[str, Field(pattern=r"^tensors-\w+$")]
     """The folder that has them."""
-    index_crc32: Count
+    index_checksum: Checksum
 
 
 def check_state(path: Path, state: Any) -> None:

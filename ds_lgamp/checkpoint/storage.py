@@ -8,8 +8,7 @@ import dataclasses
 import io
 import os
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -35,19 +34,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
 METADATA, INDEX = ".metadata", "index.json"
 _STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
 """The file name of a tensor's storage in the archive that torch.save writes, and by which byte it has begun."""
+_PIECE = 1 << 20
+"""Bytes that are read and looked at while a core still holds them."""
 
 
 class _Written(NamedTuple):
     """Where an item lies, and its checksum, on the way from the rank that wrote it to the first."""
 
     place: _StorageInfo
-    crc32: int
+    checksum: str
 
 
 class ChecksummedWriter(FileSystemWriter):
@@ -74,7 +76,7 @@ class ChecksummedWriter(FileSystemWriter):
                     _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
-                    results.append(WriteResult(item.index, length, _Written(place, sink.crc32)))
+                    results.append(WriteResult(item.index, length, _Written(place, sink.hasher.hexdigest())))
                 sync(file)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -89,7 +91,7 @@ class ChecksummedWriter(FileSystemWriter):
         super().finish(metadata, places)
         folder = Path(self.path)
         with open(folder / METADATA, "rb") as file:
-            index = make_index(metadata, written, zlib.crc32(file.read()))
+            index = make_index(metadata, written, checksum_of(file.read()))
             # DCP syncs it before the end of it is written.
             os.fsync(file.fileno())
         write_synced(folder / INDEX, index.model_dump_json())
@@ -107,13 +109,13 @@ class _ChecksummedFile(io.RawIOBase):
     def __init__(self, file: io.BufferedWriter) -> None:
         super().__init__()
         self._file = file
-        self.crc32 = 0
+        self.hasher = Hasher()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
+        self.hasher.update(data)
         return self._file.write(data)
 
 
@@ -151,24 +153,23 @@ class VerifyingReader(FileSystemReader):
 
     Args:
         folder: with DCP's files.
-        crc32: of index.json.
+        checksum: of index.json.
 
     Raises CheckpointError if index.json is missing, damaged, or lists other than whole tensors.
     """
 
-    def __init__(self, folder: Path, crc32: int) -> None:
+    def __init__(self, folder: Path, checksum: str) -> None:
         super().__init__(folder)
         self.folder = folder
         path = folder / INDEX
         try:
-            self.index = Index.model_validate_json(verified(path, crc32))
+            self.index = Index.model_validate_json(verified(path, checksum))
         except ValidationError as error:
             raise CheckpointError(
                 f"{path} is not what ds_lgamp writes ({first_complaint(error)}); do not trust this checkpoint"
             ) from None
         self._metadata = self.index.in_dcp()
         self.tensors: dict[str, TensorStorageMetadata] = dict(self._metadata.state_dict_metadata)  # type: ignore[arg-type]
-        self._buffer = bytearray()
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self._metadata
@@ -181,59 +182,77 @@ class VerifyingReader(FileSystemReader):
         for name, items in by_file.items():
             with open_data(self.folder / name) as file:
                 for part, item in sorted(items, key=lambda pair: pair[0].position):
-                    _read_item(item, self._values(file, item.storage_index.fqn, part), planner)
+                    self._read_item(file, part, item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor ``name``. Raises CheckpointError if it is not what was written."""
-        flat = torch.empty(self.tensors[name].size.numel(), dtype=self.tensors[name].properties.dtype)
-        end = 0
+        entry = self.tensors[name]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for part in self.index.tensors[name].parts:
+            target = whole[tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.sizes))]
             with open_data(self.folder / part.file) as file:
-                values = self._values(file, name, part).reshape(-1)
-            flat[end : end + values.numel()] = values
-            end += values.numel()
-        return flat.reshape(self.tensors[name].size)
+                self._read(file, name, part, target, [slice(None)] * target.dim())
+        return whole
 
-    def _values(self, file: io.BufferedReader, name: str, part: Part) -> torch.Tensor:
-        """What ``part`` of the tensor ``name`` holds; the memory is that of the next one, too."""
-        path, dtype = self.folder / part.file, self.tensors[name].properties.dtype
+    def _read_item(self, file: io.BufferedReader, part: Part, item: ReadItem, planner: LoadPlanner) -> None:
+        target = planner.resolve_tensor(item).detach()
+        chosen = [slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths)]
+        self._read(file, item.storage_index.fqn, part, target, chosen)
+        planner.commit_tensor(item, target)
+
+    def _read(
+        self, file: io.BufferedReader, name: str, part: Part, target: torch.Tensor, chosen: Sequence[slice]
+    ) -> None:
+        """Reads what is ``chosen`` of ``part`` into ``target``: at once, if that is all of it and lies there alike."""
+        dtype = self.tensors[name].properties.dtype
+        if target.numel() == prod(part.sizes) and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
+            self._fill(file, name, part, target.view(-1))
+        else:
+            values = torch.empty(part.sizes, dtype=dtype)
+            self._fill(file, name, part, values.view(-1))
+            target.copy_(values[tuple(chosen)])
+
+    def _fill(self, file: io.BufferedReader, name: str, part: Part, values: torch.Tensor) -> None:
+        """Reads the numbers of ``part`` of the tensor ``name`` into ``values`` [numel], where they stay. torch.load
+        would copy them once more, which takes as long as to read them, and would look at the code beside them."""
+        path = self.folder / part.file
         if os.fstat(file.fileno()).st_size < part.position + part.length:
             raise damaged(path)
-        if len(self._buffer) < part.length:
-            self._buffer = bytearray(part.length)
-        data = memoryview(self._buffer)[: part.length]
         file.seek(part.position)
-        if file.readinto(data) < part.length or zlib.crc32(data) != part.crc32:
+        head = file.read(min(part.length, _BEFORE_STORAGE))
+        hasher = Hasher(head)
+        memory = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        start = _storage_in(head)
+        fits = 0 < start <= part.length - len(memory)
+        if not fits:
+            start, memory = 0, memory[:0]
+        end = start + len(memory)
+        within = head[start:end]
+        memory[: len(within)] = within
+        for first in range(len(within), len(memory), _PIECE):
+            piece = memory[first : first + _PIECE]
+            file.readinto(piece)
+            hasher.update(piece)
+        rest = file.read(max(part.length - max(len(head), end), 0))
+        hasher.update(rest)
+        if hasher.hexdigest() != part.checksum:
             raise damaged(path)
-        values = _numbers(data, dtype, prod(part.sizes))
-        if values is None:
+        # Where the numbers end, the zip file goes on.
+        if not fits or (head[end:] + rest)[:2] != b"PK":
             raise CheckpointError(f"{path} holds no tensor for {name}; do not trust this checkpoint")
-        return values.view(part.sizes)
 
 
-def _numbers(data: memoryview, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
-    """The elements of a tensor in the archive that torch.save wrote, in place; None if ``data`` is none. torch.load
-    would copy them into new memory, which takes longer than to read them, and would look at the code beside them."""
-    name = bytes(data[:_BEFORE_STORAGE]).find(_STORAGE)
+def _storage_in(head: bytes) -> int:
+    """Where the numbers of a tensor begin in the archive that torch.save wrote; 0 if ``head`` is of none."""
+    name = head.find(_STORAGE)
     if name < 2:
-        return None
+        return 0
     # An entry of a zip file: its name, as many bytes as those before the name say, then what it holds.
-    (between,) = struct.unpack_from("<H", data, name - 2)
-    start = name + len(_STORAGE) + between
-    end = start + numel * dtype.itemsize
-    # Where it ends, the zip file goes on.
-    return torch.frombuffer(data[start:end], dtype=dtype) if data[end : end + 2] == b"PK" else None
-
-
-def _read_item(item: ReadItem, values: torch.Tensor, planner: LoadPlanner) -> None:
-    target = planner.resolve_tensor(item).detach()
-    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-        values = values.narrow(dimension, start, length)
-    target.copy_(values)
-    planner.commit_tensor(item, target)
+    (between,) = struct.unpack_from("<H", head, name - 2)
+    return name + len(_STORAGE) + between
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -262,11 +281,11 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-def verified(path: Path, crc32: int) -> bytes:
-    """What ``path`` holds. Raises CheckpointError if it is missing or its CRC-32 is another."""
+def verified(path: Path, checksum: str) -> bytes:
+    """What ``path`` holds. Raises CheckpointError if it is missing or its checksum is another."""
     with open_data(path) as file:
         data = file.read()
-    if zlib.crc32(data) != crc32:
+    if checksum_of(data) != checksum:
         raise damaged(path)
     return data
 

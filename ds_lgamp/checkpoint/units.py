@@ -25,7 +25,8 @@ class Range(NamedTuple):
 
     def of(self, values: torch.Tensor, first: int = 0) -> FlatShard:
         """The range in ``values``, which hold the shard from element ``first`` on."""
-        return FlatShard(self.part.shape, self.start, values[self.in_shard.start - first : self.in_shard.stop - first])
+        part, within = self.part, slice(self.in_shard.start - first, self.in_shard.stop - first)
+        return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
 
 
 def held(unit: Unit) -> Iterator[Range]:
@@ -43,7 +44,10 @@ def written(unit: Unit) -> Iterator[Range]:
     ranks, rank = unit.data_group.size(), unit.data_group.rank()
     share = unit.flat.numel() // ranks
     first = rank * share - unit.shard_start
+    first_slice = unit.tensor_group is None or unit.tensor_group.rank() == 0
     for part, in_shard, start in held(unit):
+        if not first_slice and part.shape == part.whole_shape:
+            continue
         begin, end = max(in_shard.start, first), min(in_shard.stop, first + share)
         if begin < end:
             yield Range(part, slice(begin, end), start + begin - in_shard.start)
@@ -111,7 +115,7 @@ class Loading:
     def add_optimizer(self) -> None:
         for unit in self._partition.units:
             for segment in unit.segments:
-                ranges = [r for r in held(unit) if r.part.group == segment.group]
+                ranges = [r for r in held(unit) if segment.start <= r.in_shard.start < segment.end]
                 self._states.append({key: self._add_state(key, segment, ranges) for key in self._keys(ranges)})
 
     def _keys(self, ranges: list[Range]) -> list[str]:

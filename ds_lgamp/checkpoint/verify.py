@@ -14,7 +14,7 @@ def verify(folder: Path) -> None:
     byte is not what was written, or an element of a tensor or a tensor that state.json lists is not there."""
     state = folders.read_state(folder)
     reader = folders.reader(folder, state)
-    verified(reader.folder / METADATA, reader.index.metadata_crc32)
+    verified(reader.folder / METADATA, reader.index.metadata_checksum)
     _check_lengths(reader)
     for name in reader.tensors:
         values = reader.whole(name)

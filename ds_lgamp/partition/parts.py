@@ -1,6 +1,6 @@
 """One parameter of a flat unit: which of its elements this rank holds, and all of them together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,11 @@ class Part(NamedTuple):
     name: str
     parameter: Parameter
     shape: torch.Size
+    """Of this tensor-parallel rank's slice."""
+    whole_shape: torch.Size
+    """Of the slices of all tensor-parallel ranks together."""
+    slice_offsets: tuple[int, ...]
+    """Where this rank's slice begins in the whole."""
     group: int | None
     """The optimizer's parameter group; None if the optimizer does not own the parameter."""
     in_flat: slice
@@ -37,7 +42,8 @@ class Part(NamedTuple):
         """The segment around the part; None if the part is empty or the optimizer does not own it."""
         if not self.numel:
             return None
-        return next((segment for segment in self.unit.segments if segment.group == self.group), None)
+        start = self.in_shard.start
+        return next((segment for segment in self.unit.segments if segment.start <= start < segment.end), None)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor from the ``part`` [numel] of every rank, a copy. All data-parallel ranks call it together.
@@ -84,4 +90,16 @@ def parts_of(unit: Unit) -> Iterator[Part]:
             in_shard = slice(first - unit.shard_start, last - unit.shard_start)
             in_parameter = slice(first - start, last - start)
         whole = slice(start, end)
-        yield Part(unit, entry.name, entry.parameter, torch.Size(shape), entry.group, whole, in_shard, in_parameter)
+        place = _place(unit, entry.sliced_dimension, shape)
+        yield Part(
+            unit, entry.name, entry.parameter, torch.Size(shape), *place, entry.group, whole, in_shard, in_parameter
+        )
+
+
+def _place(unit: Unit, dimension: int | None, shape: Sequence[int]) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape of the whole parameter, and where this tensor-parallel rank's slice begins in it."""
+    whole, offsets = list(shape), [0] * len(shape)
+    if dimension is not None and unit.tensor_group is not None:
+        whole[dimension] *= unit.tensor_group.size()
+        offsets[dimension] = unit.tensor_group.rank() * shape[dimension]
+    return torch.Size(whole), tuple(offsets)

@@ -28,16 +28,24 @@ class UnitParameter(NamedTuple):
     parameter: Parameter
     group: int | None
     """The optimizer's parameter group; None if the optimizer does not own it."""
+    sliced_dimension: int | None = None
+    """Along which each tensor-parallel rank has a slice of it; None if each has all of it."""
+    partial_gradient: bool = False
+    """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism."""
 
 
 class Segment(NamedTuple):
-    """The part of a rank's shard that one optimizer group owns."""
+    """The part of a rank's shard that one optimizer group owns and that tensor-parallel ranks share in one way."""
 
     group: int
     shard: Parameter
     """A view of the unit's master weights, what the optimizer updates."""
     start: int
     end: int
+    sliced: bool
+    """Whether each tensor-parallel rank has elements of its own, not the same ones."""
+    partial_gradient: bool
+    """Whether the gradients of the tensor-parallel ranks are summed."""
 
 
 class Unit:
@@ -62,6 +70,7 @@ class Unit:
         tie_group: the pipeline ranks that hold a copy of a tied unit, None if there is no other.
         in_rank_order: whether gradients add up in the order of data-parallel ranks at every stage and on every backend.
         communication_dtype: in which gradients travel between data-parallel ranks; None is ``gradient_dtype``.
+        tensor_group: the tensor-parallel ranks, None if there is one.
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class Unit:
         tie_group: dist.ProcessGroup | None = None,
         in_rank_order: bool = False,
         communication_dtype: torch.dtype | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         dtypes = {str(entry.parameter.dtype) for entry in parameters}
         if len(dtypes) != 1:
@@ -90,6 +100,7 @@ class Unit:
         self._averages_first = self.communication_dtype == torch.float16 and data_group.size() > 1
         self.tied = tied
         self.tie_group = tie_group
+        self.tensor_group = tensor_group
         self.in_rank_order = in_rank_order
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
         self.holders: set[Hashable] = set()
@@ -97,8 +108,7 @@ class Unit:
         self.users = 0
         """Chunks of this rank that use the unit."""
         self._users_done = 0
-        unowned = max((entry.group for entry in parameters if entry.group is not None), default=-1) + 1
-        self.parameters = sorted(parameters, key=lambda entry: unowned if entry.group is None else entry.group)
+        self.parameters = sorted(parameters, key=_segment_of)
         self._build_storage()
         self._prepare_accumulation()
         self.segments = self._build_segments()
@@ -153,16 +163,16 @@ class Unit:
 
     def _build_segments(self) -> list[Segment]:
         # With the zeros between parameters, which an update leaves alone.
-        bounds: dict[int, list[int]] = {}
+        bounds: dict[tuple[float, bool, bool], list[int]] = {}
         for entry, offset, end in zip(self.parameters, self.offsets, [*self.offsets[1:], self._end]):
             if entry.group is not None:
-                bounds.setdefault(entry.group, [offset, end])[1] = end
+                bounds.setdefault(_segment_of(entry), [offset, end])[1] = end
         segments = []
-        for group, (start, end) in bounds.items():
+        for (group, sliced, partial), (start, end) in bounds.items():
             start = max(start - self.shard_start, 0)
             end = min(end - self.shard_start, self.shard.numel())
             if start < end:
-                segments.append(Segment(group, Parameter(self.master[start:end]), start, end))
+                segments.append(Segment(int(group), Parameter(self.master[start:end]), start, end, sliced, partial))
         return segments
 
     @property
@@ -291,6 +301,14 @@ class Unit:
         if self.partitioned:
             self._gradient = None
 
+    def counted_gradients(self) -> list[torch.Tensor]:
+        """What no other rank has of the gradient of what the optimizer owns: all ranks' together are all of it."""
+        if not self.counts_in_norm or not (self.partitioned or self.data_group.rank() == 0):
+            return []
+        first = self.tensor_group is None or self.tensor_group.rank() == 0
+        gradients = (segment.shard.grad for segment in self.segments if first or segment.sliced)
+        return [gradient for gradient in gradients if gradient is not None]
+
     def finish_gradient(self) -> None:
         """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and hands every
         segment its part, in the master weights' dtype."""
@@ -302,6 +320,8 @@ class Unit:
             sum_in_rank_order(gradient, self.tie_group)
         for segment in self.segments:
             segment.shard.grad = gradient[segment.start : segment.end]
+            if segment.partial_gradient and self.tensor_group is not None:
+                sum_in_rank_order(segment.shard.grad, self.tensor_group)
         self.gradient_is_final = True
 
     def finish_update(self) -> None:
@@ -314,3 +334,10 @@ class Unit:
             segment.shard.grad = None
         self.shard_gradient = None
         self.gradient_is_final = False
+
+
+def _segment_of(entry: UnitParameter) -> tuple[float, bool, bool]:
+    """What parameters of one segment have in common, and the order of segments in the storage; last comes what no
+    optimizer owns."""
+    group = float("inf") if entry.group is None else entry.group
+    return group, entry.sliced_dimension is not None, entry.partial_gradient

@@ -119,13 +119,9 @@ class ZeroPartition:
                 unit.finish_gradient()
 
     def counted_gradients(self) -> list[torch.Tensor]:
-        """This rank's share of the gradient of what the optimizer owns: all pipeline and data-parallel ranks' together
-        are the whole, tied units once."""
-        counted = (
-            unit for unit in self.units if unit.counts_in_norm and (unit.partitioned or unit.data_group.rank() == 0)
-        )
-        gradients = (segment.shard.grad for unit in counted for segment in unit.segments)
-        return [gradient for gradient in gradients if gradient is not None]
+        """This rank's share of the gradient of what the optimizer owns: all ranks' together are the whole, copies
+        once."""
+        return [gradient for unit in self.units for gradient in unit.counted_gradients()]
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         for unit in self.units:
@@ -201,6 +197,7 @@ def build_partition(
     trace: list[str] | None = None,
     in_rank_order: bool = False,
     communication_dtype: torch.dtype | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
     materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
     """One unit for every chunk's own parameters and one for every tied module, which travels beside its users; the
@@ -229,6 +226,7 @@ def build_partition(
                 group,
                 in_rank_order,
                 communication_dtype,
+                tensor_group,
             )
             for kind, members, group in kinds
             if members

@@ -1,11 +1,11 @@
 """A small checkpoint, and what somebody may do to one."""
 
 import json
-import zlib
 from pathlib import Path
 
 import torch
 
+from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, write_whole
 
@@ -26,6 +26,7 @@ def example() -> WholeCheckpoint:
         "layout": {
             "pipeline_ranks": 2,
             "data_ranks": 4,
+            "tensor_ranks": 1,
             "zero_stage": 3,
             "schedule": "layered",
             "chunk_bounds": [0, 1, 2, 11],
@@ -105,9 +106,9 @@ def forge_state(checkpoint: Path, change) -> None:
     """What ``change`` makes of state.json, with the checksum that belongs to it."""
     path = checkpoint / "state.json"
     state = json.loads(path.read_text())
-    del state["crc32"]
+    del state["checksum"]
     state = _changed(state, change)
-    path.write_text(json.dumps({"crc32": zlib.crc32(json.dumps(state).encode()), **state}))
+    path.write_text(json.dumps({"checksum": checksum_of(json.dumps(state).encode()), **state}))
 
 
 def forge_index(checkpoint: Path, change) -> None:
@@ -115,13 +116,13 @@ def forge_index(checkpoint: Path, change) -> None:
     path = tensors_folder(checkpoint) / "index.json"
     index = json.loads(path.read_text())
     path.write_text(json.dumps(_changed(index, change)))
-    forge_state(checkpoint, lambda state: state.update(index_crc32=zlib.crc32(path.read_bytes())))
+    forge_state(checkpoint, lambda state: state.update(index_checksum=checksum_of(path.read_bytes())))
 
 
 def forge_metadata(checkpoint: Path, data: bytes) -> None:
     """``data`` as DCP's own index, with all checksums that belong to it."""
     (tensors_folder(checkpoint) / ".metadata").write_bytes(data)
-    forge_index(checkpoint, lambda index: index.update(metadata_crc32=zlib.crc32(data)))
+    forge_index(checkpoint, lambda index: index.update(metadata_checksum=checksum_of(data)))
 
 
 def _changed(value, change):
@@ -140,7 +141,7 @@ def forge_item(checkpoint: Path, name: str, data: bytes) -> None:
         for key, entry in index["tensors"].items():
             (part,) = entry["parts"]
             item = data if key == name else before[part[3] : part[3] + part[4]]
-            part[3:] = [len(after), len(item), zlib.crc32(item)]
+            part[3:] = [len(after), len(item), checksum_of(item)]
             after += item
         path.write_bytes(after)
 
@@ -149,5 +150,5 @@ def forge_item(checkpoint: Path, name: str, data: bytes) -> None:
 
 def content(whole: WholeCheckpoint) -> str:
     """All of it to the bit, but for how its files are called."""
-    state = {key: value for key, value in whole.state.items() if key not in ("format", "tensors", "index_crc32")}
+    state = {key: value for key, value in whole.state.items() if key not in ("format", "tensors", "index_checksum")}
     return json.dumps(encode(whole._replace(state=state)), sort_keys=True)

@@ -83,6 +83,10 @@ def test_a_whole_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
     whole.state["lr_scheduler"] = print
     with pytest.raises(TypeError):
         write_whole(tmp_path / "tag", whole)
+    whole = example()
+    whole.state["counters"]["global_steps"] = 3.5
+    with pytest.raises(CheckpointError, match="counters.global_steps: Input should be a valid integer"):
+        write_whole(tmp_path / "tag", whole)
     assert names(tmp_path) == []
 
 

@@ -1,7 +1,6 @@
 """The files of a checkpoint: any reader of torch.distributed.checkpoint reads them; damaged ones are refused."""
 
 import shutil
-import zlib
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_lgamp.checkpoint.boxes import boxes
+from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.storage import (
@@ -53,7 +53,7 @@ def keys_and_tensors():
 def save(folder, shards):
     writer = ChecksummedWriter(folder)
     dcp.save(shards, storage_writer=writer, planner=ShardSavePlanner(), no_dist=True)
-    return VerifyingReader(folder, zlib.crc32((folder / INDEX).read_bytes()))
+    return VerifyingReader(folder, checksum_of((folder / INDEX).read_bytes()))
 
 
 def test_all_that_was_written_comes_back_in_order(checkpoint):

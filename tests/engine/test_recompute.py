@@ -176,7 +176,7 @@ def test_selective_recomputation_is_between_full_and_none():
 def megatron_engine(recompute, **named):
     from megatron.core.transformer import TransformerConfig
 
-    from launch.gpt_layers import TransformerBlock
+    from ds_lgamp.integrations.megatron.gpt_layers import TransformerBlock
 
     config = TransformerConfig(
         num_layers=MEGATRON_LAYERS,

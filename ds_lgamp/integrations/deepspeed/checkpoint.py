@@ -30,6 +30,7 @@ from ds_lgamp.integrations.deepspeed.module import (
 )
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.runtime.random_state import read_states
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[st
         partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
-        tensors[_rank_name(engine.stage_id, engine.grid.data_parallel_id)] = FlatShard(text.shape, 0, text)
+        ranks = engine.stage_id, engine.grid.data_parallel_id, engine.grid.get_slice_parallel_rank()
+        tensors[_rank_name(*ranks)] = FlatShard(text.shape, 0, text)
         parameters = _parameters(engine) if engine.grid.data_parallel_id == 0 else {}
         return (
             tensors,
@@ -164,6 +166,7 @@ def _layout(engine: "LgampEngine") -> dict[str, Any]:
     return {
         "pipeline_ranks": spec.pipeline_ranks,
         "data_ranks": engine.dp_world_size,
+        "tensor_ranks": engine.grid.get_slice_parallel_world_size(),
         "zero_stage": engine.zero_stage,
         "schedule": spec.schedule,
         "chunk_bounds": layout.bounds,
@@ -188,16 +191,16 @@ def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
     return json.dumps({"random": states, "client_state": _encoded("client_state", client_state)}).encode()
 
 
-def _rank_name(pipeline_rank: int, data_rank: int) -> str:
-    return f"ranks/{pipeline_rank}-{data_rank}"
+def _rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
+    return f"ranks/{pipeline_rank}-{data_rank}" + (f"-{tensor_rank}" if tensor_rank else "")
 
 
 def _parameters(engine: "LgampEngine") -> dict[str, dict[str, Any]]:
     """Shape and optimizer group of this pipeline rank's parameters, by name, in the module's order."""
     infos = {
-        name: {"shape": shape, "group": group}
+        part.name: {"shape": list(part.whole_shape), "group": part.group}
         for unit in engine.optimizer.partition.units
-        for name, shape, group in unit.contents()
+        for part in parts_of(unit)
     }
     return {name: infos[name] for name, _ in global_names(engine.module) if name in infos}
 
@@ -255,10 +258,14 @@ def _text_to_read(
     """Memory for what belongs to this rank. Where there are more ranks than there were, those beyond take what ranks
     had that are as far apart: what all ranks drew alike they go on drawing alike."""
     there = state["layout"]
-    name = _rank_name(engine.stage_id % there["pipeline_ranks"], engine.grid.data_parallel_id % there["data_ranks"])
+    name = _rank_name(
+        engine.stage_id % there["pipeline_ranks"],
+        engine.grid.data_parallel_id % there["data_ranks"],
+        engine.grid.get_slice_parallel_rank() % there["tensor_ranks"],
+    )
     if name not in sizes:
         # Written by one process, for all.
-        name = _rank_name(0, 0)
+        name = _rank_name(0, 0, 0)
     return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
 
 

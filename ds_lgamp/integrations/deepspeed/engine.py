@@ -50,6 +50,7 @@ from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.integrations.deepspeed.tensor_access import TensorAccess
+from ds_lgamp.integrations.deepspeed.tensor_parallel import Sharing, sharing_of, tensor_group
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -195,12 +196,14 @@ class LgampEngine(PipelineEngine):
         module = self.module
         layout = module.layout
         own = layout.chunks_of(module.stage_id)
+        tensor_ranks = tensor_group(module)
         chunks: dict[int, list[UnitParameter]] = {chunk: [] for chunk in own}
         tied: dict[str, list[UnitParameter]] = {key: [] for key in module.tied_modules}
         for name, tensor in global_names(module):
             if isinstance(tensor, torch.nn.Parameter):
                 group = groups.get(id(tensor)) if tensor.requires_grad else None
-                entry = UnitParameter(name, tensor, group)
+                sharing = Sharing() if tensor_ranks is None else sharing_of(name, tensor)
+                entry = UnitParameter(name, tensor, group, *sharing)
                 first = name.split(".")
                 if first[0] == "tied_modules":
                     tied[first[1]].append(entry)
@@ -218,6 +221,7 @@ class LgampEngine(PipelineEngine):
             accumulation_dtype(self._config),
             in_rank_order=self.lgamp_settings.reproducible,
             communication_dtype=self._config.communication_data_type,
+            tensor_group=tensor_ranks,
         )
         if self._deferred is None:
             return build()

@@ -28,7 +28,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         optimizer: whose groups hold the shards; hyper-parameters and schedulers act on it as the user made it.
         partition: where gradients are final when :meth:`step` is called.
         gradient_clipping: the largest norm, 0 for none.
-        norm_group: all pipeline and data-parallel ranks.
+        norm_group: all ranks.
         skips_overflow: whether a step is skipped, on all ranks, where a gradient is infinite or no number.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
         loss_scaler: what says by how much gradients are too large when :meth:`step` is called, and learns from it.

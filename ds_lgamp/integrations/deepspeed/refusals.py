@@ -155,10 +155,10 @@ def _refuse_module(module: PipelineModule) -> None:
         raise ConfigError("the PipelineModule has an engine already; build a new one for another engine")
     topology = module.topology()
     for axis in topology.get_axis_names():
-        if axis not in ("pipe", "data") and topology.get_dim(axis) > 1:
+        if axis not in ("pipe", "data", "model") and topology.get_dim(axis) > 1:
             raise ConfigError(
                 f"the topology has {topology.get_dim(axis)} ranks on axis '{axis}', but {BLOCK} takes 1 so far; "
-                "use the axes 'pipe' and 'data'"
+                "use the axes 'pipe', 'data' and 'model'"
             )
 
 

@@ -287,6 +287,7 @@ def _layout(rank: dict[str, Any], layers: StockLayers, group_of: dict[str, int])
     return {
         "pipeline_ranks": rank["mp_world_size"],
         "data_ranks": rank["dp_world_size"],
+        "tensor_ranks": 1,
         "zero_stage": int(rank["optimizer"] is None),
         "chunk_bounds": layers.bounds,
         "placement": list(range(rank["mp_world_size"])),

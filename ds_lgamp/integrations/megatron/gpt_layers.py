@@ -6,20 +6,33 @@ Every layer takes one tensor and returns one tensor, so that a pipeline can be c
 
 Between layers travels only the hidden state [s, b, h] (sequence, micro-batch, hidden size: Megatron's order). What else
 a transformer layer needs, causal masking and rotary angles, it derives from the sequence length.
+
+With tensor parallelism over T ranks, weights and logits are slices: logits [s, b, v / T]. With sequence parallelism,
+each rank has a part of the sequence between the layers, [s / T, b, h], from PositionEmbedding on.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    scatter_to_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 PositionType = Literal["rope", "learned_absolute"]
@@ -61,6 +74,7 @@ class WordEmbedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, init_method=config.embedding_init_method, config=config
         )
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.word_embeddings(tokens).transpose(0, 1).contiguous()
@@ -76,12 +90,16 @@ class PositionEmbedding(nn.Module):
             self.position_embeddings = nn.Embedding(max_positions, config.hidden_size)
             config.embedding_init_method(self.position_embeddings.weight)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.position_embeddings is not None:
             positions = torch.arange(hidden.shape[0], device=hidden.device)
             hidden = hidden + self.position_embeddings(positions)[:, None, :]
-        return self.dropout(hidden)
+        if not self.sequence_parallel:
+            return self.dropout(hidden)
+        with own_random_numbers():
+            return self.dropout(scatter_to_sequence_parallel_region(hidden))
 
 
 class TransformerBlock(nn.Module):
@@ -89,14 +107,16 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer_number: int, position_type: PositionType):
         super().__init__()
-        self.layer = build_module(transformer_layer_spec(), config=config, layer_number=layer_number)
+        self.layer = build_module(transformer_layer_spec(config), config=config, layer_number=layer_number)
         self.rotary_channels = config.kv_channels if position_type == "rope" else None
+        self.sequence_parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     def forward(self, hidden: Tensor) -> Tensor:
         angles = None
         if self.rotary_channels is not None:
-            angles = rotary_angles(hidden.shape[0], self.rotary_channels, hidden.device)
-        hidden, _context = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+            angles = rotary_angles(hidden.shape[0] * self.sequence_parts, self.rotary_channels, hidden.device)
+        with own_random_numbers() if self.sequence_parts > 1 else nullcontext():
+            hidden, _context = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
         return hidden
 
 
@@ -131,7 +151,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        norm = transformer_layer_spec().submodules.input_layernorm
+        norm = transformer_layer_spec(config).submodules.input_layernorm
         self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -154,6 +174,10 @@ class LanguageModelHead(nn.Module):
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """Hidden state [s, b, h] to logits [s, b, v] with the weight of the word embedding."""
+    if embedding.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
     return nn.functional.linear(hidden, embedding.word_embeddings.weight)
 
 
@@ -164,11 +188,35 @@ def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor
     return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
 
 
-def transformer_layer_spec() -> ModuleSpec:
+class SequenceParallelNorm:
+    """Stands for Megatron-core's plain norm, which refuses sequence parallelism: each rank sees a part of the sequence,
+    so that the gradients of its weights are partial. A class, because that is what a layer's specification takes."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
+    ) -> nn.Module:
+        norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+
+def transformer_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Megatron-core's transformer layer of plain PyTorch parts, with attention that runs on any device."""
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    if config.sequence_parallel:
+        for norm in ("input_layernorm", "pre_mlp_layernorm"):
+            if getattr(spec.submodules, norm) is WrappedTorchNorm:
+                setattr(spec.submodules, norm, SequenceParallelNorm)
     return spec
+
+
+def own_random_numbers() -> AbstractContextManager[None]:
+    """Where each tensor-parallel rank computes another part, Megatron-core's generator of this rank, once seeded by
+    ``model_parallel_cuda_manual_seed``."""
+    tracker = get_cuda_rng_tracker()
+    return tracker.fork() if tracker.get_states() else nullcontext()
 
 
 @functools.lru_cache

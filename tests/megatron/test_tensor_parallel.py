@@ -1,0 +1,204 @@
+"""Megatron-core layers on tensor-parallel ranks, under a pipeline and data parallelism, train like one process."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.tensor_parallel import Sharing, sharing_of
+from tests.engine.models import seed
+from tests.engine.running import prepare_rank, quiet
+from tests.ranks import run_on_ranks
+
+VOCABULARY, SEQUENCE, MICRO_BATCHES = 64, 16, 4
+"""The micro-batches are those of all data-parallel ranks."""
+SAVED, RESUMED = 2, 2
+
+
+class Place(NamedTuple):
+    tensor_ranks: int
+    pipeline_ranks: int
+    data_ranks: int
+    stage: int
+    sequence_parallel: bool = False
+    positions: str = "learned_absolute"
+    tied: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_ranks * self.pipeline_ranks * self.data_ranks
+
+
+ALONE = [Place(1, 1, 1, 0), Place(1, 1, 1, 0, positions="rope", tied=False)]
+PLACES = [
+    Place(2, 1, 1, 0),
+    Place(2, 1, 1, 3, sequence_parallel=True, positions="rope", tied=False),
+    Place(4, 1, 1, 2, sequence_parallel=True),
+    Place(2, 2, 2, 3, sequence_parallel=True),
+    Place(2, 2, 2, 3, positions="rope", tied=False),
+    Place(2, 2, 2, 1, sequence_parallel=True, positions="rope", tied=False),
+]
+
+
+def engine_of(place: Place):
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
+
+    # Where Megatron-core's sequence parallelism makes tensors.
+    torch.cuda.current_device = lambda: "cpu"
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(place.tensor_ranks, create_gloo_process_groups=False)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=place.tensor_ranks,
+        sequence_parallel=place.sequence_parallel,
+    )
+    ds_lgamp.install()
+    with quiet():
+        module = PipelineModule(
+            gpt_layer_specs(config, VOCABULARY, SEQUENCE, place.positions, place.tied),
+            topology=PipeModelDataParallelTopology(place.pipeline_ranks, place.tensor_ranks, place.data_ranks),
+            loss_fn=language_model_loss,
+            seed_layers=True,
+            seed_fn=seed,
+        )
+        groups = [
+            {"params": [parameter for parameter in module.parameters() if (parameter.dim() > 1) == matrices]}
+            for matrices in (True, False)
+        ]
+        return deepspeed.initialize(
+            model=module,
+            optimizer=torch.optim.AdamW(groups, lr=0.01, eps=1e-4),
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": MICRO_BATCHES // place.data_ranks,
+                # Below every norm: all steps are clipped.
+                "gradient_clipping": 0.3,
+                "zero_optimization": {"stage": place.stage},
+                "ds_lgamp": {},
+            },
+        )[0]
+
+
+def batches(engine, step):
+    count = engine.micro_batches
+    for index in range(count):
+        number = MICRO_BATCHES * step + count * engine.grid.data_parallel_id + index
+        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
+        yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(2, SEQUENCE))
+
+
+def steps(engine, count):
+    """Loss and norm of every step."""
+    results = []
+    for _ in range(count):
+        loss = engine.train_batch(batches(engine, engine.global_steps)).item()
+        results.append((loss, float(engine.get_global_grad_norm())))
+    return results
+
+
+def train(folder, places):
+    """The steps of every place, of which each writes a checkpoint on its way."""
+    prepare_rank()
+    results = {}
+    for place in places:
+        engine = engine_of(place)
+        before = steps(engine, SAVED)
+        engine.save_checkpoint(folder, tag=tag_of(place))
+        results[place] = before + steps(engine, RESUMED)
+        engine.wait_for_checkpoint()
+    return results
+
+
+def resume(folder, pairs):
+    """The steps after a checkpoint of one place was loaded at another, which writes what it loaded."""
+    prepare_rank()
+    results = {}
+    for source, target in pairs:
+        engine = engine_of(target)
+        engine.load_checkpoint(folder, tag=tag_of(source))
+        engine.save_checkpoint(folder, tag=f"{tag_of(source)} at {tag_of(target)}")
+        results[source, target] = steps(engine, RESUMED)
+        engine.wait_for_checkpoint()
+    return results
+
+
+def tag_of(place: Place) -> str:
+    return "-".join(map(str, place))
+
+
+def alone_like(place: Place) -> Place:
+    return next(alone for alone in ALONE if (alone.positions, alone.tied) == (place.positions, place.tied))
+
+
+PAIRS = [(place, alone_like(place)) for place in PLACES] + [(alone_like(place), place) for place in PLACES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    results = {}
+    for ranks in (1, 2, 4, 8):
+        places = [place for place in ALONE + PLACES if place.ranks == ranks]
+        results |= run_on_ranks(ranks, train, str(folder), places)[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def resumed(folder, trained):
+    results = {}
+    for ranks in (1, 2, 4, 8):
+        pairs = [pair for pair in PAIRS if pair[1].ranks == ranks]
+        results |= run_on_ranks(ranks, resume, str(folder), pairs)[0]
+    return results
+
+
+@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+def test_losses_and_norms_are_those_of_one_process(trained, place):
+    for here, alone in zip(trained[place], trained[alone_like(place)]):
+        assert here == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_checkpoint_loads_on_other_tensor_parallel_ranks(folder, trained, resumed, source, target):
+    for goes_on, went_on in zip(resumed[source, target], trained[source][SAVED:]):
+        assert goes_on == pytest.approx(went_on, rel=1e-5)
+    written = read_whole(Path(folder) / tag_of(source))
+    loaded = read_whole(Path(folder) / f"{tag_of(source)} at {tag_of(target)}")
+    assert written.parameters.keys() == loaded.parameters.keys()
+    for name, values in written.parameters.items():
+        assert torch.equal(values, loaded.parameters[name]), name
+        for key, moments in written.moments.items():
+            assert torch.equal(moments[name], loaded.moments[key][name]), (key, name)
+
+
+def test_a_parameter_says_how_it_is_shared():
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    assert sharing_of("0.weight", parameter) == Sharing(None, False)
+    parameter.sequence_parallel = True
+    assert sharing_of("0.weight", parameter) == Sharing(None, True)
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 1, 1
+    assert sharing_of("0.weight", parameter) == Sharing(1, False)
+    for attribute, value in (("partition_stride", 2), ("partition_dim", -1)):
+        setattr(parameter, attribute, value)
+        with pytest.raises(ConfigError, match="parameter 0.weight is tensor-parallel with partition_dim"):
+            sharing_of("0.weight", parameter)
