@@ -194,6 +194,8 @@ class Saves(NamedTuple):
         self.save(saver, "before", 0)
         for number, (name, (obstacle, shape)) in enumerate(obstacles.items(), 1):
             before = files_below(self.directory)
+            # No rank may still be looking when another puts the obstacle there.
+            dist.barrier()
             with obstacle:
                 dist.barrier()
                 with pytest.raises(CheckpointError) as error:
