@@ -1,6 +1,7 @@
 """Writes and reads the checkpoints of all ranks together; writes while they train."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,8 @@ from ds_lgamp.partition.agreement import everyone
 logger = logging.getLogger(__name__)
 THREADS = "ds_lgamp checkpoint"
 """How the names of threads that write begin."""
+REST = 9
+"""How much longer than it is busy the thread rests: it takes a tenth of a core and of the memory's bandwidth."""
 _savers: list["Saver"] = []
 """Those that are writing, in the order they began."""
 
@@ -49,6 +52,9 @@ class Saver:
     def __init__(self, asynchronous: bool, keep_last: int | None) -> None:
         self._asynchronous, self._keep_last = asynchronous, keep_last
         self._own_group: dist.ProcessGroup | None = None
+        self._awaited = threading.Event()
+        """Set when somebody waits for the thread, as the end of the process does before it joins the pool's."""
+        threading._register_atexit(self._awaited.set)  # type: ignore[attr-defined]
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREADS)
         self._writing: Future[None] | None = None
 
@@ -79,6 +85,7 @@ class Saver:
         write = partial(self._write, self._group(), destination, tensors, publish, follow)
         if self._asynchronous:
             _savers.append(self)
+            self._awaited.clear()
             self._writing = self._threads.submit(write)
         else:
             write()
@@ -88,6 +95,7 @@ class Saver:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             _savers.remove(self)
+            self._awaited.set()
             writing.result()
 
     def load(self, reader: VerifyingReader, targets: Mapping[str, FlatShard]) -> None:
@@ -115,7 +123,7 @@ class Saver:
         first = dist.get_rank(group) == 0
 
         def write() -> None:
-            writer = ChecksummedWriter(destination, publish)
+            writer = ChecksummedWriter(destination, publish, self._rest if self._asynchronous else None)
             dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
 
         steps = {
@@ -135,6 +143,10 @@ class Saver:
                 if first:
                     logger.error(str(failure))
                 raise failure from None
+
+    def _rest(self, seconds: float) -> None:
+        """After the thread was busy for so long: leaves cores and memory to the training, unless that waits."""
+        self._awaited.wait(seconds * REST)
 
     def _follow(self, directory: Path, tag: str | None) -> None:
         """What a published checkpoint changes beside it."""

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -42,7 +43,7 @@ METADATA, INDEX = ".metadata", "index.json"
 _STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
 """The file name of a tensor's storage in the archive that torch.save writes, and by which byte it has begun."""
 _PIECE = 1 << 20
-"""Bytes that are read and looked at while a core still holds them."""
+"""Bytes that are read or written, and looked at while a core still holds them."""
 
 
 class _Written(NamedTuple):
@@ -58,11 +59,17 @@ class ChecksummedWriter(FileSystemWriter):
     Args:
         folder: where they go.
         finished: called on the first rank when all are on the disk; if it fails, so does the save on every rank.
+        rest: called after every piece with the seconds it took.
     """
 
-    def __init__(self, folder: Path, finished: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        finished: Callable[[], None] = lambda: None,
+        rest: Callable[[float], None] | None = None,
+    ) -> None:
         super().__init__(folder)
-        self._finished = finished
+        self._finished, self._rest = finished, rest
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -72,7 +79,7 @@ class ChecksummedWriter(FileSystemWriter):
                 for item in plan.items:
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
-                    offset, sink = file.tell(), _ChecksummedFile(file)
+                    offset, sink = file.tell(), _ChecksummedFile(file, self._rest)
                     _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
@@ -106,17 +113,22 @@ class ChecksummedWriter(FileSystemWriter):
 class _ChecksummedFile(io.RawIOBase):
     """What torch.save writes to."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: io.BufferedWriter, rest: Callable[[float], None] | None) -> None:
         super().__init__()
-        self._file = file
+        self._file, self._rest = file, rest
         self.hasher = Hasher()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.hasher.update(data)
-        return self._file.write(data)
+        for first in range(0, len(data), _PIECE):
+            begun, piece = time.perf_counter(), data[first : first + _PIECE]
+            self.hasher.update(piece)
+            self._file.write(piece)
+            if self._rest is not None:
+                self._rest(time.perf_counter() - begun)
+        return len(data)
 
 
 def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
