@@ -83,17 +83,26 @@ def read_latest(directory: Path) -> str | None:
     return tag
 
 
-def keep_last(directory: Path, count: int) -> None:
-    """Removes the oldest checkpoints in ``directory`` but the newest ``count`` and the one ``latest`` names. What else
-    lies in their folders stays."""
-    states = [path for path in directory.glob(f"*/{STATE}") if path.is_file()]
-    newest_first = sorted(states, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for state in newest_first[count:]:
-        if state.parent.name != read_latest(directory):
-            state.unlink()
-            sync_folder(state.parent)
-            _remove_other_tensors(state.parent, None)
-            _remove_if_empty(state.parent)
+def keep_last(directory: Path, tag: str, count: int) -> None:
+    """Removes the oldest checkpoints in ``directory``, of those with as many folders in their tags as ``tag``, but the
+    newest ``count`` and the one ``latest`` names. Links, what else lies in their folders, and what this release cannot
+    read stay."""
+    pattern = "/".join(["*"] * len(Path(tag).parts))
+    found = [folder for folder in directory.glob(pattern) if _is_own(directory, folder)]
+    newest_first = sorted(found, key=lambda folder: (folder / STATE).stat().st_mtime_ns, reverse=True)
+    last = read_latest(directory)
+    for folder in newest_first[count:]:
+        if last is None or folder != directory / last:
+            (folder / STATE).unlink()
+            sync_folder(folder)
+            _remove_other_tensors(folder, None)
+            _remove_if_empty(folder)
+
+
+def _is_own(directory: Path, folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint below ``directory``, and no link leads to it."""
+    between = [folder, *folder.parents][: len(folder.relative_to(directory).parts)]
+    return not any(path.is_symlink() for path in between) and _published_tensors(folder) is not None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -170,7 +179,8 @@ def _replace(path: Path, text: str) -> None:
 
 def _remove_other_tensors(folder: Path, kept: str | None) -> None:
     for path in folder.glob(f"{TENSORS}*"):
-        if path.name != kept:
+        # A tag of that name below this one is another checkpoint.
+        if path.name != kept and not (path / STATE).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class Saver:
         """Set when somebody waits for the thread, as the end of the process does before it joins the pool's."""
         threading._register_atexit(self._awaited.set)  # type: ignore[attr-defined]
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREADS)
+        self._thread: int | None = None
         self._writing: Future[None] | None = None
 
     def save(
@@ -70,7 +72,8 @@ class Saver:
         Raises CheckpointError on every rank if the last save failed or the directory cannot be written; if this save
         fails later, the next call raises it.
         """
-        self.wait()
+        # Of other savers, too: two saves in one directory would be in each other's way.
+        wait_for_all()
         if self._asynchronous:
             given = tensors
             tensors = everywhere(lambda: staged(given))
@@ -81,18 +84,19 @@ class Saver:
         except CheckpointError as error:
             raise _failure(directory / tag, "could not be saved", error) from None
         publish = partial(folders.publish, directory / tag, destination, state)
-        follow = partial(self._follow, directory, tag if publish_latest else None)
+        follow = partial(self._follow, directory, tag, publish_latest)
         write = partial(self._write, self._group(), destination, tensors, publish, follow)
         if self._asynchronous:
-            _savers.append(self)
             self._awaited.clear()
             self._writing = self._threads.submit(write)
+            _savers.append(self)
         else:
             write()
 
     def wait(self) -> None:
         """Until the last save is over. Raises CheckpointError on every rank if it failed."""
-        if self._writing is not None:
+        # What the thread collects as garbage may wait for the thread: an engine waits when it is destroyed.
+        if self._writing is not None and threading.get_ident() != self._thread:
             writing, self._writing = self._writing, None
             _savers.remove(self)
             self._awaited.set()
@@ -105,9 +109,10 @@ class Saver:
         everywhere(lambda: loading(process_group=self._group()))
 
     def _group(self) -> dist.ProcessGroup:
-        """All ranks; of its own, because a thread uses it while they train."""
+        """All ranks; of its own, because a thread uses it while they train. Those that are done wait for the slowest
+        disk, and notice at once when a rank is gone."""
         if self._own_group is None:
-            self._own_group = dist.new_group(backend="gloo")
+            self._own_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         return self._own_group
 
     def _write(
@@ -120,6 +125,7 @@ class Saver:
     ) -> None:
         """In the thread, if there is one; ``publish`` and then ``follow`` are called on the first rank when all have
         written."""
+        self._thread = threading.get_ident() if self._asynchronous else None
         first = dist.get_rank(group) == 0
 
         def write() -> None:
@@ -148,12 +154,12 @@ class Saver:
         """After the thread was busy for so long: leaves cores and memory to the training, unless that waits."""
         self._awaited.wait(seconds * REST)
 
-    def _follow(self, directory: Path, tag: str | None) -> None:
+    def _follow(self, directory: Path, tag: str, publish_latest: bool) -> None:
         """What a published checkpoint changes beside it."""
-        if tag is not None:
+        if publish_latest:
             folders.write_latest(directory, tag)
         if self._keep_last is not None:
-            folders.keep_last(directory, self._keep_last)
+            folders.keep_last(directory, tag, self._keep_last)
 
 
 def _nothing() -> None:

@@ -159,7 +159,8 @@ class Loading:
         indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
-            if tensors or scalars[segment.group]:
+            # Parameters the checkpoint does not have begin anew, and count from there.
+            if tensors or (scalars[segment.group] and not any(self._states)):
                 # Decoded for each: an optimizer counts in the tensors it is given.
                 state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
         merged = [{**mine, **group, "params": mine["params"]} for group, mine in zip(groups, own)]

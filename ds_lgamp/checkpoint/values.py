@@ -2,6 +2,7 @@
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def encode(value: Any) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-    if isinstance(value, numpy.generic):
+    if isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic):
         return encode(value.item())
     if kind is list:
         return [encode(entry) for entry in value]
@@ -36,6 +37,8 @@ def encode(value: Any) -> Any:
         return {_TAG: "tensor", **_encode_tensor(value)}
     if kind is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS:
         return {_TAG: "array", **_encode_array(value)}
+    if kind is Counter:
+        return {_TAG: "counter", "value": [[encode(key), encode(count)] for key, count in value.items()]}
     if isinstance(value, Mapping):
         if all(type(key) is str for key in value) and _TAG not in value:
             return {key: encode(entry) for key, entry in value.items()}
@@ -68,6 +71,8 @@ def _decode(value: Any) -> Any:
         return float(value["value"])
     if tag == "tuple":
         return tuple(_decode(entry) for entry in value["value"])
+    if tag == "counter":
+        return Counter({_decode(key): _decode(count) for key, count in value["value"]})
     if tag == "dict":
         return {_decode(key): _decode(entry) for key, entry in value["value"]}
     if tag == "tensor":
@@ -78,7 +83,7 @@ def _decode(value: Any) -> Any:
 
 
 def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    flat = tensor.detach().to("cpu").reshape(-1).contiguous()
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1).contiguous()
     data = flat.view(torch.uint8).numpy().tobytes()
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -44,6 +44,27 @@ def save(saver, directory, number):
     return tensors, time.monotonic() - begun
 
 
+def save_in_turns(directory):
+    """Two savers, as of two engines, one directory."""
+    savers = [Saver(asynchronous=True, keep_last=1) for _ in range(2)]
+    for number in range(6):
+        # Under one tag twice, then under another.
+        tag = f"step{number // 2}"
+        savers[number % 2].save(directory, tag, numbered_tensors(number), numbered_state(number), publish_latest=True)
+    wait_for_all()
+    return sorted(path.name for path in directory.iterdir()), number_of(directory / "step2")
+
+
+def wait_in_the_thread(directory):
+    """What the thread collects as garbage may be an engine, which waits for its saver."""
+    saver = Saver(asynchronous=True, keep_last=None)
+    with pytest.MonkeyPatch.context() as patch:
+        write_slowly(patch, meanwhile=saver.wait)
+        save(saver, directory, 1)
+        wait_for_all()
+    return number_of(directory / "step1")
+
+
 def save_and_train_on(directory):
     saver = Saver(asynchronous=True, keep_last=None)
     saver.save(directory, "step0", numbered_tensors(0), numbered_state(0), publish_latest=True)
@@ -164,3 +185,11 @@ def test_an_unedited_script_leaves_whole_checkpoints(tmp_path, end, asynchronous
     assert read_latest(tmp_path) == "global_step2"
     for tag in ("global_step1", "global_step2"):
         assert (tmp_path / tag / "state.json").exists() and "could not be saved" not in output
+
+
+def test_two_savers_in_one_directory_take_turns(tmp_path):
+    assert run_on_ranks(2, save_in_turns, tmp_path) == [(["latest", "step2"], 5)] * 2
+
+
+def test_the_thread_does_not_wait_for_itself(tmp_path):
+    assert run_on_ranks(2, wait_in_the_thread, tmp_path) == [1, 1]

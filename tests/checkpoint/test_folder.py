@@ -97,11 +97,40 @@ def test_the_last_checkpoints_are_kept_and_that_named_in_latest(tmp_path):
     (tmp_path / "user's" / "notes").write_text("")
     (tmp_path / "no checkpoint").mkdir()
     write_latest(tmp_path, "latest one")
-    keep_last(tmp_path, 1)
+    keep_last(tmp_path, "new", 1)
     assert names(tmp_path) == ["latest", "latest one", "new", "no checkpoint", "user's"]
     assert names(tmp_path / "user's") == ["notes"]
     for tag in ("new", "latest one"):
         assert content(read_whole(tmp_path / tag)) == content(example())
+
+
+def test_only_checkpoints_are_removed_and_none_through_a_link(tmp_path):
+    for age, tag in enumerate(["new", "old"]):
+        write_whole(tmp_path / tag, example())
+        os.utime(tmp_path / tag / "state.json", (1000 - age, 1000 - age))
+    for alias in ("also new", "best"):
+        (tmp_path / alias).symlink_to(tmp_path / "new")
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "state.json").write_text("{}")
+    keep_last(tmp_path, "new", 1)
+    assert names(tmp_path) == ["also new", "app", "best", "new"]
+    assert content(read_whole(tmp_path / "new")) == content(example())
+
+
+def test_tags_of_several_folders_are_removed_like_others(tmp_path):
+    for age, tag in enumerate(["run/new", "run/old", "run/latest", "elsewhere"]):
+        write_whole(tmp_path / tag, example())
+        os.utime(tmp_path / tag / "state.json", (1000 - age, 1000 - age))
+    write_latest(tmp_path, "run/latest")
+    keep_last(tmp_path, "run/new", 1)
+    assert names(tmp_path / "run") == ["latest", "new"] and (tmp_path / "elsewhere" / "state.json").is_file()
+
+
+def test_a_tag_below_another_may_be_called_as_tensors_are(tmp_path):
+    write_whole(tmp_path / "a" / "tensors-best", example())
+    write_whole(tmp_path / "a", example())
+    write_whole(tmp_path / "a", example())
+    assert content(read_whole(tmp_path / "a" / "tensors-best")) == content(example())
 
 
 def test_latest_is_what_was_written_last(tmp_path):

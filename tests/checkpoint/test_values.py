@@ -1,7 +1,7 @@
 """Values come back from JSON as they were, and nothing else does."""
 
 import json
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from fractions import Fraction
 from pathlib import Path
 
@@ -31,9 +31,10 @@ def arrays(draw):
     return numpy.asarray(values).astype(draw(st.sampled_from(ARRAY_TYPES))).T
 
 
+COUNTS = st.dictionaries(st.integers(), st.integers(1, 3), max_size=3).map(Counter)
 KEYS = st.text(max_size=3) | st.just("type") | st.integers() | st.tuples(st.integers(), st.booleans())
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | tensors() | arrays(),
+    COUNTS | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | tensors() | arrays(),
     lambda inner: (
         st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=3)
     ),

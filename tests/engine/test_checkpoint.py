@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_lgamp
@@ -170,7 +170,64 @@ def fewer_layers(folder):
     with pytest.raises(CheckpointError, match=r"is of another model \(5.bias is absent there, \[6\] here, 5.weight"):
         large.load_checkpoint(folder)
     large.load_checkpoint(folder, load_module_strict=False, load_module_only=True)
-    return end_state(small), built, end_state(large)
+    loaded = end_state(large)
+    large.load_checkpoint(folder, load_module_strict=False)
+    steps(large, 1)
+    return end_state(small), built, loaded
+
+
+class Counting(nn.Module):
+    """Has a buffer that every copy counts by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, inputs):
+        return inputs * self.weight
+
+
+def own_buffers(folder):
+    """What each rank has of its copy of a tied module's buffer, and what it has after it loaded that."""
+    layers = [TiedLayerSpec("counting", Counting), LayerSpec(nn.Linear, 6, 6), TiedLayerSpec("counting", Counting)]
+    ds_lgamp.install()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 1},
+        "ds_lgamp": {"layers_per_chunk": 2},
+        "optimizer": ADAM,
+    }
+    with quiet():
+        module = PipelineModule(layers, num_stages=2, loss_fn=mean_square)
+        engine = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+    buffer = dict(module.named_buffers())["tied_modules.counting.seen"]
+    found = []
+    for values in ([1.0, float(engine.grid.data_parallel_id)], [float(engine.stage_id), 2.0], [3.0, 3.0]):
+        buffer.copy_(torch.tensor([*values]))
+        engine.save_checkpoint(folder)
+        written = buffer.tolist()
+        buffer.zero_()
+        engine.load_checkpoint(folder)
+        found.append((written, buffer.tolist()))
+    return found
+
+
+class WarmupLR:
+    """Like the one of the checkpoint by its name only."""
+
+    def __init__(self):
+        self.state = {"part": 1}
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = {"part": 2}
+        if "part" not in state:
+            raise KeyError("part")
+        self.state = dict(state)
 
 
 def refusals(folder):
@@ -187,14 +244,17 @@ def refusals(folder):
     other = str(Path(folder) / "other")
     wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
     refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    for option in ("grouped", "scheduler", "other scheduler"):
+    for option in ("grouped", "scheduler", "other scheduler", "scheduler of that name"):
         other_engine = engine_of(*layout, grouped=option == "grouped", scheduler=option == "grouped")
         if option == "other scheduler":
             optimizer = other_engine.optimizer.optimizer
             other_engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        if option == "scheduler of that name":
+            other_engine.lr_scheduler = WarmupLR()
         before = end_state(other_engine)
         refused(option, CheckpointError, other_engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-        assert end_state(other_engine) == before
+        assert end_state(other_engine) == before and other_engine.global_steps == 0
+    assert other_engine.lr_scheduler.state == {"part": 1}
     momentum = engine_of(*layout, optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
     before = end_state(momentum)
     refused("optimizer", CheckpointError, momentum.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
@@ -231,6 +291,7 @@ def run_all(folder):
     results["neighbours"] = neighbours(str(Path(folder) / "neighbours"))
     results["few kept"] = few_kept(str(Path(folder) / "few kept"))
     results["fewer layers"] = fewer_layers(str(Path(folder) / "fewer layers"))
+    results["own buffers"] = own_buffers(str(Path(folder) / "own buffers"))
     results["refusals"] = refusals(folder)
     return results
 
@@ -263,6 +324,11 @@ def test_weights_alone_start_a_new_run(results):
 def test_saving_again_leaves_the_files_of_others_alone(results):
     *others, tensors, tokenizer = results[0]["neighbours"]
     assert others == ["deeper", "state.json"] and tensors.startswith("tensors-") and tokenizer == "tokenizer.json"
+
+
+def test_every_copy_of_a_buffer_is_kept(results):
+    for rank in results:
+        assert all(loaded == written for written, loaded in rank["own buffers"])
 
 
 def test_only_the_last_checkpoints_are_kept(results):
@@ -312,6 +378,10 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         (
             "scheduler",
             ["has learning rate scheduler WarmupLR, this run has None; use the same, or pass load_lr_scheduler_"],
+        ),
+        (
+            "scheduler of that name",
+            ["has the state of another WarmupLR (rank 0: KeyError: 'part'); build it as"],
         ),
         ("other scheduler", ["has learning rate scheduler WarmupLR, this run has LambdaLR; use the same"]),
         (

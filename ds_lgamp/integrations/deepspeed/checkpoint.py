@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp import __version__
@@ -18,13 +20,12 @@ from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.state import decode_text
 from ds_lgamp.checkpoint.storage import VerifyingReader
-from ds_lgamp.checkpoint.units import Loading, optimizer_scalars, optimizer_tensors, weights
+from ds_lgamp.checkpoint.units import BUFFERS, Loading, optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.integrations.deepspeed.module import (
     empty_extra_states,
     global_names,
     layer_types,
-    over_data,
     over_pipeline,
     persistent_buffers,
 )
@@ -59,8 +60,7 @@ def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[st
         partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
-        ranks = engine.stage_id, engine.grid.data_parallel_id, engine.grid.get_slice_parallel_rank()
-        tensors[_rank_name(*ranks)] = FlatShard(text.shape, 0, text)
+        tensors[_rank_name(*_ranks(engine))] = FlatShard(text.shape, 0, text)
         parameters = _parameters(engine) if engine.grid.data_parallel_id == 0 else {}
         return (
             tensors,
@@ -84,17 +84,23 @@ def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
     raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
     state, reader = everywhere(partial(_open, folder))
     sizes = {name: entry.size for name, entry in reader.tensors.items()}
-    own = {name: info for rank in over_pipeline(engine.module, _parameters(engine)) for name, info in rank.items()}
-    everywhere(partial(_check, engine, folder, state, parts, own, sizes))
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
-    loading = Loading(engine.optimizer.partition, dtypes)
-    loading.add_weights()
-    if parts.optimizer:
-        loading.add_optimizer()
-    buffers = _buffers_to_read(engine, state, sizes)
-    text = everywhere(partial(_text_to_read, engine, state, sizes))
+    parameters = everywhere(partial(_parameters, engine))
+    own = {name: info for rank in over_pipeline(engine.module, parameters) for name, info in rank.items()}
+
+    def memory() -> tuple[Loading, dict[str, FlatShard], dict[str, FlatShard]]:
+        _check(engine, folder, state, parts, own, sizes)
+        loading = Loading(engine.optimizer.partition, dtypes)
+        loading.add_weights()
+        if parts.optimizer:
+            loading.add_optimizer()
+        return loading, _buffers_to_read(engine, state, sizes), _text_to_read(engine, state, sizes)
+
+    loading, buffers, text = everywhere(memory)
     engine.saver.load(reader, {**loading.targets, **buffers, **text})
     mine = everywhere(partial(_decoded, folder, text))
+    if parts.scheduler and engine.lr_scheduler is not None:
+        _load_scheduler(folder, engine.lr_scheduler, decode(state["lr_scheduler"]["state"]))
 
     def commit() -> None:
         loading.commit_weights()
@@ -102,13 +108,24 @@ def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
         if parts.optimizer:
             written = state["optimizer"]
             loading.commit_optimizer(engine.optimizer.optimizer, decode(written["groups"]), written["scalars"])
-        if parts.scheduler and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(decode(state["lr_scheduler"]["state"]))
         if parts.progress:
             _resume(engine, state, mine["random"])
 
     everywhere(commit)
     return mine["client_state"]
+
+
+def _load_scheduler(folder: Path, scheduler: Any, state: dict[str, Any]) -> None:
+    """What says that a state does not fit is the scheduler itself, half-way: on all ranks it is then as it was."""
+    before = deepcopy(scheduler.state_dict())
+    try:
+        everywhere(partial(scheduler.load_state_dict, state))
+    except CheckpointError as error:
+        scheduler.load_state_dict(before)
+        raise CheckpointError(
+            f"{folder} has the state of another {type(scheduler).__name__} ({error}); build it as it was, or pass "
+            "load_lr_scheduler_states=False"
+        ) from None
 
 
 def _decoded(folder: Path, text: Mapping[str, FlatShard]) -> dict[str, Any]:
@@ -218,30 +235,50 @@ def _digests(engine: "LgampEngine") -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in persistent_buffers(engine.module)}
 
 
+def _ranks(engine: "LgampEngine") -> tuple[int, int, int]:
+    """This rank's pipeline, data-parallel and tensor-parallel rank."""
+    return engine.stage_id, engine.grid.data_parallel_id, engine.grid.get_slice_parallel_rank()
+
+
 def _buffers_to_write(engine: "LgampEngine") -> dict[str, FlatShard]:
-    """Those of the first data-parallel rank, and of the others what differs from them, such as running means."""
-    own, data_rank = _digests(engine), engine.grid.data_parallel_id
-    first = over_data(engine.module, own)[0]
-    return {
-        f"buffers/{data_rank}/{name}": FlatShard(tensor.shape, 0, tensor.detach().reshape(-1))
-        for name, tensor in persistent_buffers(engine.module)
-        if data_rank == 0 or own[name] != first[name]
-    }
+    """Each buffer as the first rank has it, and of others what differs from that, such as running means: under the
+    number of the data-parallel rank, or under all three where pipeline or tensor-parallel ranks have a copy each."""
+    pipeline_rank, data_rank, tensor_rank = _ranks(engine)
+    own = everywhere(partial(_digests, engine))
+    first: dict[str, str] = {}
+    first_of_data_rank: dict[tuple[str, int], tuple[int, str]] = {}
+    for rank, (of_data_rank, digests) in enumerate(everyone((data_rank, own))):
+        for name, digest in digests.items():
+            first.setdefault(name, digest)
+            first_of_data_rank.setdefault((name, of_data_rank), (rank, digest))
+    buffers = {}
+    for name, tensor in persistent_buffers(engine.module):
+        writer, digest = first_of_data_rank[name, data_rank]
+        if writer == dist.get_rank():
+            key, equals = f"{data_rank}", data_rank > 0 and own[name] == first[name]
+        else:
+            key, equals = f"{data_rank}-{pipeline_rank}-{tensor_rank}", own[name] == digest
+        if not equals:
+            buffers[f"{BUFFERS}/{key}/{name}"] = FlatShard(tensor.shape, 0, tensor.detach().reshape(-1))
+    return buffers
 
 
 def _buffers_to_read(
     engine: "LgampEngine", state: dict[str, Any], sizes: Mapping[str, torch.Size]
 ) -> dict[str, FlatShard]:
-    """Memory for this rank's buffers, by name in the checkpoint: its own if there are as many data-parallel ranks as
-    there were, else the first one's."""
-    data_rank = engine.grid.data_parallel_id
-    same_ranks = state["layout"]["data_ranks"] == engine.dp_world_size
+    """Memory for this rank's buffers, by name in the checkpoint: its own if there are the ranks there were, else the
+    first one's."""
+    here, there = _layout(engine), state["layout"]
+    pipeline_rank, data_rank, tensor_rank = _ranks(engine)
+    keys = ["0"]
+    if all(here[kind] == there[kind] for kind in ("pipeline_ranks", "data_ranks", "tensor_ranks")):
+        keys = [f"{data_rank}-{pipeline_rank}-{tensor_rank}", f"{data_rank}", "0"]
     buffers = {}
     for name, tensor in persistent_buffers(engine.module):
-        own = f"buffers/{data_rank}/{name}"
-        written = own if same_ranks and own in sizes else f"buffers/0/{name}"
-        if written in sizes:
-            buffers[written] = FlatShard(tensor.shape, 0, torch.empty(tensor.numel(), dtype=tensor.dtype))
+        written = next((key for key in keys if f"{BUFFERS}/{key}/{name}" in sizes), None)
+        if written is not None:
+            values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            buffers[f"{BUFFERS}/{written}/{name}"] = FlatShard(tensor.shape, 0, values)
     return buffers
 
 
@@ -354,7 +391,8 @@ def _check_optimizer(engine: "LgampEngine", folder: Path, state: dict[str, Any],
     if there != here:
         raise CheckpointError(f"{folder} has {there} parameter groups, this run {here}; build them as they were, {fix}")
     for name, entry in own.items():
-        group = state["parameters"][name]["group"]
+        # What the checkpoint does not have, where that is allowed, begins without moments.
+        group = state["parameters"].get(name, entry)["group"]
         if group != entry["group"]:
             raise CheckpointError(
                 f"{folder} has {name} in parameter group {group}, this run in {entry['group']} (None: it does not "
