@@ -191,6 +191,23 @@ def test_a_checkpoint_loads_on_other_tensor_parallel_ranks(folder, trained, resu
             assert torch.equal(moments[name], loaded.moments[key][name]), (key, name)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_moe_experts": 4}, "num_moe_experts is 4, but pipelines take dense layers"),
+        ({"gated_linear_unit": True, "tensor_model_parallel_size": 2}, "gated_linear_unit is True and tensor_model_"),
+    ],
+)
+def test_layers_that_cannot_be_cut_are_refused(options, words):
+    from megatron.core.transformer import TransformerConfig
+
+    from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs
+
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **options)
+    with pytest.raises(ConfigError, match=words):
+        gpt_layer_specs(config, VOCABULARY, SEQUENCE, "rope", tie_embeddings=False)
+
+
 def test_a_parameter_says_how_it_is_shared():
     parameter = nn.Parameter(torch.zeros(2, 3))
     assert sharing_of("0.weight", parameter) == Sharing(None, False)

@@ -35,6 +35,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
+from ds_lgamp.config import ConfigError
+
 PositionType = Literal["rope", "learned_absolute"]
 TIED_WEIGHT = "word_embeddings.weight"  # inside WordEmbedding
 
@@ -49,7 +51,17 @@ def gpt_layer_specs(
     """The layers of a GPT model, not yet built: DeepSpeed builds each on the pipeline rank that owns it.
 
     With tie_embeddings the first and the last layer share one weight, and DeepSpeed keeps its copies equal.
+
+    Raises ConfigError for mixtures of experts, and for gated layers under tensor parallelism.
     """
+    if config.num_moe_experts is not None:
+        raise ConfigError(f"num_moe_experts is {config.num_moe_experts}, but pipelines take dense layers; remove it")
+    if config.gated_linear_unit and config.tensor_model_parallel_size > 1:
+        # A rank's slice of the first matrix is a slice of each half, which a checkpoint would put behind one another.
+        raise ConfigError(
+            f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, which "
+            "checkpoints cannot tell from one whole matrix; set one of them to False or 1"
+        )
     if tie_embeddings:
         shared = (WordEmbedding, config, vocab_size)
         embedding = TiedLayerSpec("word_embeddings", *shared, tied_weight_attr=TIED_WEIGHT)
