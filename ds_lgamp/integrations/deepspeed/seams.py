@@ -39,6 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_next_batch",
         "_scheduler_from_config",
         "_train_schedule",
+        "destroy",
         "eval_batch",
         "get_global_grad_norm",
         "get_lr",
@@ -75,9 +76,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": (
         "get_data_parallel_group",
         "get_pipe_parallel_group",
+        "get_slice_parallel_group",
+        "get_slice_parallel_rank",
+        "get_slice_parallel_world_size",
         "stage_to_global",
     ),
-    "deepspeed.runtime.utils": ("set_random_seed",),
+    "deepspeed.runtime.utils": ("is_model_parallel_parameter", "set_random_seed"),
     "deepspeed.runtime.tensor_parallel.init_utils": ("load_ds_config",),
     "deepspeed.runtime.zero.partition_parameters": ("GatheredParameters", "ZeroParamStatus"),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
