@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 import ds_lgamp
@@ -206,7 +206,7 @@ def pipeline(layers=None, kind=PipelineModule, **options):
 
 
 def of_three_axes():
-    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    topology = ProcessTopology(axes=["pipe", "data", "sequence"], dims=[1, 1, 2])
     return pipeline(num_stages=None, topology=topology)
 
 
@@ -236,7 +236,7 @@ MODULES = {
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
     "parameters of half precision": (lambda: pipeline().bfloat16(), "bf16.enabled is false; set it or remove the cast"),
     "a module that has an engine": (used_module, "the PipelineModule has an engine already; build a new one"),
-    "a tensor-parallel axis": (of_three_axes, "the topology has 2 ranks on axis 'model'"),
+    "another axis": (of_three_axes, "the topology has 2 ranks on axis 'sequence'"),
 }
 
 OPTIMIZERS = {
