@@ -107,11 +107,12 @@ def _as_text(described: dict[str, Any]) -> str:
     if optimizer is not None:
         state = ", ".join(optimizer["state"]) or "nothing"
         trained = f"{optimizer['class'] or 'of unknown class'}, {optimizer['groups']} groups, state: {state}"
+    tensor = f" x {layout['tensor_ranks']} tensor-parallel" if layout["tensor_ranks"] > 1 else ""
     lines = {
         "checkpoint": described["folder"],
         "steps": f"{counters['global_steps']}, {counters['global_samples']} samples",
-        "layout": f"{layout['pipeline_ranks']} pipeline x {layout['data_ranks']} data-parallel ranks, ZeRO stage "
-        f"{layout['zero_stage']}, {layout['schedule']}, {chunks} chunks",
+        "layout": f"{layout['pipeline_ranks']} pipeline x {layout['data_ranks']} data-parallel{tensor} ranks, ZeRO "
+        f"stage {layout['zero_stage']}, {layout['schedule']}, {chunks} chunks",
         "data type": layout["data_type"],
         "parameters": f"{parameters['count']} of {parameters['elements']:,} elements, {described['buffers']} buffers",
         "optimizer": trained,

@@ -22,7 +22,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -151,12 +151,9 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> PipelineModule:
     )
     pipeline_ranks, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     data_ranks = torch.distributed.get_world_size() // (pipeline_ranks * tensor_ranks)
-    topology = PipeDataParallelTopology(pipeline_ranks, data_ranks)
-    if tensor_ranks > 1:
-        topology = PipeModelDataParallelTopology(pipeline_ranks, tensor_ranks, data_ranks)
     return PipelineModule(
         specs,
-        topology=topology,
+        topology=PipeModelDataParallelTopology(pipeline_ranks, tensor_ranks, data_ranks),
         loss_fn=language_model_loss,
         seed_layers=True,  # a layer's weights depend on its place in the model, not on the number of ranks
         seed_fn=set_seed,

@@ -5,7 +5,7 @@ from math import prod
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -19,6 +19,16 @@ from torch.distributed.checkpoint.metadata import (
 from ds_lgamp.checkpoint.checksum import Checksum
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _data_type(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"'{name}' is no type of this torch")
+    return name
+
+
+DataType = Annotated[str, AfterValidator(_data_type)]
+"""The name of one of torch's."""
 Sizes = Annotated[list[Count], Field(max_length=64)]
 
 
@@ -38,17 +48,10 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    dtype: str
+    dtype: DataType
     shape: Sizes
     parts: list[Part]
     """By where they begin."""
-
-    @field_validator("dtype")
-    @classmethod
-    def _exists(cls, name: str) -> str:
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"'{name}' is no type of this torch")
-        return name
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Entry":

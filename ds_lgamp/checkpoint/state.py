@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ds_lgamp.checkpoint.checksum import Checksum
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.index import Count, Sizes, first_complaint
+from ds_lgamp.checkpoint.index import Count, DataType, Sizes, first_complaint
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode
 
@@ -37,14 +37,7 @@ class Layout(_Strict):
     schedule: str
     chunk_bounds: list[Count]
     placement: list[Count]
-    data_type: str
-
-    @field_validator("data_type")
-    @classmethod
-    def _exists(cls, name: str) -> str:
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"'{name}' is no type of this torch")
-        return name
+    data_type: DataType
 
 
 class Layers(_Strict):

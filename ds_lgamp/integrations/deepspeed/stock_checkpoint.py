@@ -46,7 +46,7 @@ KEYS = frozenset(
 )
 """What DeepSpeed itself keeps in a file of a pipeline rank; the rest is the user's client state."""
 TIED = "tied_modules"
-_LAYER_FILE = re.compile(r"layer_(\d+)-model_states\.pt")
+_LAYER_FILE = re.compile(r"layer_(\d+)(-model_00)?-model_states\.pt")
 
 
 def rank_file(pipeline_rank: int) -> str:
@@ -62,9 +62,11 @@ def shard_file(pipeline_rank: int, data_rank: int, bf16: bool) -> str:
     return f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{pipeline_rank:02d}_optim_states.pt"
 
 
-def layers_with_files(folder: Path) -> list[int]:
-    found = (_LAYER_FILE.fullmatch(path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match is not None)
+def layer_files(folder: Path) -> dict[int, Path]:
+    """The files of layers that have one, by layer. Where the topology has an axis ``model``, even of one rank, their
+    names have it, too."""
+    found = ((_LAYER_FILE.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 
 def load_file(path: Path) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from ds_lgamp.integrations.deepspeed.optimizer_choice import ELEMENTWISE, JSON_N
 from ds_lgamp.integrations.deepspeed.precision import scaler_state
 from ds_lgamp.integrations.deepspeed.stock_checkpoint import (
     KEYS,
-    layer_file,
-    layers_with_files,
+    layer_files,
     load_file,
     rank_file,
     shard_file,
@@ -66,7 +65,7 @@ def read_stock(folder: Path) -> WholeCheckpoint:
 def _read(folder: Path) -> WholeCheckpoint:
     ranks = _rank_files(folder)
     data_ranks = ranks[0]["dp_world_size"]
-    contents = {layer: load_file(folder / layer_file(layer)) for layer in layers_with_files(folder)}
+    contents = {layer: load_file(path) for layer, path in layer_files(folder).items()}
     buffers = {name for rank in ranks for name in rank["buffer_names"]}
     if any(_is_sharded(folder, rank) for rank in range(len(ranks))):
         owned = [_read_shards(folder, rank, data_ranks) for rank in range(len(ranks))]
