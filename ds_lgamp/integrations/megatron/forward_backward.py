@@ -96,14 +96,14 @@ class ForwardBackward:
                     force_all_reduce=force_all_reduce,
                 )
 
-        data = DistributedData(
-            config, models, numbers, 0 if forward_only else num_microbatches, device, finalize
-        )
+        data = DistributedData(config, models, numbers, 0 if forward_only else num_microbatches, device, finalize)
         executor = Executor(
             place_chunks("modular", pipeline_ranks * len(models), pipeline_ranks),
             rank,
             {
-                number: ModelChunk(batch, own, iterators[own], models, is_last=number == numbers[-1] and _is_last(groups.pp))
+                number: ModelChunk(
+                    batch, own, iterators[own], models, is_last=number == numbers[-1] and _is_last(groups.pp)
+                )
                 for own, number in enumerate(numbers)
             },
             data,

@@ -67,13 +67,17 @@ def replace_everywhere(stock: Callable[..., Any], replacement: Callable[..., Any
 
 
 def share_embedding(models: Sequence[torch.nn.Module]) -> None:
-    """Lets the last of a rank's chunks compute with the embedding of the first, where the model ties them. Called before
-    the chunks are given to DistributedDataParallel, whose first bucket then has their one weight."""
+    """Lets the last of a rank's chunks compute with the embedding of the first, where the model ties them.
+
+    Called before the chunks are given to DistributedDataParallel: the first one's gradients then include both uses.
+    """
     first, last = unwrap_model(models[0]), unwrap_model(models[-1])
     if has_two_embeddings(models):
         last.output_layer.register_parameter("weight", None)
         # Asked for every time: building on the meta device replaces parameters.
         last.shared_embedding_or_output_weight = lambda: first.embedding.word_embeddings.weight
+        # Checkpoints have the weight from the first.
+        last.tie_embeddings_and_output_weights_state_dict = lambda *positional, **arguments: None
 
 
 def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
