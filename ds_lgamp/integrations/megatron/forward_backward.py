@@ -68,9 +68,9 @@ class ForwardBackward:
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
         config = get_model_config(models[0])
-        refuse_unsupported(models[0], config)
         groups = pg_collection if pg_collection is not None else global_groups()
         pipeline_ranks, rank = groups.pp.size(), groups.pp.rank()
+        refuse_unsupported(models, config, pipeline_ranks)
         numbers = range(rank, pipeline_ranks * len(models), pipeline_ranks)
         device = _device_of(models)
         batch = Batch(

@@ -11,7 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 
 from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
 from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
-from ds_lgamp.integrations.megatron.several_chunks import REPLACEMENTS, replace_everywhere, share_embedding
+from ds_lgamp.integrations.megatron.replacing import replace_everywhere, restore_all
+from ds_lgamp.integrations.megatron.several_chunks import REPLACEMENTS, share_embedding
 
 
 def install_schedules(job: Job) -> None:
@@ -50,6 +51,11 @@ def install_training(job: Job) -> None:
     install_schedules(job)
     replace_everywhere(stock_validate, validate_args)
     replace_everywhere(stock_get_model, get_model)
+
+
+def uninstall() -> None:
+    """Undoes both."""
+    restore_all()
 
 
 class Chunks(list[torch.nn.Module]):

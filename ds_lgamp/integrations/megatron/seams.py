@@ -119,7 +119,7 @@ def check_training_seams() -> None:
         importlib.import_module("megatron.training.training")
     except ImportError as error:
         raise ConfigError(
-            f"megatron.training cannot be imported ({error}); run a script in Megatron-LM's tree, which is in no package"
+            f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree, which no package has"
         ) from None
     missing = missing_parameters(TRAINING_PARAMETERS) + missing_lookups(TRAINING_LOOKUPS)
     _refuse(missing, f"the Megatron-LM of megatron-core {importlib.import_module('megatron.core').__version__}")

@@ -5,7 +5,6 @@ numbered from the first (``transformer_layer``); and the two ends of a model wit
 each.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
@@ -56,14 +55,6 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     _stock_layers: get_num_layers_to_build,
     _stock_offset: get_transformer_layer_offset,
 }
-
-
-def replace_everywhere(stock: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """In every module of Megatron that has ``stock`` under its name, imported from elsewhere or not."""
-    name = stock.__name__
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is stock:
-            setattr(module, name, replacement)
 
 
 def share_embedding(models: Sequence[torch.nn.Module]) -> None:
