@@ -1,5 +1,6 @@
 """What Megatron-core's loop, its users and its own extensions ask of a ``forward_backward_func`` beside training."""
 
+from argparse import Namespace
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy
@@ -7,8 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.enums import ModelType
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.refusals import refuse_unsupported
+from ds_lgamp.integrations.megatron.several_chunks import share_embedding
 from ds_lgamp.runtime.links import SENDS_IN_FLIGHT
 from tests.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 from tests.ranks import run_on_ranks
@@ -259,3 +264,46 @@ def test_a_deferred_gradient_of_the_output_layer_is_finished_before_gradients_ar
     for found in ranks:
         at_once, deferred = found["norms_with_the_heads_gradient_deferred"]
         assert deferred == pytest.approx(at_once, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("overlap_moe_expert_parallel_comm", True, "set it to False"),
+        ("fine_grained_activation_offloading", True, "set it to False"),
+        ("num_microbatches_with_partial_activation_checkpoints", 2, "set it to None"),
+        ("cuda_graph_impl", "local", "set it to 'none'"),
+    ],
+)
+def test_settings_of_megatrons_own_schedules_are_refused(setting, value, words):
+    with pytest.raises(
+        ConfigError, match=f"{setting} is {value!r}, which needs Megatron-core's own schedules; {words}"
+    ):
+        refuse_unsupported(batch_of(model(), **{setting: value}))
+
+
+def test_a_model_with_an_encoder_and_a_decoder_is_refused():
+    with pytest.raises(ConfigError, match="an encoder and a decoder; remove the ds_lgamp block"):
+        refuse_unsupported(batch_of(model(model_type=ModelType.encoder_and_decoder)))
+
+
+def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_refused():
+    models = [model(), model()]
+    with pytest.raises(ConfigError, match="a weight each; call .*share_embedding before DistributedDataParallel"):
+        refuse_unsupported(batch_of(*models))
+    share_embedding(models)
+    refuse_unsupported(batch_of(*models))
+    assert models[1].shared_embedding_or_output_weight() is models[0].embedding.word_embeddings.weight
+
+
+def model(**attributes):
+    built = torch.nn.Module()
+    built.embedding, built.output_layer = torch.nn.Module(), torch.nn.Linear(2, 2, bias=False)
+    built.embedding.word_embeddings = torch.nn.Embedding(2, 2)
+    built.share_embeddings_and_output_weights, built.model_type = True, ModelType.encoder_or_decoder
+    vars(built).update(attributes)
+    return built
+
+
+def batch_of(*models, **settings):
+    return Namespace(models=list(models), pipeline_ranks=1, config=Namespace(**settings))

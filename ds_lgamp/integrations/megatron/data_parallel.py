@@ -9,46 +9,32 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from megatron.core import ModelParallelConfig
+
+from ds_lgamp.integrations.megatron.batch import Batch
 
 SyncFunction = Callable[..., Any]
 
 
 class DistributedData:
-    """What one batch does with Megatron-core's data parallelism.
-
-    Args:
-        config: of the model; its functions are those of the batch.
-        models: the chunks of this rank, in order.
-        chunk_numbers: where they are in the model.
-        backward_passes: of every chunk in this batch; 0 in evaluation, where nothing is gathered or reduced.
-        device: where the parameters live.
-        finalize: called when every gradient is final and every reduction launched.
-    """
+    """What a batch does with Megatron-core's data parallelism."""
 
     frees_weights = False
 
-    def __init__(
-        self,
-        config: ModelParallelConfig,
-        models: Sequence[torch.nn.Module],
-        chunk_numbers: Sequence[int],
-        backward_passes: int,
-        device: torch.device,
-        finalize: Callable[[], None],
-    ) -> None:
-        self.device = device
-        self._finalize = finalize
-        self._models = dict(zip(chunk_numbers, models))
-        self._left = dict.fromkeys(chunk_numbers, backward_passes)
+    def __init__(self, batch: Batch) -> None:
+        self.device = batch.device
+        self._finalize = batch.finalize
+        self._models = dict(zip(batch.chunks, batch.models))
+        self._left = dict.fromkeys(batch.chunks, batch.backward_passes)
         """Backward passes of every chunk that have not begun."""
-        self._gathers = _by_chunk(config.param_sync_func if backward_passes else None, chunk_numbers)
-        self._reductions = _by_chunk(config.grad_sync_func, chunk_numbers)
-        self._no_sync = _by_chunk(config.no_sync_func, chunk_numbers)
+        config = batch.config
+        # In evaluation parameters are there.
+        self._gathers = _by_chunk(config.param_sync_func if batch.backward_passes else None, batch.chunks)
+        self._reductions = _by_chunk(config.grad_sync_func, batch.chunks)
+        self._no_sync = _by_chunk(config.no_sync_func, batch.chunks)
         self._one_for_all = not isinstance(config.no_sync_func, list)
         self._closed: dict[int, AbstractContextManager[Any]] = {}
         """The contexts in which a chunk's backward passes reduce nothing, by chunk; by 0 if one is for all."""
-        for chunk in chunk_numbers:
+        for chunk in batch.chunks:
             self._close(chunk)
 
     def gather(self, chunk: int) -> None:

@@ -1,20 +1,19 @@
 """Megatron-core's ``forward_backward_func``, with the programs and the executor of ds_lgamp."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
 
 from ds_lgamp.config import LgampConfig, program_spec
+from ds_lgamp.integrations.megatron.batch import Batch
 from ds_lgamp.integrations.megatron.data_parallel import DistributedData
-from ds_lgamp.integrations.megatron.model_chunk import Batch, ModelChunk
+from ds_lgamp.integrations.megatron.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.refusals import refuse_unsupported
 from ds_lgamp.integrations.megatron.timing import MegatronTiming
 from ds_lgamp.runtime.executor import Executor
@@ -66,64 +65,47 @@ class ForwardBackward:
         ActionError, naming rank and action, if anything fails.
         """
         models = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
-        config = get_model_config(models[0])
-        groups = pg_collection if pg_collection is not None else global_groups()
-        pipeline_ranks, rank = groups.pp.size(), groups.pp.rank()
-        refuse_unsupported(models, config, pipeline_ranks)
-        numbers = range(rank, pipeline_ranks * len(models), pipeline_ranks)
-        device = _device_of(models)
         batch = Batch(
             forward_step_func,
+            data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models),
+            models,
             num_microbatches,
-            config,
-            groups.cp.size(),
+            pg_collection if pg_collection is not None else global_groups(),
             forward_only,
             collect_non_loss_data,
             first_val_step,
-            torch.zeros([], dtype=torch.int, device=device),
+            force_all_reduce,
         )
-        trains = not forward_only and config.finalize_model_grads_func is not None
-        deferring = schedules.clear_embedding_activation_buffer(config, models, _is_last(groups.pp)) if trains else None
+        refuse_unsupported(batch)
+        timers = batch.config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=batch.config.barrier_with_L1_time)
+        self._run(batch, (seq_length, micro_batch_size, decoder_seq_length))
+        if timers is not None:
+            timers("forward-backward").stop()
+        return batch.reports
 
-        def finalize() -> None:
-            if trains:
-                schedules.finish_embedding_wgrad_compute(config, deferring, _is_last(groups.pp), groups.tp)
-                config.finalize_model_grads_func(
-                    models,
-                    batch.tokens if config.calculate_per_token_loss else None,
-                    pg_collection=groups,
-                    force_all_reduce=force_all_reduce,
-                )
-
-        data = DistributedData(config, models, numbers, 0 if forward_only else num_microbatches, device, finalize)
+    def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
+        program = self._program(
+            batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
+        )
+        data = DistributedData(batch)
         executor = Executor(
-            place_chunks("modular", pipeline_ranks * len(models), pipeline_ranks),
-            rank,
-            {
-                number: ModelChunk(
-                    batch, own, iterators[own], models, is_last=number == numbers[-1] and _is_last(groups.pp)
-                )
-                for own, number in enumerate(numbers)
-            },
+            place_chunks("modular", batch.pipeline_ranks * len(batch.models), batch.pipeline_ranks),
+            batch.rank,
+            {chunk: ModelChunk(batch, own) for own, chunk in enumerate(batch.chunks)},
             data,
-            self._links_of(groups.pp, config, device, (seq_length, micro_batch_size, decoder_seq_length)),
+            self._links_of(batch, shapes),
             loss_function=None,
             apply_step=lambda: None,
             random_sources=[],
             recompute=False,
             loss_gradient=batch.loss_gradient,
-            timing=MegatronTiming(config.timers),
+            timing=MegatronTiming(batch.config.timers),
         )
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        program = self._program(pipeline_ranks, len(models), rank, num_microbatches, forward_only)
-        with executor.batch(num_microbatches, lambda micro_batch: (None, None), training=not forward_only):
+        with executor.batch(batch.micro_batches, lambda micro_batch: (None, None), training=not batch.forward_only):
             executor.run(program)
         data.end()
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        return batch.reports
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
@@ -132,13 +114,12 @@ class ForwardBackward:
         spec = program_spec(self._settings, placement, micro_batches, self._zero_stage)
         return build_rank_program(spec.evaluation() if forward_only else spec, rank)
 
-    def _links_of(
-        self, pipeline: dist.ProcessGroup, config: Any, device: torch.device, shapes: tuple[Any, ...]
-    ) -> Links:
+    def _links_of(self, batch: Batch, shapes: tuple[Any, ...]) -> Links:
         """The links of this rank, opened with the first batch. ``shapes`` is what those of tensors derive from."""
+        pipeline = batch.groups.pp
         links, previous = self._links.get(pipeline, (None, shapes))
         if links is None:
-            links = ring_links(_all_pipelines(pipeline), device, dynamic=config.variable_seq_lengths)
+            links = ring_links(_all_pipelines(pipeline), batch.device, dynamic=batch.config.variable_seq_lengths)
         elif shapes != previous:
             links.reset()
         self._links[pipeline] = links, shapes
@@ -155,14 +136,6 @@ def global_groups() -> ProcessGroupCollection:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
-
-
-def _is_last(group: dist.ProcessGroup) -> bool:
-    return group.rank() == group.size() - 1
-
-
-def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
-    return next(parameter.device for model in models for parameter in model.parameters())
 
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:

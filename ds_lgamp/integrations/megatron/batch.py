@@ -1,0 +1,80 @@
+"""One batch of Megatron-core's loop, as the loop describes it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+
+@dataclass
+class Batch:
+    """What a rank is told of a batch, and what its chunks find out on their way."""
+
+    forward_step: Callable[..., Any]
+    iterators: Sequence[Iterator[Any] | None]
+    """Of micro-batches, for every chunk."""
+    models: list[torch.nn.Module]
+    """The chunks of this rank, in order."""
+    micro_batches: int
+    groups: ProcessGroupCollection
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_validation_step: bool | None
+    force_all_reduce: bool | None
+    reports: list[Any] = field(default_factory=list)
+    """What the loss function reports, by micro-batch."""
+
+    def __post_init__(self) -> None:
+        self.config: Any = get_model_config(self.models[0])
+        self.device = next(parameter.device for model in self.models for parameter in model.parameters())
+        self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
+        """How many count in the loss, where the loss function says so."""
+        self._finalizes = not self.forward_only and self.config.finalize_model_grads_func is not None
+        self._deferring = None
+        if self._finalizes:
+            self._deferring = schedules.clear_embedding_activation_buffer(self.config, self.models, self.on_last_rank)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return self.groups.pp.size()
+
+    @property
+    def rank(self) -> int:
+        """Of the pipeline."""
+        return self.groups.pp.rank()
+
+    @property
+    def on_last_rank(self) -> bool:
+        return self.rank == self.pipeline_ranks - 1
+
+    @cached_property
+    def chunks(self) -> range:
+        """The numbers of this rank's chunks in the whole model."""
+        return range(self.rank, self.pipeline_ranks * len(self.models), self.pipeline_ranks)
+
+    @property
+    def backward_passes(self) -> int:
+        """Of every chunk."""
+        return 0 if self.forward_only else self.micro_batches
+
+    def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """Of the scaled loss; Megatron-core has divided by the number of micro-batches or will by that of tokens."""
+        ones = torch.ones_like(loss)
+        # A scale of shape [1] would stretch a loss without dimensions.
+        return ones if self.config.grad_scale_func is None else self.config.grad_scale_func(ones).reshape(loss.shape)
+
+    def finalize(self) -> None:
+        """After the last backward pass, with every reduction launched."""
+        if self._finalizes:
+            schedules.finish_embedding_wgrad_compute(self.config, self._deferring, self.on_last_rank, self.groups.tp)
+            self.config.finalize_model_grads_func(
+                self.models,
+                self.tokens if self.config.calculate_per_token_loss else None,
+                pg_collection=self.groups,
+                force_all_reduce=self.force_all_reduce,
+            )
