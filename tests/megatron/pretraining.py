@@ -1,0 +1,91 @@
+"""Megatron-LM's pretrain_gpt.py, unedited, as tests start it: a tiny GPT on the CPU and gloo."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS, MICRO_BATCHES = 8, 8
+"""The micro-batches are those of all data-parallel ranks."""
+ITERATIONS, EVALUATED_EVERY = 8, 4
+
+# The mock data's tokens are numbers below 4096; the tokenizer adds one to the vocabulary, which no tensor-parallel size
+# up to 32 then pads: padding would take part in the loss.
+MODEL = f"""
+    --num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --attention-dropout 0 --hidden-dropout 0 --mock-data --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 4095
+    --num-workers 0 --micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES}
+"""
+TRAINING = f"""
+    --train-iters {ITERATIONS} --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
+    --log-interval 1 --eval-interval {EVALUATED_EVERY} --eval-iters 1 --ckpt-format torch_dist
+"""
+# Without CUDA, Apex and Transformer Engine.
+PLATFORM = """
+    --distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+"""
+
+
+class Losses(NamedTuple):
+    """By iteration, as the last rank wrote them for TensorBoard: to the last bit of float32. Without the evaluations
+    after training, which Megatron-LM leaves unflushed."""
+
+    training: dict[int, float]
+    validation: dict[int, float]
+
+
+def megatron_tree() -> Path:
+    """The Megatron-LM tree that MEGATRON_LM_PATH names; without one, the test is skipped."""
+    tree = os.environ.get("MEGATRON_LM_PATH")
+    if not tree:
+        pytest.skip("MEGATRON_LM_PATH is not set; it names a Megatron-LM tree of the branch core_r0.16.0")
+    return Path(tree)
+
+
+def pretrain(ranks: int, flags: str = "", launcher: str = "", seconds: float = 240) -> Losses:
+    """Trains on ``ranks`` processes with ``flags`` beside those above.
+
+    ``launcher`` comes before the script, such as "-m ds_lgamp run". Raises AssertionError with the output of a run that
+    fails or takes longer than ``seconds``.
+    """
+    script = str(megatron_tree() / "pretrain_gpt.py")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    words += ["-m", "tests.cpu_shim", *launcher.split(), script, *f"{MODEL} {TRAINING} {PLATFORM} {flags}".split()]
+    environment = {
+        **os.environ,
+        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        # The tree stays as it is.
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with tempfile.TemporaryDirectory() as events, tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*words, "--tensorboard-dir", events],
+            **{"cwd": ROOT, "env": environment, "stdout": output, "stderr": subprocess.STDOUT},
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            # Ended thus, torchrun ends its ranks.
+            process.terminate()
+            process.wait()
+            status = f"none within {seconds} seconds"
+        output.seek(0)
+        assert status == 0, f"exit status: {status}\n{output.read()}"
+        return _losses(events)
+
+
+def _losses(folder: str) -> Losses:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(folder)
+    events.Reload()
+    losses = Losses({}, {})
+    for tag, by_iteration in zip(("lm loss", "lm loss validation"), losses):
+        for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else ():
+            by_iteration.setdefault(event.step, event.value)
+    return losses
