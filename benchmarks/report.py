@@ -26,6 +26,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "checkpoint": tables.checkpoint,
         "saving": tables.saving,
     },
+    "docs/megatron.md": {"megatron": tables.megatron},
     "docs/performance.md": {"overhead": tables.overhead},
     "docs/partition.md": {
         "picture": policy.picture,

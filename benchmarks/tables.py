@@ -159,6 +159,16 @@ def saving() -> str:
     return table(["", "median", "spread", "unit"], lines, numbers_from=1)
 
 
+def megatron() -> str:
+    """Losses of Megatron-LM's script with a block and without, to the last digit of fp32."""
+    rows = read("megatron").rows
+    columns = list(dict.fromkeys(f"{row.metric}, {row.config['iteration']}" for row in rows))
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        lines.setdefault((str(row.config["place"]), row.contender), []).append(f"{row.median:.9g}")
+    return table(["", "", *columns], [[*names, *cells] for names, cells in lines.items()], numbers_from=2)
+
+
 def programs() -> str:
     """Seconds to build and to validate the programs of a large job."""
     return table(

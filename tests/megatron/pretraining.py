@@ -1,18 +1,19 @@
 """Megatron-LM's pretrain_gpt.py, unedited, as tests start it: a tiny GPT on the CPU and gloo."""
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS, MICRO_BATCHES = 8, 8
 """The micro-batches are those of all data-parallel ranks."""
-ITERATIONS, EVALUATED_EVERY = 8, 4
+ITERATIONS, EVALUATED_EVERY = 20, 10
 
 # The mock data's tokens are numbers below 4096; the tokenizer adds one to the vocabulary, which no tensor-parallel size
 # up to 32 then pads: padding would take part in the loss.
@@ -21,14 +22,31 @@ MODEL = f"""
     --attention-dropout 0 --hidden-dropout 0 --mock-data --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 4095
     --num-workers 0 --micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES}
 """
+# The usual epsilon of Adam would make differences of rounding large.
 TRAINING = f"""
-    --train-iters {ITERATIONS} --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
+    --train-iters {ITERATIONS} --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
+    --adam-eps 1e-4
     --log-interval 1 --eval-interval {EVALUATED_EVERY} --eval-iters 1 --ckpt-format torch_dist
 """
 # Without CUDA, Apex and Transformer Engine.
 PLATFORM = """
     --distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
 """
+
+
+PIPELINE = "--pipeline-model-parallel-size 2"
+PLACES = {
+    "P1 x N4": (1, ""),
+    "P2 x N4": (2, PIPELINE),
+    "P2 x W2": (4, f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "T2 x P2": (4, f"{PIPELINE} --tensor-model-parallel-size 2"),
+}
+"""Ranks and flags: pipeline, data-parallel and tensor-parallel ranks, with a block of four chunks on each."""
+STOCK_CHUNKS = (
+    f"--num-virtual-stages-per-pipeline-rank {LAYERS // 2} "
+    f"--microbatch-group-size-per-virtual-pipeline-stage {MICRO_BATCHES}"
+)
+"""With which Megatron-core has the chunks of "P2 x N4", and its order of work is nearest to the layered one."""
 
 
 class Losses(NamedTuple):
@@ -77,6 +95,15 @@ def pretrain(ranks: int, flags: str = "", launcher: str = "", seconds: float = 2
         output.seek(0)
         assert status == 0, f"exit status: {status}\n{output.read()}"
         return _losses(events)
+
+
+def pretrain_with_block(place: str, flags: str, folder: Path, **block: Any) -> Losses:
+    """Trains at ``place`` with a block of four chunks on a rank and what ``block`` says; ``folder`` gets its file."""
+    ranks, own_flags = PLACES[place]
+    stage = int("--use-distributed-optimizer" in own_flags)
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "ds_lgamp": {"chunks_per_rank": 4, **block}}))
+    return pretrain(ranks, f"{flags} {own_flags} --ds-lgamp-config {path}", "-m ds_lgamp run")
 
 
 def _losses(folder: str) -> Losses:

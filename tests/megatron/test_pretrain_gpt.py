@@ -1,28 +1,18 @@
-"""Megatron-LM's pretrain_gpt.py on the CPU: one process and parallel ranks train alike, and so does a resumed run."""
+"""Megatron-LM's pretrain_gpt.py, unedited, on the CPU: with a block and without, one process and parallel ranks train
+alike, and so does a resumed run."""
 
 import pytest
 
 from tests.megatron.pretraining import (
     EVALUATED_EVERY,
     ITERATIONS,
-    LAYERS,
-    MICRO_BATCHES,
+    PLACES,
+    STOCK_CHUNKS,
     Losses,
     megatron_tree,
     pretrain,
+    pretrain_with_block,
 )
-
-INTERLEAVED = (
-    f"--num-virtual-stages-per-pipeline-rank {LAYERS // 2} "
-    f"--microbatch-group-size-per-virtual-pipeline-stage {MICRO_BATCHES}"
-)
-DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-PLACES = {
-    "pipeline": (2, "--pipeline-model-parallel-size 2"),
-    "interleaved": (2, f"--pipeline-model-parallel-size 2 {INTERLEAVED}"),
-    "pipeline and data": (4, f"--pipeline-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
-    "tensor and pipeline": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +24,49 @@ def start(tmp_path_factory):
     return f"--load {folder} --finetune"
 
 
+def save_to(folder):
+    megatron_tree()
+    return f"--save {folder} --save-interval {EVALUATED_EVERY}"
+
+
+def go_back(folder):
+    """Makes the checkpoint of the evaluated iteration the latest."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    megatron_tree()
     return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
 def alone(start, saved):
-    """What one process trains; its checkpoint of the evaluated iteration is the latest in ``saved``."""
-    losses = pretrain(1, f"{start} --save {saved} --save-interval {EVALUATED_EVERY}")
-    (saved / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+    """What one process trains without a block."""
+    losses = pretrain(1, f"{start} {save_to(saved)}")
+    go_back(saved)
     return losses
 
 
-def assert_close(losses, reference):
-    assert losses.training == pytest.approx(reference.training, rel=1e-6)
-    assert losses.validation == pytest.approx(reference.validation, rel=1e-6)
+@pytest.fixture(scope="module")
+def saved_with_block(tmp_path_factory):
+    return tmp_path_factory.mktemp("with_block")
+
+
+@pytest.fixture(scope="module")
+def with_block(start, saved_with_block):
+    """What every place trains with a block; "P1 x N4", with tied embeddings on one rank, and "P2 x W2" save."""
+    losses = {}
+    for place in PLACES:
+        folder = saved_with_block / place.replace(" ", "")
+        folder.mkdir()
+        losses[place] = pretrain_with_block(place, f"{start} {save_to(folder)}", folder)
+        go_back(folder)
+    return losses
+
+
+def assert_close(losses, reference, tolerance=1e-6):
+    assert losses.training == pytest.approx(reference.training, rel=tolerance)
+    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
 
 
 def after_the_checkpoint(losses):
@@ -65,15 +81,41 @@ def test_the_loss_falls(alone):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_parallel_ranks_train_like_one_process(place, start, alone):
+def test_without_a_block_ranks_train_like_one_process(place, start, alone):
     ranks, flags = PLACES[place]
-    assert_close(pretrain(ranks, f"{start} {flags}"), alone)
+    if ranks > 1:
+        assert_close(pretrain(ranks, f"{start} {flags}"), alone, 1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_with_a_block_they_do_too(place, with_block, alone):
+    assert_close(with_block[place], alone, 1e-5 if place.startswith("T2") else 1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["layered", "interleaved_1f1b"])
+def test_losses_are_to_the_digit_those_of_megatrons_own_interleaved_schedule(schedule, start, with_block, tmp_path):
+    ranks, flags = PLACES["P2 x N4"]
+    ours = with_block["P2 x N4"]
+    if schedule != "layered":
+        ours = pretrain_with_block("P2 x N4", start, tmp_path, schedule=schedule)
+    assert ours == pretrain(ranks, f"{start} {flags} {STOCK_CHUNKS}")
 
 
 def test_a_resumed_run_goes_on_to_the_bit(alone, saved):
     assert pretrain(1, f"--load {saved}") == after_the_checkpoint(alone)
 
 
-def test_more_ranks_resume_a_run(alone, saved):
-    ranks, flags = PLACES["pipeline"]
-    assert_close(pretrain(ranks, f"--load {saved} {flags}"), after_the_checkpoint(alone))
+def test_a_run_with_a_block_resumes_one_without(alone, saved, tmp_path):
+    assert_close(pretrain_with_block("P2 x N4", f"--load {saved}", tmp_path), after_the_checkpoint(alone))
+
+
+@pytest.mark.parametrize("place", ["P1 x N4", "P2 x W2"])
+def test_a_run_without_a_block_resumes_one_with(place, alone, with_block, saved_with_block):
+    folder = saved_with_block / place.replace(" ", "")
+    assert_close(pretrain(1, f"--load {folder}"), after_the_checkpoint(alone))
+
+
+@pytest.mark.parametrize("place", ["P1 x N4"])
+def test_a_run_with_a_block_resumes_to_the_bit(place, with_block, saved_with_block, tmp_path):
+    folder = saved_with_block / place.replace(" ", "")
+    assert pretrain_with_block(place, f"--load {folder}", tmp_path) == after_the_checkpoint(with_block[place])
