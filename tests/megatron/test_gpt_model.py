@@ -6,7 +6,6 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-from ds_lgamp.config import ConfigError
 from tests.engine.models import seed
 from tests.engine.running import prepare_rank, quiet
 from tests.megatron.on_cpu import start_megatron

@@ -38,7 +38,9 @@ from ds_lgamp.integrations.megatron.transformer_block import (
     TransformerBlock,
     TransformerImpl,
     final_norm_of,
+    packed,
     refuse_missing_engine,
+    unpacked,
 )
 
 PositionType = Literal["rope", "learned_absolute"]
@@ -127,9 +129,7 @@ class WordEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Hidden:
         hidden = self.word_embeddings(tokens).transpose(0, 1).contiguous()
-        if self.end_of_document is None:
-            return hidden
-        return hidden, document_numbers(tokens, self.end_of_document)
+        return packed(hidden, None if self.end_of_document is None else document_numbers(tokens, self.end_of_document))
 
 
 class PositionEmbedding(nn.Module):
@@ -152,19 +152,18 @@ class PositionEmbedding(nn.Module):
         self.sequence_parallel = config.sequence_parallel
 
     def forward(self, inputs: Hidden) -> Hidden:
-        hidden, documents = inputs if isinstance(inputs, tuple) else (inputs, None)
+        hidden, documents = unpacked(inputs)
         if self.position_embeddings is not None:
-            hidden = hidden + self._positions(hidden, documents)
+            if documents is not None and self.restarts:
+                positions = document_positions(documents)
+            else:
+                positions = torch.arange(hidden.shape[0], device=hidden.device)[None]
+            hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
         if self.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden)
         with random_numbers(self.sequence_parallel and self.training and self.dropout.p > 0, hidden.device):
             hidden = self.dropout(hidden)
-        return (hidden, documents) if self.passes_documents else hidden
-
-    def _positions(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
-        if self.restarts:
-            return self.position_embeddings(document_positions(documents)).transpose(0, 1)
-        return self.position_embeddings(torch.arange(hidden.shape[0], device=hidden.device))[:, None, :]
+        return packed(hidden, documents if self.passes_documents else None)
 
 
 class FinalNorm(nn.Module):
@@ -175,7 +174,8 @@ class FinalNorm(nn.Module):
         self.norm = final_norm_of(config, transformer_impl)
 
     def forward(self, inputs: Hidden) -> Tensor:
-        return self.norm(inputs[0] if isinstance(inputs, tuple) else inputs)
+        hidden, _documents = unpacked(inputs)
+        return self.norm(hidden)
 
 
 class LanguageModelHead(nn.Module):

@@ -2,8 +2,8 @@
 
 The pipeline's names are those of its ``state_dict()``, of its checkpoints and of the safetensors files made from them:
 the number of the layer, or ``tied_modules`` and the key, then the name inside the layer. GPTModel's are those of its
-``state_dict()``. Where a side is of Transformer Engine, norms are parts of the linear layers they precede. Extra states,
-the scales of its 8-bit numbers, are no weights and left out.
+``state_dict()``. Where a side is of Transformer Engine, norms are parts of the linear layers they precede. Extra
+states, the scales of its 8-bit numbers, are no weights and left out.
 """
 
 from __future__ import annotations

@@ -53,21 +53,28 @@ class TransformerBlock(nn.Module):
         spec = transformer_layer_spec(config, attn_mask_type, transformer_impl)
         self.layer = build_module(spec, config=config, layer_number=layer_number)
         self.rotary = rotary
-        self.takes_documents = attn_mask_type is AttnMaskType.arbitrary
         self.sequence_parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.draws_alone = self.sequence_parts > 1 and max(config.hidden_dropout, config.attention_dropout) > 0
         if config.tensor_model_parallel_size > 1:
             _mark_partial_gradients(self.layer)
 
     def forward(self, inputs: Hidden) -> Hidden:
-        hidden, documents = inputs if self.takes_documents else (inputs, None)
+        hidden, documents = unpacked(inputs)
         angles = None
         if self.rotary is not None:
             angles = rotary_angles(self.rotary, hidden.shape[0] * self.sequence_parts, hidden.device)
         mask = None if documents is None else document_mask(documents)
         with random_numbers(self.draws_alone and self.training, hidden.device):
             hidden, _context = self.layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=angles)
-        return hidden if documents is None else (hidden, documents)
+        return packed(hidden, documents)
+
+
+def unpacked(inputs: Hidden) -> tuple[Tensor, Tensor | None]:
+    return inputs if isinstance(inputs, tuple) else (inputs, None)
+
+
+def packed(hidden: Tensor, documents: Tensor | None) -> Hidden:
+    return hidden if documents is None else (hidden, documents)
 
 
 def transformer_layer_spec(
@@ -134,7 +141,7 @@ def _mark_partial_gradients(layer: nn.Module) -> None:
     """Norms of queries and keys are whole on every tensor-parallel rank, but each has the gradient of its heads."""
     for name, parameter in layer.named_parameters():
         if "q_layernorm" in name or "k_layernorm" in name:
-            parameter.sequence_parallel = True
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache
