@@ -114,6 +114,18 @@ def pipeline(case):
         return PipelineModule(specs, num_stages=1, loss_fn=language_model_loss)
 
 
+def seeing_the_last(mask):
+    """How many tokens a transformer layer gives another hidden state if the last token has another."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from ds_lgamp.integrations.megatron.transformer_block import TransformerBlock
+
+    block = TransformerBlock(config_of(Case()), 1, None, AttnMaskType[mask])
+    hidden = torch.randn(SEQUENCE, 1, 32)
+    other = torch.cat((hidden[:-1], -hidden[-1:]))
+    return (block(hidden) != block(other)).any(dim=-1).sum().item()
+
+
 def compare(cases):
     """By case: loss and gradients of both, and the weights of the GPTModel there and back."""
     from ds_lgamp.integrations.megatron.gpt_weights import from_gpt_model, to_gpt_model
@@ -121,7 +133,7 @@ def compare(cases):
     prepare_rank()
     start_megatron()
     tokens, labels = samples()
-    results = {}
+    results = {"tokens that see the last one": {mask: seeing_the_last(mask) for mask in ("causal", "no_mask")}}
     for name, case in cases.items():
         seed(7)
         model, module = gpt_model(case), pipeline(case)
@@ -162,3 +174,7 @@ def test_weights_come_back_to_the_bit(compared, name):
     weights, expected = compared[name]["weights"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in weights)
+
+
+def test_a_layer_is_causal_only_if_asked(compared):
+    assert compared["tokens that see the last one"] == {"causal": 1, "no_mask": SEQUENCE}

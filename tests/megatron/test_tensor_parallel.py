@@ -259,21 +259,14 @@ def test_recomputation_drops_what_the_forward_dropped(dropped, place):
         assert [step == pytest.approx(other, rel=1e-6) for step, other in zip(without, kept)] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_moe_experts": 4}, "num_moe_experts is 4, but pipelines take dense layers"),
-        ({"gated_linear_unit": True, "tensor_model_parallel_size": 2}, "gated_linear_unit is True and tensor_model_"),
-    ],
-)
-def test_layers_that_cannot_be_cut_are_refused(options, words):
-    from megatron.core.transformer import TransformerConfig
+@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+def test_a_checkpoint_has_the_weights_of_a_gpt_model(folder, trained, place):
+    from ds_lgamp.integrations.megatron.gpt_weights import from_gpt_model, to_gpt_model
 
-    from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs
-
-    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **options)
-    with pytest.raises(ConfigError, match=words):
-        gpt_layer_specs(config, VOCABULARY, SEQUENCE, "rope", tie_embeddings=False)
+    weights = read_whole(Path(folder) / tag_of(place)).parameters
+    model = to_gpt_model(weights)
+    assert model["decoder.layers.3.mlp.linear_fc1.weight"] is weights["5.layer.mlp.linear_fc1.weight"]
+    assert from_gpt_model(model) == weights
 
 
 def test_a_parameter_says_how_it_is_shared():
