@@ -68,7 +68,11 @@ def test_transformer_engine_is_refused_where_it_is_missing(block, monkeypatch):
 def test_transformer_engines_layers_are_asked_for_where_it_is_there(block, monkeypatch):
     from megatron.core.transformer.enums import AttnMaskType
 
-    asked, engines_norm = [], lambda **given: given
+    class EnginesNorm:
+        def __init__(self, **given):
+            self.given = given
+
+    asked = []
     spec = block.megatron_specs.get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules.core_attention
 
@@ -77,7 +81,7 @@ def test_transformer_engines_layers_are_asked_for_where_it_is_there(block, monke
         return spec
 
     monkeypatch.setattr(block.megatron_specs, "HAVE_TE", True)
-    monkeypatch.setattr(block.megatron_specs, "TENorm", engines_norm, raising=False)
+    monkeypatch.setattr(block.megatron_specs, "TENorm", EnginesNorm, raising=False)
     monkeypatch.setattr(block.megatron_specs, "get_gpt_layer_with_transformer_engine_spec", engines_spec)
     # What PyTorch's parts cannot do, these might.
     given = config(qk_layernorm=True, window_size=(4, 0), layernorm_epsilon=1e-3)
@@ -88,7 +92,7 @@ def test_transformer_engines_layers_are_asked_for_where_it_is_there(block, monke
     assert spec.submodules.self_attention.submodules.core_attention is attention
     assert spec.submodules.self_attention.params["attn_mask_type"] is AttnMaskType.arbitrary
     made = norm.typename(*norm.module_args).norm
-    assert made == {"config": given, "hidden_size": 32, "eps": 1e-3}
+    assert isinstance(made, EnginesNorm) and made.given == {"config": given, "hidden_size": 32, "eps": 1e-3}
 
 
 def test_apex_has_the_norms_on_a_gpu_where_it_is_there(block, monkeypatch):

@@ -137,7 +137,9 @@ def compare(cases):
     for name, case in cases.items():
         seed(7)
         model, module = gpt_model(case), pipeline(case)
+        first = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         module.load_state_dict(from_gpt_model(model.state_dict()))
+        model.load_state_dict(to_gpt_model(module.state_dict()))
         mask, loss_mask, positions = by_dataset(case, tokens)
         losses = model(tokens, positions, mask, labels=labels)
         expected = (losses * loss_mask).sum() / loss_mask.sum()
@@ -148,7 +150,7 @@ def compare(cases):
         results[name] = {
             "losses": (loss.item(), expected.item()),
             "gradients": (gradients, {name: parameter.grad for name, parameter in model.named_parameters()}),
-            "weights": (to_gpt_model(module.state_dict()), dict(model.named_parameters())),
+            "weights": (first, dict(model.named_parameters())),
         }
     return results
 

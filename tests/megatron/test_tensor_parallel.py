@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.checkpoint.safetensors_files import SINGLE, read_safetensors, write_safetensors
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.tensor_parallel import Sharing, sharing_of
@@ -260,13 +261,19 @@ def test_recomputation_drops_what_the_forward_dropped(dropped, place):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=tag_of)
-def test_a_checkpoint_has_the_weights_of_a_gpt_model(folder, trained, place):
+def test_an_exported_checkpoint_goes_to_a_gpt_model_and_comes_back(folder, trained, place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
     from ds_lgamp.integrations.megatron.gpt_weights import from_gpt_model, to_gpt_model
 
-    weights = read_whole(Path(folder) / tag_of(place)).parameters
-    model = to_gpt_model(weights)
-    assert model["decoder.layers.3.mlp.linear_fc1.weight"] is weights["5.layer.mlp.linear_fc1.weight"]
-    assert from_gpt_model(model) == weights
+    source = Path(folder) / tag_of(place)
+    write_safetensors(source, tmp_path / "exported", torch.float32, 2**30)
+    model = to_gpt_model(load_file(tmp_path / "exported" / SINGLE))
+    save_file(from_gpt_model(model), tmp_path / "imported.safetensors")
+    weights, expected = read_safetensors(tmp_path / "imported.safetensors").parameters, read_whole(source).parameters
+    assert torch.equal(model["decoder.layers.3.mlp.linear_fc1.weight"], expected["5.layer.mlp.linear_fc1.weight"])
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def test_a_parameter_says_how_it_is_shared():
