@@ -155,7 +155,7 @@ def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repe
     waits: dict[str, list[dict[str, float]]] = {name: [] for name in pipelines}
     for _ in range(repetitions + 1):
         for name, pipeline in pipelines.items():
-            stopwatch = pipeline.executor.stopwatch
+            stopwatch = pipeline.executor.timing
             stopwatch.running = True
             steps[name].append(time_step(pipeline))
             waits[name].append(stopwatch.read())

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
@@ -63,7 +64,9 @@ def _add_schedule_command(commands) -> None:
 
 
 def _add_run_command(commands) -> None:
-    command = commands.add_parser("run", help="run a DeepSpeed script, unedited, with the ds_lgamp block heeded")
+    command = commands.add_parser(
+        "run", help="run a DeepSpeed or Megatron-LM script, unedited, with the ds_lgamp block heeded"
+    )
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
     command.add_argument(
         "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
@@ -119,9 +122,18 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("--explain trains nothing that --measure could measure; remove one of them")
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}; use at least 1")
+    from ds_lgamp.integrations.megatron import run_script as megatron
+
+    try:
+        config, arguments = megatron.split_option([*options.launcher_words, *options.arguments])
+    except ConfigError as error:
+        parser.error(str(error))
+    if config is not None:
+        if options.explain or options.measure is not None:
+            parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+        return megatron.run_script(options.script, arguments, config)
     from ds_lgamp.integrations.deepspeed.run_script import explain_script, run_script
 
-    arguments = [*options.launcher_words, *options.arguments]
     if not options.explain:
         return run_script(options.script, arguments, options.measure)
     with _own_output() as output:

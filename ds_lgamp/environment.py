@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
@@ -37,6 +38,8 @@ class Environment:
     """GPUs, with their memory."""
     seams: dict[str, bool] = field(default_factory=dict)
     """Whether the installed DeepSpeed has what ds_lgamp overrides, calls or reads."""
+    missing_megatron_seams: list[str] | None = None
+    """What the installed Megatron-core lacks of what runs of Megatron-LM's scripts need; None without Megatron-core."""
     problem: str | None = None
     """What stands in the way, and what to do; None if nothing does."""
 
@@ -63,6 +66,8 @@ def inspect_environment() -> Environment:
             return found
     _look_at_torch(found)
     _look_at_deepspeed(found)
+    if found.versions["megatron-core"] != _ABSENT:
+        _look_at_megatron(found)
     return found
 
 
@@ -141,6 +146,16 @@ def _look_at_deepspeed(found: Environment) -> None:
         )
 
 
+def _look_at_megatron(found: Environment) -> None:
+    """Who runs no scripts of Megatron-LM needs none of this, so that it is no problem of the environment."""
+    from ds_lgamp.integrations.megatron.seams import missing_seams
+
+    with warnings.catch_warnings():
+        # Of what Megatron-core could also use.
+        warnings.simplefilter("ignore")
+        found.missing_megatron_seams = missing_seams()
+
+
 def _as_text(found: Environment) -> str:
     rows = list(found.versions.items())
     if found.backends:
@@ -151,6 +166,9 @@ def _as_text(found: Environment) -> str:
         missing = [seam for seam, there in found.seams.items() if not there]
         rows.append(("DeepSpeed seams", f"{len(found.seams) - len(missing)} of {len(found.seams)} found"))
         rows += [("", f"missing: {seam}") for seam in missing]
+    if found.missing_megatron_seams is not None:
+        rows.append(("Megatron seams", f"{len(found.missing_megatron_seams) or 'none'} missing"))
+        rows += [("", f"missing: {seam}") for seam in found.missing_megatron_seams]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
     lines += ["", "ready" if found.problem is None else f"not ready: {found.problem}"]

@@ -2,13 +2,12 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.graph import begin_graph, end_graph
 from ds_lgamp.runtime.links import Links
@@ -20,6 +19,54 @@ from ds_lgamp.schedule.placement import Placement
 
 class ActionError(RuntimeError):
     """An action failed; the message names the rank and the action."""
+
+
+class Partition(Protocol):
+    """Who holds the parameters and gradients of the chunks: ZeroPartition, or what a host has of its own."""
+
+    device: torch.device
+    frees_weights: bool
+    """Whether full parameters exist only between gather and release."""
+
+    def gather(self, chunk: int) -> None:
+        """Launches the gather of a chunk's parameters."""
+
+    def wait_gathered(self, chunk: int) -> None: ...
+
+    def release(self, chunk: int) -> None: ...
+
+    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the chunk's parameters."""
+        ...
+
+    def wait_room(self, chunk: int) -> None:
+        """Before a backward pass: waits until there is room for the chunk's gradients."""
+
+    def begin_backward(self, chunk: int) -> None: ...
+
+    def reduce(self, chunk: int) -> None:
+        """Launches the reduction of the chunk's gradients, which are final."""
+
+    def wait_reductions(self) -> None: ...
+
+    def finish_gradients(self) -> None:
+        """After all reductions, before the optimizer's step."""
+
+    def after_update(self) -> None:
+        """After the optimizer's step."""
+
+
+class Timing(Protocol):
+    """Who is told where the time goes."""
+
+    def time(self, kind: str) -> AbstractContextManager[Any]:
+        """Times the block as ``kind``, one of COMPUTE or EXPOSED_WAITS."""
+        ...
+
+
+def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+    """The gradient of the mean over micro-batches with regard to the loss of one."""
+    return torch.ones_like(loss) / micro_batches
 
 
 class Executor:
@@ -37,8 +84,9 @@ class Executor:
         recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
             otherwise what autograd saved in the forward pass is kept.
         trace: where actions are recorded as they start; None records nothing.
-        loss_scale: what gradients are multiplied with, all alike, so that half precision can hold them; asked for every
-            micro-batch.
+        loss_gradient: where a backward pass starts: of (the loss of one micro-batch, how many there are), the gradient
+            with regard to that loss.
+        timing: told where the time goes.
     """
 
     def __init__(
@@ -46,14 +94,15 @@ class Executor:
         placement: Placement,
         rank: int,
         chunks: Mapping[int, Chunk],
-        partition: ZeroPartition,
+        partition: Partition,
         links: Links,
         loss_function: Callable[[Any, Any], torch.Tensor] | None,
         apply_step: Callable[[], None],
         random_sources: Sequence[RandomSource],
         recompute: bool = True,
         trace: list[str] | None = None,
-        loss_scale: Callable[[], float] = lambda: 1.0,
+        loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss,
+        timing: Timing | None = None,
     ) -> None:
         self.placement, self.rank = placement, rank
         self.chunks, self.partition, self.links = chunks, partition, links
@@ -61,8 +110,8 @@ class Executor:
         self.draws = Draws(random_sources)
         self.recompute = recompute
         self.trace = trace
-        self.loss_scale = loss_scale
-        self.stopwatch = Stopwatch(partition.device)
+        self.loss_gradient = loss_gradient
+        self.timing = Stopwatch(partition.device) if timing is None else timing
         self.current: Action | None = None
         self._broken = False
         self.losses: list[torch.Tensor] = []
@@ -107,7 +156,7 @@ class Executor:
         try:
             yield
             self.current = None
-            with self.stopwatch.time("send"):
+            with self.timing.time("send"):
                 self.links.drain()
             self._broken = False
         except Exception as error:
@@ -136,7 +185,7 @@ class Executor:
 
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        with self.stopwatch.time("gather"):
+        with self.timing.time("gather"):
             self.partition.wait_gathered(chunk)
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
@@ -147,7 +196,7 @@ class Executor:
         elif self._training and chunk > 0:
             # What another rank sent is read by nobody else; a result on this rank may be saved by the graph it ends.
             beginning, inputs = begin_graph(_cloned(inputs) if self.placement[chunk - 1] == self.rank else inputs)
-        with self.stopwatch.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
+        with self.timing.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
             result = self._compute(chunk, micro_batch, inputs)
         if self._training and self.recompute:
             self._saved[chunk, micro_batch] = inputs, self.chunks[chunk].changed(buffers)
@@ -162,21 +211,21 @@ class Executor:
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        with self.stopwatch.time("gather"):
+        with self.timing.time("gather"):
             self.partition.wait_gathered(chunk)
-        with self.stopwatch.time("reduce"):
+        with self.timing.time("reduce"):
             self.partition.wait_room(chunk)
         self.partition.begin_backward(chunk)
         inputs, stored = self._saved.pop((chunk, micro_batch))
-        with self.stopwatch.time("backward"):
-            if self.recompute:
+        result: Any = stored
+        buffers: Buffers = []
+        if self.recompute:
+            with self.timing.time("backward"):
                 inputs, result, buffers = self._recomputed(chunk, micro_batch, inputs, stored)
-            else:
-                result, buffers = stored, []
         if chunk == self._last_chunk:
             self._labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, result)
-        with self.stopwatch.time("backward"):
+        with self.timing.time("backward"):
             roots = [(root, grad) for root, grad in zip(differentiable(result), gradients) if root.requires_grad]
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
@@ -189,7 +238,7 @@ class Executor:
 
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        with self.stopwatch.time("send"):
+        with self.timing.time("send"):
             result = self._results.pop((Kind.FORWARD, chunk, micro_batch))
             self.links.send_activations(chunk, micro_batch, result, answered=self._training)
 
@@ -197,7 +246,7 @@ class Executor:
         self.links.post_activations(action.chunk, action.micro_batch)
 
     def send_backward(self, action: Action) -> None:
-        with self.stopwatch.time("send"):
+        with self.timing.time("send"):
             self.links.send_gradients(self._results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
 
     def receive_backward(self, action: Action) -> None:
@@ -213,10 +262,10 @@ class Executor:
         self.partition.reduce(action.chunk)
 
     def step(self, action: Action) -> None:
-        with self.stopwatch.time("reduce"):
+        with self.timing.time("reduce"):
             self.partition.wait_reductions()
             self.partition.finish_gradients()
-        with self.stopwatch.time("step"):
+        with self.timing.time("step"):
             self.apply_step()
             self.partition.after_update()
 
@@ -229,7 +278,7 @@ class Executor:
                 return first_input
         if self.placement[chunk - 1] == self.rank:
             return self._results.pop((Kind.FORWARD, chunk - 1, micro_batch))
-        with self.stopwatch.time("activation"):
+        with self.timing.time("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
     def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
@@ -272,12 +321,10 @@ class Executor:
                 raise ValueError("the loss is no tensor of one element; loss_fn must return one")
             if not result.requires_grad:
                 raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
-            # The mean over micro-batches. A product: it is infinite where a half-precision loss cannot hold the scale,
-            # which the step then finds. Filling a tensor with such a number may be an error.
-            return [torch.ones_like(result) * (self.loss_scale() / self._micro_batches)]
+            return [self.loss_gradient(result, self._micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
-        with self.stopwatch.time("gradient"):
+        with self.timing.time("gradient"):
             return self.links.take_gradients(chunk, micro_batch)
 
 

@@ -58,6 +58,7 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.runtime.reproducible import hashed_seed, laid_out
+from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.schedule.program import ProgramSpec
 
 
@@ -98,6 +99,7 @@ class LgampEngine(PipelineEngine):
         self._lgamp_initialising = False
         self.random_sources = layer_sources(self.device)
         self.saver = Saver(settings.asynchronous_save, settings.keep_last)
+        self._stopwatch = Stopwatch(self.device)
         self.executor = self._build_executor()
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
@@ -108,7 +110,7 @@ class LgampEngine(PipelineEngine):
             self._build_data_iter(self.training_data)
         # Often only rank 0 has a monitor, but all ranks measure.
         reports = self._loader.largest(int(self.monitor.enabled or self.wall_clock_breakdown()))
-        self._step_monitor = StepMonitor(self.executor.stopwatch) if reports else None
+        self._step_monitor = StepMonitor(self._stopwatch) if reports else None
 
     def _place(self, module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:
         """Moves layers, and the user's parameter groups with them."""
@@ -260,8 +262,14 @@ class LgampEngine(PipelineEngine):
             self._exec_optimizer_step,
             [] if reproducible else self.random_sources,
             recompute=self.lgamp_settings.recompute == "full",
-            loss_scale=lambda: self.optimizer.loss_scale,
+            loss_gradient=self._loss_gradient,
+            timing=self._stopwatch,
         )
+
+    def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """Of the scaled mean over micro-batches. A product: it is infinite where a half-precision loss cannot hold the
+        scale, which the step then finds. Filling a tensor with such a number may be an error."""
+        return torch.ones_like(loss) * (self.optimizer.loss_scale / micro_batches)
 
     def _before_layer(self) -> Callable[[int, int], None] | None:
         """What seeds generators ahead of a layer, if anything does. What the module asks for has the last word."""
@@ -322,7 +330,7 @@ class LgampEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec
-        with self.executor.stopwatch.time("data"):
+        with self._stopwatch.time("data"):
             self._loader.pull(spec.micro_batches, self._next_batch)
         if self.data_iterator is self._training_iterator:
             self._pulled_of_training_data += spec.micro_batches

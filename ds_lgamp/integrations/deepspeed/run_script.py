@@ -2,11 +2,7 @@
 
 import json
 import os
-import runpy
-import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,19 +10,15 @@ from typing import Any, TextIO
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.check_keys import check_keys
 from ds_lgamp.integrations.deepspeed.seams import check_seams
+from ds_lgamp.user_script import failures_end_the_process, run_as_main
 
-_FAILED, _REFUSED = 1, 2
 _STOCK_REFUSAL = "must divide distributed world size"
 """What PipelineModule says of a number of stages that does not fit, before any engine is asked for."""
 
 
 def run_script(script: str, arguments: Sequence[str], measure: str | None = None) -> int:
-    """Runs ``script`` as ``__main__``; returns the exit status.
-
-    A failure ends the process at once, without the interpreter's orderly exit, which could wait for ranks that wait for
-    this one: so the launcher notices and ends the job.
-    """
-    with _failures_end_the_process():
+    """Runs ``script`` as ``__main__``; returns the exit status."""
+    with failures_end_the_process(_STOCK_REFUSAL):
         check_seams()
         _check_config(arguments)
         # Only now: of another DeepSpeed, imports fail.
@@ -37,7 +29,7 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
         measurement = TrainingMeasurement()
         if measure is not None:
             measurement.install()
-        _run_as_main(script, arguments)
+        run_as_main(script, arguments)
         if measure is not None:
             measurement.write(Path(measure))
     return 0
@@ -59,7 +51,7 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
         f"ds_lgamp: the script failed ahead of deepspeed.initialize; it ran on {world_size} imagined ranks (--ranks), "
         "whose collectives move nothing\n"
     )
-    with _failures_end_the_process(hint):
+    with failures_end_the_process(_STOCK_REFUSAL, hint):
         check_seams()
         _check_config(arguments)
         from ds_lgamp.integrations.deepspeed.explain import Explanation, as_text, explain_engines, imagine_ranks
@@ -76,7 +68,7 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
         imagine_ranks(world_size, rank)
         explain_engines(show)
         try:
-            _run_as_main(script, arguments)
+            run_as_main(script, arguments)
         except (Exception, SystemExit):
             # What a script does on its way out, without an engine, is of no interest.
             if not explained:
@@ -84,43 +76,6 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
         if not explained:
             raise ConfigError(f"{script} ended without initialising an engine with a {BLOCK} block: nothing to explain")
     return 0
-
-
-def _run_as_main(script: str, arguments: Sequence[str]) -> None:
-    """Runs ``script`` as Python would. Its failing exit is passed on."""
-    if not Path(script).is_file():
-        raise ConfigError(f"'{script}' is no file; name the script to run")
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code:
-            raise
-
-
-@contextmanager
-def _failures_end_the_process(hint: str = "") -> Iterator[None]:
-    """A ConfigError ends it with its sentence, any other error with its traceback and ``hint``."""
-    try:
-        yield
-    except ConfigError as error:
-        _leave(f"ds_lgamp: {error}\n", _REFUSED)
-    except Exception as error:
-        if _STOCK_REFUSAL in str(error):
-            _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED)
-        message = traceback.format_exc() + hint
-        _finish_checkpoints()
-        _leave(message, _FAILED)
-
-
-def _finish_checkpoints() -> None:
-    """Those that threads write; leaving would end the threads."""
-    from ds_lgamp.checkpoint.errors import CheckpointError
-    from ds_lgamp.checkpoint.saver import wait_for_all
-
-    with suppress(CheckpointError):
-        wait_for_all()
 
 
 def _check_config(arguments: Sequence[str]) -> None:
@@ -144,10 +99,3 @@ def _read_config(value: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {value} holds {type(config).__name__}; it must hold an object")
     return config
-
-
-def _leave(message: str, status: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    os._exit(status)

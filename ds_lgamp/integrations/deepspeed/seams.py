@@ -3,9 +3,9 @@
 import importlib
 import inspect
 from collections.abc import Iterator
-from types import ModuleType
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.seams import label, lookup_label, missing_lookups, missing_names, resolve
 
 TESTED_VERSION = "0.19.8"
 
@@ -160,6 +160,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 LOOKUPS = ("DeepSpeedConfig", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 """Module-global names that ``deepspeed.initialize`` must look up when it is called."""
+_INITIALIZE = "deepspeed.initialize"
 
 
 def check_seams() -> None:
@@ -178,36 +179,17 @@ def check_seams() -> None:
 
 def missing_seams() -> list[str]:
     """The seams the installed DeepSpeed lacks, by class or module and name."""
-    missing = []
-    for owner, names in NAMES.items():
-        missing += [_label(owner, name) for name in names if not hasattr(_resolve(owner), name)]
+    missing = missing_names(NAMES)
     for owner, names in ATTRIBUTES.items():
-        used = set(_names_in_methods(_resolve(owner)))
-        missing += [_label(owner, name) for name in names if name not in used]
-    initialize = getattr(_resolve("deepspeed"), "initialize", None)
-    if initialize is not None:
-        looked_up = inspect.unwrap(initialize).__code__.co_names
-        missing += [_lookup(name) for name in LOOKUPS if name not in looked_up]
-    return missing
+        used = set(_names_in_methods(resolve(owner)))
+        missing += [label(owner, name) for name in names if name not in used]
+    return missing + missing_lookups({_INITIALIZE: LOOKUPS})
 
 
 def all_seams() -> list[str]:
     """Every seam that :func:`missing_seams` looks for."""
-    seams = [_label(owner, name) for table in (NAMES, ATTRIBUTES) for owner, names in table.items() for name in names]
-    return [*seams, *map(_lookup, LOOKUPS)]
-
-
-def _lookup(name: str) -> str:
-    return f"the lookup of {name} in deepspeed.initialize"
-
-
-def _resolve(path: str) -> ModuleType | type | None:
-    """The module or class at ``path``; None if there is none."""
-    try:
-        return importlib.import_module(path)
-    except ImportError:
-        module, _, name = path.rpartition(".")
-        return getattr(_resolve(module), name, None) if module else None
+    seams = [label(owner, name) for table in (NAMES, ATTRIBUTES) for owner, names in table.items() for name in names]
+    return [*seams, *(lookup_label(name, _INITIALIZE) for name in LOOKUPS)]
 
 
 def _names_in_methods(owner: object) -> Iterator[str]:
@@ -218,8 +200,3 @@ def _names_in_methods(owner: object) -> Iterator[str]:
                 function = member.fget if isinstance(member, property) else member
                 code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
                 yield from code.co_names if code is not None else ()
-
-
-def _label(owner: str, name: str) -> str:
-    last = owner.rpartition(".")[2]
-    return f"{last if last[0].isupper() else owner}.{name}"

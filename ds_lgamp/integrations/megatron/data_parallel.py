@@ -1,0 +1,112 @@
+"""Parameters and gradients where Megatron-core holds them: DistributedDataParallel and its distributed optimizer.
+
+A chunk's GATHER is its ``param_sync_func``, its REDUCE its ``grad_sync_func``; where they are not given, Megatron-core
+launches both itself, from hooks, and ``no_sync_func`` tells it which backward pass of a chunk is the last.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from megatron.core import ModelParallelConfig
+
+SyncFunction = Callable[..., Any]
+
+
+class DistributedData:
+    """What one batch does with Megatron-core's data parallelism.
+
+    Args:
+        config: of the model; its functions are those of the batch.
+        models: the chunks of this rank, in order.
+        chunk_numbers: where they are in the model.
+        backward_passes: of every chunk in this batch; 0 in evaluation, where nothing is gathered or reduced.
+        device: where the parameters live.
+        finalize: called when every gradient is final and every reduction launched.
+    """
+
+    frees_weights = False
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        models: Sequence[torch.nn.Module],
+        chunk_numbers: Sequence[int],
+        backward_passes: int,
+        device: torch.device,
+        finalize: Callable[[], None],
+    ) -> None:
+        self.device = device
+        self._finalize = finalize
+        self._models = dict(zip(chunk_numbers, models))
+        self._left = dict.fromkeys(chunk_numbers, backward_passes)
+        """Backward passes of every chunk that have not begun."""
+        self._gathers = _by_chunk(config.param_sync_func if backward_passes else None, chunk_numbers)
+        self._reductions = _by_chunk(config.grad_sync_func, chunk_numbers)
+        self._no_sync = _by_chunk(config.no_sync_func, chunk_numbers)
+        self._one_for_all = not isinstance(config.no_sync_func, list)
+        self._closed: dict[int, AbstractContextManager[Any]] = {}
+        """The contexts in which a chunk's backward passes reduce nothing, by chunk; by 0 if one is for all."""
+        for chunk in chunk_numbers:
+            self._close(chunk)
+
+    def gather(self, chunk: int) -> None:
+        if chunk in self._gathers:
+            self._gathers[chunk](self._models[chunk].parameters())
+
+    def wait_gathered(self, chunk: int) -> None:
+        """A hook of the model does."""
+
+    def release(self, chunk: int) -> None:
+        """Weights stay at ZeRO stages 0 and 1."""
+
+    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
+        return False
+
+    def wait_room(self, chunk: int) -> None:
+        """Megatron-core has a buffer for every gradient."""
+
+    def begin_backward(self, chunk: int) -> None:
+        self._left[chunk] -= 1
+        if self._left[chunk] == 0 and chunk not in self._reductions:
+            self._open(chunk)
+
+    def reduce(self, chunk: int) -> None:
+        self._open(chunk)
+        if chunk in self._reductions:
+            self._reductions[chunk](self._models[chunk].parameters())
+        self._close(chunk)
+
+    def wait_reductions(self) -> None:
+        """``finalize_model_grads_func`` does."""
+
+    def finish_gradients(self) -> None:
+        self.end()
+        self._finalize()
+
+    def after_update(self) -> None:
+        """Megatron-core's loop steps the optimizer."""
+
+    def end(self) -> None:
+        """Leaves every context."""
+        for chunk in list(self._closed):
+            self._open(chunk)
+
+    def _open(self, chunk: int) -> None:
+        context = self._closed.pop(0 if self._one_for_all else chunk, None)
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def _close(self, chunk: int) -> None:
+        key = 0 if self._one_for_all else chunk
+        if chunk in self._no_sync and key not in self._closed:
+            self._closed[key] = self._no_sync[chunk]()
+            self._closed[key].__enter__()
+
+
+def _by_chunk(functions: SyncFunction | Sequence[SyncFunction] | None, chunks: Sequence[int]) -> dict[int, Any]:
+    """One function for every chunk, from a list of them, one for all, or none."""
+    if functions is None:
+        return {}
+    return dict(zip(chunks, functions)) if isinstance(functions, list) else dict.fromkeys(chunks, functions)

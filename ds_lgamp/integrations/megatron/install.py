@@ -1,0 +1,87 @@
+"""Puts the schedules of the block behind Megatron-core's ``get_forward_backward_func`` and Megatron-LM's arguments."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
+from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
+from ds_lgamp.integrations.megatron.replacing import replace_everywhere, restore_all
+from ds_lgamp.integrations.megatron.several_chunks import REPLACEMENTS, share_embedding
+
+
+def install_schedules(job: Job) -> None:
+    """From now on Megatron-core runs batches as ``job`` says, and takes several chunks on one pipeline rank."""
+    forward_backward = ForwardBackward(job.settings, job.zero_stage)
+    stock = schedules.get_forward_backward_func
+
+    @wraps(stock)
+    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
+        return forward_backward
+
+    replace_everywhere(stock, get_forward_backward_func)
+    for function, replacement in REPLACEMENTS.items():
+        replace_everywhere(function, replacement)
+
+
+def install_training(job: Job) -> None:
+    """Does the same inside Megatron-LM's ``megatron.training``, whose flags need not say anything of chunks then."""
+    arguments, training = import_module("megatron.training.arguments"), import_module("megatron.training.training")
+    stock_validate, stock_get_model = arguments.validate_args, training.get_model
+
+    @wraps(stock_validate)
+    def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Namespace:  # noqa: B006 as stock's
+        unread = validate_with_block(args, job, lambda: stock_validate(args, defaults))
+        if unread and args.rank == 0:
+            print(f"ds_lgamp: Megatron-LM's flags decide what these keys are about: {', '.join(unread)}")
+        return args
+
+    @wraps(stock_get_model)
+    def get_model(model_provider_func: Callable[..., Any], *positional: Any, **options: Any) -> list[torch.nn.Module]:
+        args = training.get_args()
+        if args.pipeline_model_parallel_size == 1 and args.virtual_pipeline_model_parallel_size is not None:
+            model_provider_func = chunks_provider(model_provider_func, args.virtual_pipeline_model_parallel_size)
+        return stock_get_model(model_provider_func, *positional, **options)
+
+    install_schedules(job)
+    replace_everywhere(stock_validate, validate_args)
+    replace_everywhere(stock_get_model, get_model)
+
+
+def uninstall() -> None:
+    """Undoes both."""
+    restore_all()
+
+
+class Chunks(list[torch.nn.Module]):
+    """The chunks of one pipeline rank, where Megatron-LM expects one model and sets its type."""
+
+    @property
+    def model_type(self) -> Any:
+        return self[0].model_type
+
+    @model_type.setter
+    def model_type(self, value: Any) -> None:
+        for model in self:
+            model.model_type = value
+
+
+def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
+    """Builds ``count`` chunks where ``provider`` would build one model of a single pipeline rank."""
+
+    def provide(pre_process: bool = True, post_process: bool = True, **options: Any) -> Chunks:
+        chunks = Chunks()
+        for stage in range(count):
+            first, last = pre_process and stage == 0, post_process and stage == count - 1
+            model: Any = provider(pre_process=first, post_process=last, vp_stage=stage, **options)
+            model.vp_stage = stage
+            chunks.append(model)
+        share_embedding(chunks)
+        return chunks
+
+    return provide

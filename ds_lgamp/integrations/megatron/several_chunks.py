@@ -1,0 +1,97 @@
+"""Several chunks on one pipeline rank: what Megatron-core 0.16 refuses there, or builds wrongly without a word.
+
+``parallel_state`` refuses a virtual pipeline on one rank; every chunk would get all layers (``transformer_block``), all
+numbered from the first (``transformer_layer``); and the two ends of a model with tied embeddings would have a weight
+each.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import transformer_block, transformer_layer
+from megatron.core.transformer.enums import LayerType
+from megatron.core.utils import unwrap_model
+
+from ds_lgamp.config import ConfigError
+
+_stock_initialize = parallel_state.initialize_model_parallel
+_stock_layers = transformer_block.get_num_layers_to_build
+_stock_offset = transformer_layer.get_transformer_layer_offset
+
+
+@wraps(_stock_initialize)
+def initialize_model_parallel(*positional: Any, **arguments: Any) -> None:
+    bound = signature(_stock_initialize).bind(*positional, **arguments)
+    bound.apply_defaults()
+    chunks = bound.arguments["virtual_pipeline_model_parallel_size"]
+    if chunks is None or bound.arguments["pipeline_model_parallel_size"] > 1:
+        _stock_initialize(*positional, **arguments)
+        return
+    bound.arguments["virtual_pipeline_model_parallel_size"] = None
+    _stock_initialize(*bound.args, **bound.kwargs)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+
+
+@wraps(_stock_layers)
+def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    if _on_one_rank(config) and vp_stage is not None:
+        return _layers_of(config, vp_stage)
+    return _stock_layers(config, vp_stage, pp_rank)
+
+
+@wraps(_stock_offset)
+def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    if _on_one_rank(config) and vp_stage is not None:
+        return sum(_layers_of(config, stage) for stage in range(vp_stage))
+    return _stock_offset(config, vp_stage, pp_rank)
+
+
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _stock_initialize: initialize_model_parallel,
+    _stock_layers: get_num_layers_to_build,
+    _stock_offset: get_transformer_layer_offset,
+}
+
+
+def share_embedding(models: Sequence[torch.nn.Module]) -> None:
+    """Lets the last of a rank's chunks compute with the embedding of the first, where the model ties them.
+
+    Called before the chunks are given to DistributedDataParallel: the first one's gradients then include both uses.
+    """
+    first, last = unwrap_model(models[0]), unwrap_model(models[-1])
+    if has_two_embeddings(models):
+        last.output_layer.register_parameter("weight", None)
+        # Asked for every time: building on the meta device replaces parameters.
+        last.shared_embedding_or_output_weight = lambda: first.embedding.word_embeddings.weight
+        # Checkpoints have the weight from the first.
+        last.tie_embeddings_and_output_weights_state_dict = lambda *positional, **arguments: None
+
+
+def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether the chunks of a whole model have two weights where it has one."""
+    last = unwrap_model(models[-1])
+    tied = getattr(last, "share_embeddings_and_output_weights", False)
+    return len(models) > 1 and tied and last.output_layer.weight is not None
+
+
+def _on_one_rank(config: Any) -> bool:
+    return config.pipeline_model_parallel_size == 1 and config.virtual_pipeline_model_parallel_size is not None
+
+
+def _layers_of(config: Any, stage: int) -> int:
+    """How many layers a chunk has, as Megatron-core counts where there are more pipeline ranks."""
+    if config.pipeline_model_parallel_layout is not None:
+        return config.pipeline_model_parallel_layout.layout[0][stage].count(LayerType.decoder)
+    chunks = config.virtual_pipeline_model_parallel_size
+    first, last = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
+    layers, rest = divmod(config.num_layers + first + last, chunks)
+    if rest:
+        raise ConfigError(
+            f"num_layers is {config.num_layers}, which {chunks} chunks on one pipeline rank cannot share equally; set "
+            "pipeline_model_parallel_layout, or another number of chunks"
+        )
+    return layers - (first and stage == 0) - (last and stage == chunks - 1)

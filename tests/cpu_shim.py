@@ -1,0 +1,194 @@
+"""Megatron-core 0.16.1 and Megatron-LM's scripts on the CPU and gloo, for tests: ``torch.cuda`` stands for the CPU.
+
+``install()`` comes before the first import of megatron. As a program, the module installs the shim and then runs what
+follows as ``python`` would::
+
+    torchrun --standalone --nproc_per_node 2 -m tests.cpu_shim /path/to/pretrain_gpt.py FLAGS
+    torchrun --standalone --nproc_per_node 2 -m tests.cpu_shim -m ds_lgamp run /path/to/pretrain_gpt.py FLAGS
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+def install() -> None:
+    """Lets megatron run in this process; the thread that calls this is the one that may ask for tensors on "cuda"."""
+    # Megatron refuses tensor parallelism without the first; its fused functions would be compiled without the second.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _answer_for_the_device()
+    _run_streams_in_order()
+    _share_random_state()
+    _keep_sent_tensors()
+    _spawn_without_the_script()
+    _ToCpu().__enter__()
+    sys.meta_path.insert(0, _NothingToCompile())
+
+
+class _ToCpu(TorchFunctionMode):
+    """What is asked of "cuda", or of a device by its number, is done on the CPU."""
+
+    def __torch_function__(
+        self, function: Callable, types: Sequence[type], arguments: tuple = (), keywords: dict | None = None
+    ) -> Any:
+        keywords = dict(keywords or {})
+        if _is_cuda(keywords.get("device")):
+            keywords["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return arguments[0]
+        if function is torch.Tensor.to:
+            arguments = tuple("cpu" if _is_cuda(argument) else argument for argument in arguments)
+        if function is torch.Tensor.type and len(arguments) == 1:
+            # Optimizers and gradient clipping accept the types of "torch.cuda" alone.
+            return function(*arguments).replace("torch.", "torch.cuda.")
+        return function(*arguments, **keywords)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, (str, torch.device)):
+        return str(device).startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _answer_for_the_device() -> None:
+    """Megatron wants a device to be there, chooses it, asks for its memory and empties its caches."""
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
+    cuda.current_device = lambda: "cpu"
+    cuda.set_device = lambda device: None
+    cuda.synchronize = cuda.empty_cache = lambda *arguments: None
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda *arguments: 0
+    cuda.memory_reserved = cuda.max_memory_reserved = lambda *arguments: 0
+    cuda.get_device_properties = lambda *arguments: SimpleNamespace(total_memory=0, major=0)
+
+
+class _Stream:
+    """A stream or an event: the CPU has done everything by the time that it is asked."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def _nothing(self, *arguments: Any) -> None:
+        pass
+
+    wait_stream = wait_event = record_event = record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def _run_streams_in_order() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()
+    cuda.stream = lambda stream: nullcontext()
+
+
+def _share_random_state() -> None:
+    """The CPU's random numbers are those of every device."""
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.default_generators = {cuda.current_device(): torch.default_generator}
+    cuda._lazy_call = lambda call, **keywords: call()
+
+
+def _keep_sent_tensors() -> None:
+    """Megatron's schedules empty an output once its send is under way, which is right on a GPU's stream; gloo reads
+    it later. A tensor of its own keeps the sent storage."""
+    send = dist.isend
+
+    def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        return send(tensor.detach(), *arguments, **keywords)
+
+    dist.isend = dist.distributed_c10d.isend = isend
+
+
+def _spawn_without_the_script() -> None:
+    """A spawned process imports the script again, without the shim; those that write checkpoints need nothing of it."""
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
+
+    spawn.get_preparation_data = get_preparation_data
+
+
+class _NothingToCompile(importlib.abc.MetaPathFinder):
+    """Megatron-LM's tree compiles an index builder into itself, which the installed package brings compiled; asks nvcc
+    for its version; and imports kernels that are written in Triton."""
+
+    index_builder = "megatron.core.datasets.helpers_cpp"
+    compilers = {"megatron.core.datasets.utils": "compile_helpers", "megatron.legacy.fused_kernels": "load"}
+    kernels = {
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+        "megatron.core.inference.contexts.fused_kv_append_kernel",
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+    }
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        find = importlib.machinery.PathFinder.find_spec
+        if name == self.index_builder:
+            return find(name, [str(Path(folder, *name.split(".")[:-1])) for folder in sys.path])
+        if name in self.kernels:
+            return importlib.machinery.ModuleSpec(name, _Absent())
+        spec = find(name, path) if name in self.compilers else None
+        if spec is not None:
+            spec.loader = _Without(spec.loader, self.compilers[name])
+        return spec
+
+
+class _Absent(importlib.abc.Loader):
+    """A module whose functions can be imported, not called."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = lambda name: None
+
+
+class _Without(importlib.abc.Loader):
+    """Loads a module of which one function does nothing."""
+
+    def __init__(self, loader: Any, function: str) -> None:
+        self.loader, self.function = loader, function
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        setattr(module, self.function, lambda *arguments: None)
+
+
+def main(words: list[str]) -> None:
+    """Runs ``[-m] NAME ARGUMENTS...`` as ``python`` would."""
+    # A launcher's own words come first and belong to the script.
+    launcher_words = []
+    while words[0].startswith("--local_rank"):
+        launcher_words.append(words.pop(0))
+    if words[0] == "-m":
+        sys.argv = [words[1], *launcher_words, *words[2:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [words[0], *launcher_words, *words[1:]]
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    install()
+    main(sys.argv[1:])

@@ -1,0 +1,261 @@
+"""What Megatron-core's loop, its users and its own extensions ask of a ``forward_backward_func`` beside training."""
+
+from collections import Counter
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_lgamp.runtime.links import SENDS_IN_FLIGHT
+from tests.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
+from tests.ranks import run_on_ranks
+
+MICRO_BATCHES, CHUNKS = 4, 4
+"""Chunks of a rank, of which there are two."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_on_ranks(2, ask_everything, before_init=prepare_process)
+
+
+def ask_everything():
+    """What a rank finds out, by question."""
+    training = Training(Place(2, CHUNKS, "layered", tied=False))
+    return {question.__name__: question(training) for question in QUESTIONS}
+
+
+def gradient_norm(training):
+    """Of this rank's gradients, in one batch."""
+    for model in training.models:
+        model.zero_grad_buffer()
+    training.run_batch(0)
+    return sum(float(parameter.main_grad.norm() ** 2) for model in training.models for parameter in model.parameters())
+
+
+def norms_of_scaled_gradients(training):
+    stock = training.config.grad_scale_func
+    training.config.grad_scale_func = lambda loss: loss * torch.tensor([8.0])
+    scaled = gradient_norm(training)
+    training.config.grad_scale_func = stock
+    return gradient_norm(training), scaled
+
+
+def losses_of_training_and_evaluation(training):
+    loss = training.run_batch(0)
+    with torch.no_grad():
+        return loss, training.run_batch(0, forward_only=True)
+
+
+@torch.no_grad()
+def outputs_without_a_loss(training):
+    def forward_step(iterator, model):
+        output, _ = training.forward_step(iterator, model, [])
+        return output, None
+
+    call = training.call(0) | {"forward_step_func": forward_step}
+    return [tuple(output.shape) for output in training.forward_backward(**call, forward_only=True)]
+
+
+@torch.no_grad()
+def data_that_is_no_loss(training):
+    call = training.call(0)
+    return [tuple(shape) for shape in training.forward_backward(**call, forward_only=True, collect_non_loss_data=True)]
+
+
+def calls_that_finalize(training):
+    calls = []
+
+    def finalize(models, tokens, pg_collection, force_all_reduce):
+        calls.append((models == training.models, tokens, pg_collection.pp.size(), force_all_reduce))
+
+    stock, training.config.finalize_model_grads_func = training.config.finalize_model_grads_func, finalize
+    training.run_batch(0, force_all_reduce=True)
+    training.config.finalize_model_grads_func = stock
+    return calls
+
+
+def first_micro_batches(training):
+    """How often a chunk is told that a micro-batch is the first: in training, and in two steps of evaluation."""
+    told = Counter()
+    for number, model in enumerate(training.models):
+        model.set_is_first_microbatch = partial(told.update, [number])
+    counts = []
+    for options in (
+        {},
+        {"forward_only": True, "first_val_step": True},
+        {"forward_only": True, "first_val_step": False},
+    ):
+        told.clear()
+        with torch.set_grad_enabled(not options):
+            training.run_batch(0, **options)
+        counts.append([told[number] for number in range(CHUNKS)])
+    for model in training.models:
+        del model.set_is_first_microbatch
+    return counts
+
+
+class Timers(Counter):
+    """Counts how often a timer was started and stopped."""
+
+    def __call__(self, name, log_level=None):
+        self.name = name
+        return self
+
+    def start(self, barrier=False):
+        self[self.name, "start"] += 1
+
+    def stop(self):
+        self[self.name, "stop"] += 1
+
+
+def timers(training):
+    training.config.timers = counted = Timers()
+    training.run_batch(0)
+    training.config.timers = None
+    names = {name for name, _ in counted}
+    assert all(counted[name, "start"] == counted[name, "stop"] for name in names)
+    return {name: counted[name, "start"] for name in names}
+
+
+def sent_outputs_alive(training):
+    """Of those of a rank, when its first backward pass begins."""
+    outputs, alive = [], []
+
+    def forward_step(iterator, model):
+        output, loss = training.forward_step(iterator, model, [])
+        if output.dim() == 3:  # not the loss
+            outputs.append(StorageWeakRef(output.untyped_storage()))
+            output.register_hook(lambda _: alive.append(sum(not storage.expired() for storage in outputs)))
+        return output, loss
+
+    training.forward_backward(**training.call(0) | {"forward_step_func": forward_step})
+    return len(outputs), alive[0]
+
+
+def backward_passes_that_synchronise(training):
+    """Those outside a ``no_sync_func`` that is one for all chunks."""
+    inside, passes = [0], []
+
+    @contextmanager
+    def no_sync():
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def forward_step(iterator, model):
+        output, loss = training.forward_step(iterator, model, [])
+        chunk = training.models.index(model)
+        output.register_hook(lambda _: passes.append((chunk, inside[0])))
+        return output, loss
+
+    training.config.no_sync_func = no_sync
+    training.forward_backward(**training.call(0) | {"forward_step_func": forward_step})
+    training.config.no_sync_func = None
+    assert inside == [0]
+    return passes
+
+
+def norms_with_the_heads_gradient_deferred(training):
+    """Megatron-core may leave the gradient of the output layer's weight to the end of a batch."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def drain(config, inputs, gradients, weight, tp_group):
+        assert len(inputs) == len(gradients) == MICRO_BATCHES
+        for hidden, gradient in zip(inputs, gradients):
+            weight.main_grad += gradient.flatten(end_dim=1).T @ hidden.flatten(end_dim=1)
+
+    at_once = gradient_norm(training)
+    last = training.models[-1].module
+    if last.post_process:
+        # What a model has that was built with the setting. Its other layers would have to be Transformer Engine's.
+        deferring = copy(training.config)
+        deferring.defer_embedding_wgrad_compute = True
+        last.output_layer.gradient_accumulation_fusion = True
+        training.models[0].config = last.output_layer.config = deferring
+        last.embedding_activation_buffer = last.output_layer.embedding_activation_buffer = []
+        last.grad_output_buffer = last.output_layer.grad_output_buffer = []
+    # The kernel that sums is CUDA's.
+    stock, schedules.drain_embedding_wgrad_compute = schedules.drain_embedding_wgrad_compute, drain
+    deferred = gradient_norm(training)
+    schedules.drain_embedding_wgrad_compute = stock
+    return at_once, deferred
+
+
+QUESTIONS = [
+    norms_of_scaled_gradients,
+    losses_of_training_and_evaluation,
+    outputs_without_a_loss,
+    data_that_is_no_loss,
+    calls_that_finalize,
+    first_micro_batches,
+    timers,
+    sent_outputs_alive,
+    backward_passes_that_synchronise,
+    norms_with_the_heads_gradient_deferred,
+]
+
+
+def test_gradients_are_those_of_the_scaled_loss(ranks):
+    for found in ranks:
+        plain, scaled = found["norms_of_scaled_gradients"]
+        assert scaled == pytest.approx(64 * plain, rel=1e-5)
+
+
+def test_evaluation_has_the_losses_of_training(ranks):
+    for found in ranks:
+        loss, evaluated = found["losses_of_training_and_evaluation"]
+        assert evaluated == loss
+
+
+@pytest.mark.parametrize("question", ["outputs_without_a_loss", "data_that_is_no_loss"])
+def test_the_last_rank_returns_what_the_loss_function_makes_of_each_micro_batch(ranks, question):
+    first, last = ranks
+    assert first[question] == []
+    assert last[question] == [(SEQUENCES, SEQUENCE)] * MICRO_BATCHES
+
+
+def test_gradients_are_finalized_once_a_batch(ranks):
+    for found in ranks:
+        assert found["calls_that_finalize"] == [(True, None, 2, True)]
+
+
+def test_a_chunk_hears_of_its_first_micro_batch_and_in_evaluation_only_in_the_first_step(ranks):
+    for found in ranks:
+        assert found["first_micro_batches"] == [[1] * CHUNKS, [1] * CHUNKS, [0] * CHUNKS]
+
+
+def test_timers_measure_passes_and_receives(ranks):
+    passes, ends = CHUNKS * MICRO_BATCHES, (CHUNKS - 1) * MICRO_BATCHES
+    for rank, found in enumerate(ranks):
+        expected = {
+            "forward-backward": 1,
+            "forward-compute": passes,
+            "backward-compute": passes,
+            "forward-recv": passes if rank else ends,
+            "backward-recv": ends if rank else passes,
+        }
+        assert expected.items() <= found["timers"].items()
+
+
+def test_outputs_that_were_sent_are_deallocated(ranks):
+    for found in ranks:
+        outputs, alive = found["sent_outputs_alive"]
+        assert outputs >= (CHUNKS - 1) * MICRO_BATCHES
+        assert alive <= SENDS_IN_FLIGHT
+
+
+def test_only_the_last_backward_pass_of_a_chunk_synchronises_gradients(ranks):
+    inside_but_last = [1] * (MICRO_BATCHES - 1) + [0]
+    expected = [(chunk, inside) for chunk in reversed(range(CHUNKS)) for inside in inside_but_last]
+    for found in ranks:
+        assert found["backward_passes_that_synchronise"] == expected
+
+
+def test_a_deferred_gradient_of_the_output_layer_is_finished_before_gradients_are_finalized(ranks):
+    for found in ranks:
+        at_once, deferred = found["norms_with_the_heads_gradient_deferred"]
+        assert deferred == pytest.approx(at_once, rel=1e-5)
