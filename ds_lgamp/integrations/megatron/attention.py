@@ -33,8 +33,7 @@ class ScaledDotProductAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.is_causal = attn_mask_type is AttnMaskType.causal
         self.softmax_scale = softmax_scale
-        # With sequence parallelism, the whole layer draws by itself already.
-        self.draws_alone = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        self.draws_alone = config.tensor_model_parallel_size > 1
 
     def forward(
         self,
