@@ -64,6 +64,7 @@ def engine_of(place: Place):
         hidden_size=32,
         num_attention_heads=4,
         qk_layernorm=True,
+        init_method_std=0.1,  # so that their gradients weigh
         hidden_dropout=place.dropout,
         attention_dropout=place.dropout,
         use_cpu_initialization=True,
