@@ -1,4 +1,4 @@
-"""What Megatron-core needs to run on a CPU, for tests."""
+"""What layers of Megatron-core need to run on a CPU under DeepSpeed, which must not see a GPU as with tests.cpu_shim."""
 
 import contextlib
 
