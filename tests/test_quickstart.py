@@ -16,7 +16,9 @@ STEPS = 8
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 16 --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 --lr 1e-2 "
-    "--lr-warmup-iters 1 --eval-interval 4 --eval-iters 1"
+    "--lr-warmup-iters 1 --eval-interval 4 --eval-iters 1 --group-query-attention --num-query-groups 1 --qk-layernorm "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --reset-attention-mask --reset-position-ids "
+    "--eod-mask-loss --lr-decay-style cosine --lr-decay-iters 16 --min-lr 1e-3 --save-interval 6"
 ).split()
 
 
@@ -37,8 +39,9 @@ def runs(tmp_path_factory):
             *("-m", "ds_lgamp", "run", "--measure", str(output), "launch/pretrain_gpt.py", *FLAGS),
             *("--train-iters", str(STEPS), "--data-path", str(folder / "data")),
             *("--deepspeed_config", f"example_configs/quickstart_{name}.json"),
-            *("--loss-plot", str(folder / f"{name}.png")),
+            *("--loss-plot", str(folder / f"{name}.png"), "--save", str(folder / name)),
         )
+        assert {path.name for path in (folder / name).iterdir()} >= {"global_step6", f"global_step{STEPS}", "latest"}
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         measured[name] = json.loads(output.read_text())
     return measured
@@ -67,9 +70,9 @@ def test_the_measurement_counts_what_the_layout_costs(runs):
     # its two copies, the gradient norm and two for the loss (mean over data ranks, broadcast over the pipeline) follow;
     # the agreement that all ranks have data comes first.
     assert lgamp["collectives_per_step"] == 3 + 3 + 1 + 1 + 2 + 1
-    # Activations of two chunks and gradients of one, or the other way round, for four micro-batches.
-    assert lgamp["messages_per_step"] == 3 * 4
-    assert stock["messages_per_step"] == 4
+    # Activations of two chunks, with the numbers of the documents, and gradients of one, for four micro-batches.
+    assert lgamp["messages_per_step"] == (2 * 2 + 1) * 4
+    assert stock["messages_per_step"] == 2 * 4
     assert 0 < lgamp["peak_bytes"] < stock["peak_bytes"]
     assert lgamp["bytes_per_step"] > 0 and lgamp["step_seconds"] > 0
 

@@ -179,7 +179,7 @@ def test_selective_recomputation_is_between_full_and_none():
 def megatron_engine(recompute, **named):
     from megatron.core.transformer import TransformerConfig
 
-    from ds_lgamp.integrations.megatron.gpt_layers import TransformerBlock
+    from ds_lgamp.integrations.megatron.transformer_block import TransformerBlock
 
     config = TransformerConfig(
         num_layers=MEGATRON_LAYERS,
@@ -190,7 +190,7 @@ def megatron_engine(recompute, **named):
         use_cpu_initialization=True,
         **named,
     )
-    blocks = [LayerSpec(TransformerBlock, config, number + 1, "rope") for number in range(MEGATRON_LAYERS)]
+    blocks = [LayerSpec(TransformerBlock, config, number + 1, rotary=None) for number in range(MEGATRON_LAYERS)]
     with quiet():
         module = PipelineModule(blocks, num_stages=1, loss_fn=mean_square, seed_layers=True, seed_fn=seed)
     return engine_of(module, {"recompute": recompute}, micro_batches=MICRO_BATCHES, train_micro_batch_size_per_gpu=2)

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.checkpoint.safetensors_files import SINGLE, read_safetensors, write_safetensors
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.tensor_parallel import Sharing, sharing_of
@@ -18,7 +19,7 @@ from tests.engine.models import seed
 from tests.engine.running import prepare_rank, quiet
 from tests.ranks import run_on_ranks
 
-VOCABULARY, SEQUENCE, MICRO_BATCHES = 64, 16, 4
+VOCABULARY, SEQUENCE, MICRO_BATCHES, END = 64, 16, 4, 0
 """The micro-batches are those of all data-parallel ranks."""
 SAVED, RESUMED = 2, 2
 
@@ -31,39 +32,41 @@ class Place(NamedTuple):
     sequence_parallel: bool = False
     positions: str = "learned_absolute"
     tied: bool = True
+    documents: bool = False
+    """Whether samples hold several, which are kept apart."""
+    dropout: float = 0.0
+    recompute: str = "full"
 
     @property
     def ranks(self) -> int:
         return self.tensor_ranks * self.pipeline_ranks * self.data_ranks
 
 
-ALONE = [Place(1, 1, 1, 0), Place(1, 1, 1, 0, positions="rope", tied=False)]
 PLACES = [
     Place(2, 1, 1, 0),
     Place(2, 1, 1, 3, sequence_parallel=True, positions="rope", tied=False),
     Place(4, 1, 1, 2, sequence_parallel=True),
-    Place(2, 2, 2, 3, sequence_parallel=True),
+    Place(2, 2, 2, 3, sequence_parallel=True, documents=True),
     Place(2, 2, 2, 3, positions="rope", tied=False),
     Place(2, 2, 2, 1, sequence_parallel=True, positions="rope", tied=False),
 ]
 
 
 def engine_of(place: Place):
-    from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
     from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
+    from tests.megatron.on_cpu import start_megatron
 
-    # Where Megatron-core's sequence parallelism makes tensors.
-    torch.cuda.current_device = lambda: "cpu"
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(place.tensor_ranks, create_gloo_process_groups=False)
+    start_megatron(place.tensor_ranks)
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        qk_layernorm=True,
+        init_method_std=0.1,  # so that their gradients weigh
+        hidden_dropout=place.dropout,
+        attention_dropout=place.dropout,
         use_cpu_initialization=True,
         tensor_model_parallel_size=place.tensor_ranks,
         sequence_parallel=place.sequence_parallel,
@@ -71,7 +74,16 @@ def engine_of(place: Place):
     ds_lgamp.install()
     with quiet():
         module = PipelineModule(
-            gpt_layer_specs(config, VOCABULARY, SEQUENCE, place.positions, place.tied),
+            gpt_layer_specs(
+                config,
+                VOCABULARY,
+                SEQUENCE,
+                place.positions,
+                place.tied,
+                end_of_document=END,
+                reset_attention_mask=place.documents,
+                reset_position_ids=place.documents,
+            ),
             topology=PipeModelDataParallelTopology(place.pipeline_ranks, place.tensor_ranks, place.data_ranks),
             loss_fn=language_model_loss,
             seed_layers=True,
@@ -90,7 +102,7 @@ def engine_of(place: Place):
                 # Below every norm: all steps are clipped.
                 "gradient_clipping": 0.3,
                 "zero_optimization": {"stage": place.stage},
-                "ds_lgamp": {},
+                "ds_lgamp": {"recompute": place.recompute},
             },
         )[0]
 
@@ -100,6 +112,7 @@ def batches(engine, step):
     for index in range(count):
         number = MICRO_BATCHES * step + count * engine.grid.data_parallel_id + index
         tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
+        tokens[tokens < 8] = END
         yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(2, SEQUENCE))
 
 
@@ -143,9 +156,11 @@ def tag_of(place: Place) -> str:
 
 
 def alone_like(place: Place) -> Place:
-    return next(alone for alone in ALONE if (alone.positions, alone.tied) == (place.positions, place.tied))
+    """The place of one process with the same model."""
+    return place._replace(tensor_ranks=1, pipeline_ranks=1, data_ranks=1, stage=0, sequence_parallel=False)
 
 
+ALONE = sorted({alone_like(place) for place in PLACES})
 PAIRS = [(place, alone_like(place)) for place in PLACES] + [(alone_like(place), place) for place in PLACES]
 
 
@@ -191,21 +206,75 @@ def test_a_checkpoint_loads_on_other_tensor_parallel_ranks(folder, trained, resu
             assert torch.equal(moments[name], loaded.moments[key][name]), (key, name)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_moe_experts": 4}, "num_moe_experts is 4, but pipelines take dense layers"),
-        ({"gated_linear_unit": True, "tensor_model_parallel_size": 2}, "gated_linear_unit is True and tensor_model_"),
-    ],
-)
-def test_layers_that_cannot_be_cut_are_refused(options, words):
-    from megatron.core.transformer import TransformerConfig
+DROPPING = [
+    Place(2, 1, 1, 3, sequence_parallel, dropout=0.3, recompute=recompute)
+    for sequence_parallel in (False, True)
+    for recompute in ("none", "full")
+]
 
-    from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs
 
-    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **options)
-    with pytest.raises(ConfigError, match=words):
-        gpt_layer_specs(config, VOCABULARY, SEQUENCE, "rope", tie_embeddings=False)
+def drop(places):
+    """By place the steps, and the random states from which attention and hidden states drew their dropout."""
+    prepare_rank()
+    functional, drawn = torch.nn.functional, {}
+
+    def recorded(name):
+        function = getattr(functional, name)
+
+        def recording(*given, **named):
+            drawn.setdefault(name, []).append(torch.get_rng_state().numpy().tobytes())
+            return function(*given, **named)
+
+        setattr(functional, name, recording)
+
+    for name in ("scaled_dot_product_attention", "dropout"):
+        recorded(name)
+    results = {}
+    for place in places:
+        drawn.clear()
+        engine = engine_of(place)
+        seed(11)
+        results[place] = steps(engine, 2), dict(drawn)
+    return results
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    return run_on_ranks(2, drop, DROPPING)
+
+
+@pytest.mark.parametrize("place", DROPPING, ids=tag_of)
+def test_tensor_parallel_ranks_drop_alike_where_they_compute_the_same_and_only_there(dropped, place):
+    (_, first), (_, second) = (results[place] for results in dropped)
+    assert first.keys() == second.keys() == {"scaled_dot_product_attention", "dropout"}
+    for name, states in first.items():
+        same = [one == other for one, other in zip(states, second[name], strict=True)]
+        assert all(same) if name == "dropout" and not place.sequence_parallel else not any(same)
+        visits = 2 if place.recompute == "full" else 1
+        assert len(states) == visits * len(set(states)), "drawn once each, and again when recomputed"
+
+
+@pytest.mark.parametrize("place", [place for place in DROPPING if place.recompute == "full"], ids=tag_of)
+def test_recomputation_drops_what_the_forward_dropped(dropped, place):
+    for results in dropped:
+        kept, without = results[place._replace(recompute="none")][0], results[place][0]
+        assert [step == pytest.approx(other, rel=1e-6) for step, other in zip(without, kept)] == [True, True]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+def test_an_exported_checkpoint_goes_to_a_gpt_model_and_comes_back(folder, trained, place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from ds_lgamp.integrations.megatron.gpt_weights import from_gpt_model, to_gpt_model
+
+    source = Path(folder) / tag_of(place)
+    write_safetensors(source, tmp_path / "exported", torch.float32, 2**30)
+    model = to_gpt_model(load_file(tmp_path / "exported" / SINGLE))
+    save_file(from_gpt_model(model), tmp_path / "imported.safetensors")
+    weights, expected = read_safetensors(tmp_path / "imported.safetensors").parameters, read_whole(source).parameters
+    assert torch.equal(model["decoder.layers.3.mlp.linear_fc1.weight"], expected["5.layer.mlp.linear_fc1.weight"])
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def test_a_parameter_says_how_it_is_shared():

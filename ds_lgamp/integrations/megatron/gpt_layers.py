@@ -1,11 +1,12 @@
 """A GPT model as a flat list of layers for DeepSpeed's PipelineModule, built from Megatron-core's parts.
 
-Every layer takes one tensor and returns one tensor, so that a pipeline can be cut between any two of them:
+A pipeline can be cut between any two of them:
 
     tokens [b, s] -> WordEmbedding -> PositionEmbedding -> TransformerBlock x L -> FinalNorm -> head -> logits [s, b, v]
 
-Between layers travels only the hidden state [s, b, h] (sequence, micro-batch, hidden size: Megatron's order). What else
-a transformer layer needs, causal masking and rotary angles, it derives from the sequence length.
+Between layers travels the hidden state [s, b, h] (sequence, micro-batch, hidden size: Megatron's order). What else a
+transformer layer needs, causal masking and rotary angles, it derives from the sequence length. Only where documents are
+kept apart, their numbers [b, s] travel along, as far as a layer needs them.
 
 With tensor parallelism over T ranks, weights and logits are slices: logits [s, b, v / T]. With sequence parallelism,
 each rank has a part of the sequence between the layers, [s / T, b, h], from PositionEmbedding on.
@@ -13,32 +14,51 @@ each rank has a part of the sequence between the layers, [s / T, b, h], from Pos
 
 from __future__ import annotations
 
-import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
     scatter_to_sequence_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.attention import document_numbers, document_positions, random_numbers
+from ds_lgamp.integrations.megatron.transformer_block import (
+    Hidden,
+    Rotary,
+    TransformerBlock,
+    TransformerImpl,
+    final_norm_of,
+    packed,
+    refuse_missing_engine,
+    unpacked,
+)
 
 PositionType = Literal["rope", "learned_absolute"]
-TIED_WEIGHT = "word_embeddings.weight"  # inside WordEmbedding
+TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"  # the weight's name inside WordEmbedding
+
+_REFUSED = {
+    "num_moe_experts": (None, "pipelines take dense layers"),
+    "multi_latent_attention": (False, "layers have plain self-attention"),
+    "pipeline_model_parallel_size": (1, "DeepSpeed's PipelineModule places the layers"),
+    "context_parallel_size": (1, "every rank sees the whole sequence"),
+}
+_REFUSED_LOCALLY = {
+    "window_size": (None, "PyTorch's attention has no window"),
+    "softmax_type": ("vanilla", "PyTorch's attention has one softmax"),
+    "layernorm_zero_centered_gamma": (False, "PyTorch's norms have no such weight"),
+}
+"""Fields of TransformerConfig by name: the value that works, and why others do not, with any implementation and with
+the local one."""
 
 
 def gpt_layer_specs(
@@ -47,126 +67,114 @@ def gpt_layer_specs(
     max_positions: int,
     position_type: PositionType,
     tie_embeddings: bool,
+    *,
+    rotary_base: int = 10000,
+    rotary_percent: float = 1.0,
+    end_of_document: int | None = None,
+    reset_attention_mask: bool = False,
+    reset_position_ids: bool = False,
+    transformer_impl: TransformerImpl = "local",
 ) -> list[LayerSpec]:
     """The layers of a GPT model, not yet built: DeepSpeed builds each on the pipeline rank that owns it.
 
-    With tie_embeddings the first and the last layer share one weight, and DeepSpeed keeps its copies equal.
+    Args:
+        tie_embeddings: the first and the last layer share one weight, and DeepSpeed keeps its copies equal.
+        end_of_document: the token that ends a document.
+        reset_attention_mask: tokens see their own document only.
+        reset_position_ids: learned positions restart with every document. As in Megatron-core, rotary ones do not: they
+            tell tokens of one document apart by their distance.
+        transformer_impl: ``local`` for layers of plain PyTorch parts, ``transformer_engine`` for NVIDIA's.
 
-    Raises ConfigError for mixtures of experts, and for gated layers under tensor parallelism.
+    Raises ConfigError for what these layers cannot do, among it mixtures of experts, and gated layers under tensor
+    parallelism.
     """
-    if config.num_moe_experts is not None:
-        raise ConfigError(f"num_moe_experts is {config.num_moe_experts}, but pipelines take dense layers; remove it")
-    if config.gated_linear_unit and config.tensor_model_parallel_size > 1:
-        # A rank's slice of the first matrix is a slice of each half, which a checkpoint would put behind one another.
-        raise ConfigError(
-            f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, which "
-            "checkpoints cannot tell from one whole matrix; set one of them to False or 1"
-        )
+    _refuse_unsupported(config, transformer_impl)
+    if end_of_document is None and (reset_attention_mask or reset_position_ids):
+        reset = "reset_attention_mask" if reset_attention_mask else "reset_position_ids"
+        raise ConfigError(f"{reset} is True, but end_of_document is None; name the token that ends documents")
+    learned = position_type == "learned_absolute"
+    restarts = reset_position_ids and learned
+    embedded = (WordEmbedding, config, vocab_size, end_of_document if reset_attention_mask or restarts else None)
     if tie_embeddings:
-        shared = (WordEmbedding, config, vocab_size)
-        embedding = TiedLayerSpec("word_embeddings", *shared, tied_weight_attr=TIED_WEIGHT)
-        head = TiedLayerSpec("word_embeddings", *shared, tied_weight_attr=TIED_WEIGHT, forward_fn=tied_logits)
+        embedding = TiedLayerSpec(TIED_KEY, *embedded, tied_weight_attr=TIED_WEIGHT)
+        head = TiedLayerSpec(TIED_KEY, *embedded, tied_weight_attr=TIED_WEIGHT, forward_fn=tied_logits)
     else:
-        embedding = LayerSpec(WordEmbedding, config, vocab_size)
+        embedding = LayerSpec(*embedded)
         head = LayerSpec(LanguageModelHead, config, vocab_size)
+    rotary = None if learned else Rotary(config.kv_channels, rotary_percent, rotary_base, config.rotary_interleaved)
+    mask = AttnMaskType.arbitrary if reset_attention_mask else AttnMaskType.causal
     return [
         embedding,
-        LayerSpec(PositionEmbedding, config, max_positions, position_type),
-        *(LayerSpec(TransformerBlock, config, number, position_type) for number in range(1, config.num_layers + 1)),
-        LayerSpec(FinalNorm, config),
+        LayerSpec(PositionEmbedding, config, max_positions if learned else None, restarts, reset_attention_mask),
+        *(
+            LayerSpec(TransformerBlock, config, number, rotary, mask, transformer_impl)
+            for number in range(1, config.num_layers + 1)
+        ),
+        LayerSpec(FinalNorm, config, transformer_impl),
         head,
     ]
 
 
 class WordEmbedding(nn.Module):
-    """Tokens [b, s] to hidden state [s, b, h]. Only this part of the embedding can be tied to the head."""
+    """Tokens [b, s] to hidden state [s, b, h], and the documents [b, s] if ``end_of_document`` is given. Only this part
+    of the embedding can be tied to the head."""
 
-    def __init__(self, config: TransformerConfig, vocab_size: int):
+    def __init__(self, config: TransformerConfig, vocab_size: int, end_of_document: int | None):
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, init_method=config.embedding_init_method, config=config
         )
+        self.end_of_document = end_of_document
         self.sequence_parallel = config.sequence_parallel
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.word_embeddings(tokens).transpose(0, 1).contiguous()
+    def forward(self, tokens: Tensor) -> Hidden:
+        hidden = self.word_embeddings(tokens).transpose(0, 1).contiguous()
+        return packed(hidden, None if self.end_of_document is None else document_numbers(tokens, self.end_of_document))
 
 
 class PositionEmbedding(nn.Module):
-    """Hidden state [s, b, h] to the same plus learned positions, then dropout. Rotary positions enter in the layers."""
+    """Hidden state [s, b, h] to the same plus learned positions, then dropout. Rotary positions enter in the layers.
 
-    def __init__(self, config: TransformerConfig, max_positions: int, position_type: PositionType):
+    Args:
+        max_positions: None without learned positions.
+        restarts: whether positions begin anew with every document.
+        passes_documents: whether the layers that follow take the documents.
+    """
+
+    def __init__(self, config: TransformerConfig, max_positions: int | None, restarts: bool, passes_documents: bool):
         super().__init__()
         self.position_embeddings = None
-        if position_type == "learned_absolute":
+        if max_positions is not None:
             self.position_embeddings = nn.Embedding(max_positions, config.hidden_size)
             config.embedding_init_method(self.position_embeddings.weight)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.restarts, self.passes_documents = restarts, passes_documents
         self.sequence_parallel = config.sequence_parallel
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, inputs: Hidden) -> Hidden:
+        hidden, documents = unpacked(inputs)
         if self.position_embeddings is not None:
-            positions = torch.arange(hidden.shape[0], device=hidden.device)
-            hidden = hidden + self.position_embeddings(positions)[:, None, :]
-        if not self.sequence_parallel:
-            return self.dropout(hidden)
-        with own_random_numbers():
-            return self.dropout(scatter_to_sequence_parallel_region(hidden))
-
-
-class TransformerBlock(nn.Module):
-    """One Megatron-core transformer layer, hidden state [s, b, h] to [s, b, h]. Layers are numbered from 1."""
-
-    def __init__(self, config: TransformerConfig, layer_number: int, position_type: PositionType):
-        super().__init__()
-        self.layer = build_module(transformer_layer_spec(config), config=config, layer_number=layer_number)
-        self.rotary_channels = config.kv_channels if position_type == "rope" else None
-        self.sequence_parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        angles = None
-        if self.rotary_channels is not None:
-            angles = rotary_angles(hidden.shape[0] * self.sequence_parts, self.rotary_channels, hidden.device)
-        with own_random_numbers() if self.sequence_parts > 1 else nullcontext():
-            hidden, _context = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
-        return hidden
-
-
-class CausalAttention(nn.Module):
-    """Core attention through PyTorch's fused kernel, which masks the future without a mask tensor.
-
-    It stands in for Megatron-core's DotProductAttention, which runs on CUDA only: that one keeps a CUDA scratch buffer
-    and draws its dropout from CUDA's random state.
-    """
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None, **_unused: object):
-        super().__init__()
-        self.dropout = config.attention_dropout
-        self.softmax_scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_unused_too: object) -> Tensor:
-        """Query, key, value [s, b, heads, channels] to context [s, b, heads * channels]."""
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, channels]
-        context = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            scale=self.softmax_scale,
-        )
-        return context.permute(2, 0, 1, 3).flatten(start_dim=2)
+            if documents is not None and self.restarts:
+                positions = document_positions(documents)
+            else:
+                positions = torch.arange(hidden.shape[0], device=hidden.device)[None]
+            hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
+        if self.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden)
+        with random_numbers(self.sequence_parallel and self.training and self.dropout.p > 0, hidden.device):
+            hidden = self.dropout(hidden)
+        return packed(hidden, documents if self.passes_documents else None)
 
 
 class FinalNorm(nn.Module):
-    """The normalisation after the last transformer layer, hidden state [s, b, h] to [s, b, h]."""
+    """The normalisation after the last transformer layer, hidden state [s, b, h] to [s, b, h]. Documents end here."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, transformer_impl: TransformerImpl):
         super().__init__()
-        norm = transformer_layer_spec(config).submodules.input_layernorm
-        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = final_norm_of(config, transformer_impl)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, inputs: Hidden) -> Tensor:
+        hidden, _documents = unpacked(inputs)
         return self.norm(hidden)
 
 
@@ -200,41 +208,16 @@ def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor
     return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
 
 
-class SequenceParallelNorm:
-    """Stands for Megatron-core's plain norm, which refuses sequence parallelism: each rank sees a part of the sequence,
-    so that the gradients of its weights are partial. A class, because that is what a layer's specification takes."""
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
-    ) -> nn.Module:
-        norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-
-def transformer_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron-core's transformer layer of plain PyTorch parts, with attention that runs on any device."""
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    if config.sequence_parallel:
-        for norm in ("input_layernorm", "pre_mlp_layernorm"):
-            if getattr(spec.submodules, norm) is WrappedTorchNorm:
-                setattr(spec.submodules, norm, SequenceParallelNorm)
-    return spec
-
-
-def own_random_numbers() -> AbstractContextManager[None]:
-    """Where each tensor-parallel rank computes another part, Megatron-core's generator of this rank, once seeded by
-    ``model_parallel_cuda_manual_seed``."""
-    tracker = get_cuda_rng_tracker()
-    return tracker.fork() if tracker.get_states() else nullcontext()
-
-
-@functools.lru_cache
-def rotary_angles(sequence_length: int, channels: int, device: torch.device) -> Tensor:
-    """The angles by which attention turns queries and keys, [s, 1, 1, channels]; constant, so all layers share them."""
-    rotary = RotaryEmbedding(channels, rotary_percent=1.0, use_cpu_initialization=True)
-    # Not rotary(sequence_length): that call moves the angles to a CUDA device whatever the machine has.
-    half = rotary.get_freqs_non_repeated(sequence_length)
-    return torch.cat((half, half), dim=-1)[:, None, None, :].to(device)
+def _refuse_unsupported(config: TransformerConfig, transformer_impl: TransformerImpl) -> None:
+    refused = _REFUSED | (_REFUSED_LOCALLY if transformer_impl == "local" else {})
+    for key, (works, reason) in refused.items():
+        value = getattr(config, key)
+        if value != works:
+            raise ConfigError(f"{key} is {value!r}, but {reason}; set it to {works!r}")
+    if config.gated_linear_unit and config.tensor_model_parallel_size > 1:
+        # A rank's slice of the first matrix is a slice of each half, which a checkpoint would put behind one another.
+        raise ConfigError(
+            f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, which "
+            "checkpoints cannot tell from one whole matrix; set one of them to False or 1"
+        )
+    refuse_missing_engine(transformer_impl)

@@ -1,0 +1,103 @@
+"""What one token sees of the others: masks, and attention through PyTorch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+
+from ds_lgamp.runtime.random_state import default_sources, undisturbed
+from ds_lgamp.runtime.reproducible import hashed_seed
+
+
+class ScaledDotProductAttention(nn.Module):
+    """Core attention through PyTorch's fused kernels.
+
+    It stands in for Megatron-core's DotProductAttention, which runs on CUDA only: that one keeps a CUDA scratch buffer
+    and draws its dropout from CUDA's random state.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float | None,
+        **_unused: object,
+    ):
+        super().__init__()
+        self.dropout = config.attention_dropout
+        self.is_causal = attn_mask_type is AttnMaskType.causal
+        self.softmax_scale = softmax_scale
+        self.draws_alone = config.tensor_model_parallel_size > 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *_unused: object,
+        **_unused_too: object,
+    ) -> Tensor:
+        """Query [s, b, heads, channels], key and value [s, b, groups, channels], attention mask (True: hidden), which
+        broadcasts to [b, heads, s, s], or none, to context [s, b, heads * channels]."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, channels]
+        dropout = self.dropout if self.training else 0.0
+        with random_numbers(self.draws_alone and dropout > 0, query.device):
+            context = nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=dropout,
+                is_causal=self.is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return context.permute(2, 0, 1, 3).flatten(start_dim=2)
+
+
+def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:
+    """The document of each token [b, s], counted within the sample: an end token is the last of its document."""
+    ends = (tokens == end_of_document).int()
+    return ends.cumsum(dim=1, dtype=torch.int32) - ends
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """The position of each token [b, s] within its document, from the documents [b, s]."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """From the documents [b, s], what is hidden from each token, [b, 1, s, s]: later tokens and other documents."""
+    sequence = documents.shape[1]
+    future = torch.ones(sequence, sequence, dtype=torch.bool, device=documents.device).triu(diagonal=1)
+    return ((documents[:, :, None] != documents[:, None, :]) | future)[:, None]
+
+
+def random_numbers(own: bool, device: torch.device) -> AbstractContextManager[None]:
+    """Where tensor-parallel ranks compute the same, they draw the same numbers, from torch's generators; where each
+    computes another part, it draws its ``own``."""
+    return _own_random_numbers(device) if own else nullcontext()
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Numbers of this tensor-parallel rank alone.
+
+    Their seed is drawn from torch's generator of the CPU, so that whatever restores or seeds that one, as recomputation
+    does, gets them again. Megatron-core's tracker would be a state of its own, of CUDA only, that scripts must seed.
+    """
+    sources = default_sources(device)
+    seed = hashed_seed(int(torch.randint(2**62, ())), get_tensor_model_parallel_rank())
+    with undisturbed(sources):
+        for source in sources:
+            source.seed(seed)
+        yield

@@ -1,0 +1,192 @@
+"""The flags of pretrain_gpt.py, which are Megatron-LM's, and what they mean to Megatron-core and to DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import deepspeed
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.transformer import TransformerConfig
+
+
+def parse_arguments(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
+    """The flags in ``words``, or of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser.add_argument_group("model"))
+    add_training_arguments(parser.add_argument_group("training"))
+    add_data_arguments(parser.add_argument_group("data and output"))
+    parser.add_argument(
+        "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="set by the launcher"
+    )
+    deepspeed.add_config_arguments(parser)
+    args = parser.parse_args(words)
+    refuse_combinations(parser, args)
+    refuse_missing_data(args)
+    return args
+
+
+def refuse_combinations(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the script with a sentence if flags do not go together."""
+    if args.deepspeed_config is None:
+        parser.error("--deepspeed_config is required")
+    if args.sequence_parallel and (args.tensor_model_parallel_size == 1 or not torch.cuda.is_available()):
+        parser.error("--sequence-parallel needs --tensor-model-parallel-size from 2, and GPUs; remove it")
+    if args.num_query_groups is not None and not args.group_query_attention:
+        parser.error("--num-query-groups needs --group-query-attention; add it")
+    if args.swiglu and args.squared_relu:
+        parser.error("--swiglu and --squared-relu are both given; keep one of them")
+    if args.min_lr and args.lr_decay_style != "cosine":
+        parser.error(f"--min-lr needs --lr-decay-style cosine, not {args.lr_decay_style}; remove it")
+    if args.bf16 and args.fp16:
+        parser.error("--bf16 and --fp16 are both given; keep one of them")
+    if args.save_interval is not None and args.save is None:
+        parser.error("--save-interval needs --save; name a folder")
+
+
+def refuse_missing_data(args: argparse.Namespace) -> None:
+    """End the script if a file of the datasets or the tokenizer is not there."""
+    prefixes = get_blend_from_list(args.data_path)[0]
+    files = [args.tokenizer_model or f"{prefixes[0]}.tokenizer.json"]
+    for file in files + [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]:
+        if not Path(file).is_file():
+            raise SystemExit(
+                f"--data-path is {' '.join(args.data_path)}, but {file} is missing; write it with "
+                f"launch/prepare_data.py --output-prefix {prefixes[0]}"
+            )
+
+
+def add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-layers", type=int, default=8)
+    group.add_argument("--hidden-size", type=int, default=128)
+    group.add_argument("--ffn-hidden-size", type=int, help="default: 4, with --swiglu about 8/3 times --hidden-size")
+    group.add_argument("--num-attention-heads", type=int, default=4)
+    group.add_argument("--group-query-attention", action="store_true", help="heads share keys and values in groups")
+    group.add_argument("--num-query-groups", type=int, help="default: 1")
+    group.add_argument("--kv-channels", type=int, help="of a head (default: --hidden-size / --num-attention-heads)")
+    group.add_argument("--seq-length", type=int, default=128)
+    group.add_argument("--max-position-embeddings", type=int, help="for learned_absolute (default: --seq-length)")
+    group.add_argument("--position-embedding-type", choices=["rope", "learned_absolute"], default="learned_absolute")
+    group.add_argument("--rotary-base", type=int, default=10000)
+    group.add_argument("--rotary-percent", type=float, default=1.0)
+    group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    group.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
+    group.add_argument("--norm-epsilon", type=float, default=1e-5)
+    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys")
+    group.add_argument("--swiglu", action="store_true", help="gated layers; not with tensor parallelism")
+    group.add_argument("--squared-relu", action="store_true")
+    group.add_argument("--disable-bias-linear", action="store_true")
+    group.add_argument("--init-method-std", type=float, default=0.02)
+    group.add_argument("--hidden-dropout", type=float, default=0.1)
+    group.add_argument("--attention-dropout", type=float, default=0.1)
+    implementations = ["local", "transformer_engine"]
+    group.add_argument("--transformer-impl", choices=implementations, default="local", help="PyTorch's parts, NVIDIA's")
+
+
+def add_training_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="tensor-parallel ranks share the sequence between layers"
+    )
+    group.add_argument("--micro-batch-size", type=int, default=2)
+    group.add_argument("--global-batch-size", type=int, default=32)
+    group.add_argument("--train-iters", type=int, default=150)
+    group.add_argument("--exit-interval", type=int, help="stop after an iteration that this divides")
+    group.add_argument("--lr", type=float, default=1e-3)
+    group.add_argument("--min-lr", type=float, default=0.0, help="where a cosine ends")
+    group.add_argument("--lr-decay-style", choices=["constant", "linear", "cosine"], default="constant")
+    group.add_argument("--lr-decay-iters", type=int, help="when decay ends (default: --train-iters)")
+    group.add_argument("--lr-warmup-iters", type=int, default=5)
+    group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--adam-beta1", type=float, default=0.9)
+    group.add_argument("--adam-beta2", type=float, default=0.999)
+    group.add_argument("--adam-eps", type=float, default=1e-8)
+    group.add_argument("--clip-grad", type=float, default=1.0)
+    group.add_argument("--bf16", action="store_true")
+    group.add_argument("--fp16", action="store_true")
+    group.add_argument("--seed", type=int, default=1234)
+
+
+def add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--data-path", nargs="+", default=["data/pydoc"], help="[WEIGHT] PREFIX ...")
+    group.add_argument("--tokenizer-model", help="tokenizer.json (default: beside the first dataset)")
+    group.add_argument("--split", default="95,5,0", help="shares of documents for training, validation and test")
+    group.add_argument("--reset-attention-mask", action="store_true", help="tokens see their own document only")
+    group.add_argument("--reset-position-ids", action="store_true", help="learned positions restart with documents")
+    group.add_argument("--eod-mask-loss", action="store_true", help="no loss at the ends of documents")
+    group.add_argument("--eval-interval", type=int, default=50)
+    group.add_argument("--eval-iters", type=int, default=2)
+    group.add_argument("--log-interval", type=int, default=1)
+    group.add_argument("--loss-plot", help="draw the losses into this image file")
+    group.add_argument("--save", help="write a checkpoint of the last iteration into this folder")
+    group.add_argument("--save-interval", type=int, help="write one after every iteration that this divides, too")
+    group.add_argument("--load", help="go on from the last checkpoint in this folder")
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """What the flags say of the transformer layers."""
+    ffn_hidden_size, activation = args.ffn_hidden_size, {}
+    if args.swiglu:
+        activation = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+        # As Megatron-LM: two matrices in place of one, about as many weights, a multiple of 64.
+        ffn_hidden_size = ffn_hidden_size or int(args.hidden_size * 8 / 3 / 64) * 64
+    elif args.squared_relu:
+        activation = {"activation_func": squared_relu}
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=(args.num_query_groups or 1) if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        qk_layernorm=args.qk_layernorm,
+        add_bias_linear=not args.disable_bias_linear,
+        init_method_std=args.init_method_std,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        use_cpu_initialization=True,  # the same weights on every device, and no CUDA random states to set up
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        **activation,
+    )
+
+
+def deepspeed_config(args: argparse.Namespace) -> dict:
+    """The JSON configuration, with what it leaves out filled in from the flags."""
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    batch_keys = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    if batch_keys.isdisjoint(config):
+        config["train_batch_size"] = args.global_batch_size
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    adam = {
+        "lr": args.lr,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_eps,
+        "weight_decay": args.weight_decay,
+        "torch_adam": True,  # PyTorch's own AdamW, because DeepSpeed's fused one is compiled at start-up
+    }
+    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": adam})
+    config.setdefault("scheduler", scheduler_config(args, optimizer.get("params", {}).get("lr", args.lr)))
+    config.setdefault("gradient_clipping", args.clip_grad)
+    if (args.bf16 or args.fp16) and {"bf16", "bfloat16", "fp16"}.isdisjoint(config):
+        config["bf16" if args.bf16 else "fp16"] = {"enabled": True}
+    return config
+
+
+def scheduler_config(args: argparse.Namespace, lr: float) -> dict:
+    """Linear warm-up to the optimizer's learning rate ``lr``, then constant, down a line to zero, or down a cosine to
+    --min-lr."""
+    params = {"warmup_num_steps": max(1, args.lr_warmup_iters), "warmup_type": "linear"}
+    if args.lr_decay_style == "constant":
+        return {"type": "WarmupLR", "params": params}
+    params["total_num_steps"] = args.lr_decay_iters or args.train_iters
+    if args.lr_decay_style == "linear":
+        return {"type": "WarmupDecayLR", "params": {**params, "warmup_max_lr": lr}}
+    return {"type": "WarmupCosineLR", "params": {**params, "cos_min_ratio": args.min_lr / lr}}
