@@ -35,10 +35,15 @@ PLATFORM = """
 
 
 PIPELINE = "--pipeline-model-parallel-size 2"
+DISTRIBUTED_OPTIMIZER = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    # Its state loads where ranks have other chunks.
+    "--dist-ckpt-optim-fully-reshardable"
+)
 PLACES = {
     "P1 x N4": (1, ""),
     "P2 x N4": (2, PIPELINE),
-    "P2 x W2": (4, f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "P2 x W2": (4, f"{PIPELINE} {DISTRIBUTED_OPTIMIZER}"),
     "T2 x P2": (4, f"{PIPELINE} --tensor-model-parallel-size 2"),
 }
 """Ranks and flags: pipeline, data-parallel and tensor-parallel ranks, with a block of four chunks on each."""
