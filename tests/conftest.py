@@ -1,8 +1,13 @@
 """Tests run on the CPU and gloo, whatever the machine has."""
 
 import os
+import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests.patched import other_versions, use_patched
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -10,3 +15,18 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # An example takes as long as the machine is busy.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--patched", action="store_true", help="run with copies of DeepSpeed and Megatron-core that patches/ changes"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--patched"):
+        if other_versions():
+            raise pytest.UsageError(other_versions())
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        use_patched(Path(folder.name))

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec, read_block
 from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory
 from ds_lgamp.integrations.deepspeed.engine import layout_of
-from ds_lgamp.integrations.deepspeed.install import install, partition_method_of, standing_in
+from ds_lgamp.integrations.deepspeed.install import install, partition_method_of
 from ds_lgamp.integrations.deepspeed.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.optimizer_choice import (
     choose_optimizer,
@@ -152,13 +152,12 @@ def explain_engines(show: Callable[[Explanation], None]) -> None:
 
     It raises ConfigError where there is no block; no pipeline engine is built either way.
     """
-    install()
 
-    def explain_pipeline(stock: type, **arguments: Any) -> None:
+    def explain_pipeline(stock: Callable[..., Any], **arguments: Any) -> None:
         show(explain(arguments["model"], arguments["config"], arguments["config_class"], arguments.get("optimizer")))
         raise SystemExit(0)
 
-    deepspeed.PipelineEngine = standing_in(deepspeed.runtime.pipe.engine.PipelineEngine, explain_pipeline)
+    install(explain_pipeline)
 
 
 def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, optimizer: Any) -> Explanation:

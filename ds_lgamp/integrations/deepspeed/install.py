@@ -1,6 +1,11 @@
-"""Puts the engine behind ``deepspeed.initialize``, and takes it away again."""
+"""Puts the engine behind ``deepspeed.initialize``, and takes it away again.
+
+Where DeepSpeed has a registry of engines (patches/), it is registered there; otherwise, classes of the same names stand
+in for those that ``deepspeed.initialize`` instantiates.
+"""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -8,6 +13,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
@@ -18,14 +24,18 @@ from ds_lgamp.integrations.deepspeed.check_keys import check_batch_sizes, check_
 from ds_lgamp.integrations.deepspeed.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.refusals import refuse_differing_ranks, sentence_of
+from ds_lgamp.integrations.seams import resolve
 
+_registry = resolve("deepspeed.runtime.engine_registry")
+"""Of a patched DeepSpeed, which also remembers how a PipelineModule cuts its layers; else None."""
+_METHOD = "_ds_lgamp_partition_method" if _registry is None else "partition_method"
 _stock_partition_layers = PipelineModule._partition_layers
-_METHOD = "_ds_lgamp_partition_method"
 _PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 """What ``deepspeed.initialize`` builds for other modules than PipelineModule."""
 _stock_destroy = dist.destroy_process_group
-_replaced: dict[str, Any] = {}
-"""What stood in ``deepspeed`` before :func:`install`, by name."""
+_installed: list[type] = []
+"""``deepspeed.PipelineEngine`` as :func:`install` left it; empty while nothing is installed."""
+_undo = ExitStack()
 
 
 class _StandIn(type):
@@ -67,7 +77,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
     """DeepSpeed's configuration; with an enabled block, refused in one sentence where the engine cannot honour it."""
     if not isinstance(config, dict) or read_block(config) is None:
         return stock(config, mpu, **options)
-    if "_stands_for" not in vars(deepspeed.PipelineEngine):
+    if deepspeed.PipelineEngine not in _installed:
         raise ConfigError(
             f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
             f"and would not heed the {BLOCK} block; replace it before, or remove the block"
@@ -84,7 +94,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
     return made
 
 
-def pipeline_engine(stock: type, *positional: Any, **arguments: Any) -> PipelineEngine:
+def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> PipelineEngine:
     """The engine the configuration asks for."""
     config, module = arguments.get("config"), arguments.get("model")
     if not isinstance(config, dict) or not isinstance(module, PipelineModule):
@@ -109,7 +119,7 @@ def partition_method_of(module: PipelineModule) -> str:
     return getattr(module, _METHOD, "parameters")
 
 
-def plain_engine(stock: type, *positional: Any, **arguments: Any) -> Any:
+def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
     """Stock's engine for other modules; with a block, refused."""
     if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
         raise ConfigError(
@@ -117,6 +127,22 @@ def plain_engine(stock: type, *positional: Any, **arguments: Any) -> Any:
             "PipelineModule; pass one, or remove the block"
         )
     return stock(*positional, **arguments)
+
+
+def registered(pipeline: Callable[..., Any]) -> Callable[..., Any]:
+    """What DeepSpeed's registry asks for an engine, with ``pipeline`` for a PipelineModule; None means stock's."""
+
+    def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
+        if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule):
+            return plain_engine(_no_engine, model=model, config=config)
+        made = None if read_block(config) is None else checked_config(DeepSpeedConfig, config, mpu)
+        return pipeline(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
+
+    return engine_of
+
+
+def _no_engine(*positional: Any, **arguments: Any) -> None:
+    """Leaves the engine to DeepSpeed."""
 
 
 def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
@@ -135,31 +161,38 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         _stock_destroy(group)
 
 
-def install() -> None:
-    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed."""
-    if _replaced:
+def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
+    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed.
+
+    ``pipeline`` is called for the engine of a PipelineModule, with stock's class and its arguments.
+    """
+    if _installed:
         return
-    instantiations: dict[str, Callable[..., Any]] = {
-        "DeepSpeedConfig": checked_config,
-        "PipelineEngine": pipeline_engine,
-    }
-    instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain_engine)
-    for name, instantiate in instantiations.items():
-        _replaced[name] = getattr(deepspeed, name)
-        setattr(deepspeed, name, standing_in(_replaced[name], instantiate))
-    PipelineModule._partition_layers = _partition_layers
-    _set_destroy(_destroy_process_group)
+    if _registry is not None:
+        factory = registered(pipeline)
+        _registry.register_engine_factory(factory)
+        _undo.callback(_registry.unregister_engine_factory, factory)
+    else:
+        _replace_engines(pipeline)
+    _installed.append(deepspeed.PipelineEngine)
+    _undo.callback(_installed.clear)
+    for module in (dist, dist.distributed_c10d):
+        _replace(module, _stock_destroy.__name__, _destroy_process_group)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`; engines built meanwhile go on working."""
-    for name, stock in _replaced.items():
-        setattr(deepspeed, name, stock)
-    _replaced.clear()
-    PipelineModule._partition_layers = _stock_partition_layers
-    _set_destroy(_stock_destroy)
+    _undo.close()
 
 
-def _set_destroy(function: Callable[..., None]) -> None:
-    for module in (dist, dist.distributed_c10d):
-        setattr(module, _stock_destroy.__name__, function)
+def _replace_engines(pipeline: Callable[..., Any]) -> None:
+    instantiations: dict[str, Callable[..., Any]] = {"DeepSpeedConfig": checked_config, "PipelineEngine": pipeline}
+    instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain_engine)
+    for name, instantiate in instantiations.items():
+        _replace(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate))
+    _replace(PipelineModule, _stock_partition_layers.__name__, _partition_layers)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)

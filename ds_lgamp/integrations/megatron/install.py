@@ -12,12 +12,28 @@ from megatron.core.pipeline_parallel import schedules
 from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
 from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.replacing import replace_everywhere, restore_all
-from ds_lgamp.integrations.megatron.several_chunks import REPLACEMENTS, share_embedding
+from ds_lgamp.integrations.megatron.several_chunks import REPLACEMENTS, host_cuts_one_rank, share_embedding
+
+_register = getattr(schedules, "register_forward_backward_func", None)
+"""Of a Megatron-core with patches/ applied; else None."""
 
 
 def install_schedules(job: Job) -> None:
-    """From now on Megatron-core runs batches as ``job`` says, and takes several chunks on one pipeline rank."""
+    """From now on Megatron-core runs batches as ``job`` says, and takes several chunks on one pipeline rank.
+
+    Functions of Megatron-core are replaced where it lacks the changes in patches/.
+    """
     forward_backward = ForwardBackward(job.settings, job.zero_stage)
+    if _register is None:
+        _replace_schedule(forward_backward)
+    else:
+        _register(forward_backward)
+    if not host_cuts_one_rank():
+        for function, replacement in REPLACEMENTS.items():
+            replace_everywhere(function, replacement)
+
+
+def _replace_schedule(forward_backward: ForwardBackward) -> None:
     stock = schedules.get_forward_backward_func
 
     @wraps(stock)
@@ -25,8 +41,6 @@ def install_schedules(job: Job) -> None:
         return forward_backward
 
     replace_everywhere(stock, get_forward_backward_func)
-    for function, replacement in REPLACEMENTS.items():
-        replace_everywhere(function, replacement)
 
 
 def install_training(job: Job) -> None:
@@ -56,6 +70,8 @@ def install_training(job: Job) -> None:
 def uninstall() -> None:
     """Undoes both."""
     restore_all()
+    if _register is not None:
+        _register(None)
 
 
 class Chunks(list[torch.nn.Module]):

@@ -2,7 +2,7 @@
 
 ``parallel_state`` refuses a virtual pipeline on one rank; every chunk would get all layers (``transformer_block``), all
 numbered from the first (``transformer_layer``); and the two ends of a model with tied embeddings would have a weight
-each.
+each. patches/ has the first three as changes of Megatron-core.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer import transformer_block, transformer_layer
+from megatron.core.transformer import TransformerConfig, transformer_block, transformer_layer
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 
@@ -55,6 +55,14 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     _stock_layers: get_num_layers_to_build,
     _stock_offset: get_transformer_layer_offset,
 }
+
+
+def host_cuts_one_rank() -> bool:
+    """Whether Megatron-core itself cuts the layers of one pipeline rank into chunks, as a patched one does."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=1, num_attention_heads=1, virtual_pipeline_model_parallel_size=2
+    )
+    return _stock_layers(config, vp_stage=0, pp_rank=0) == 1
 
 
 def share_embedding(models: Sequence[torch.nn.Module]) -> None:

@@ -1,0 +1,115 @@
+"""With patched hosts nothing is replaced at run time; collected where ``pytest --patched`` names this file."""
+
+import pytest
+
+import ds_lgamp
+from ds_lgamp.config import LgampConfig
+from tests.engine.models import Training
+from tests.engine.running import Layout, initialize, prepare_rank
+from tests.engine.test_bad_input import MODULES, merged, pipeline, refusal
+from tests.engine.test_equivalence import check, pairwise_cases
+from tests.engine.test_install import attributes_of, differences
+from tests.megatron.training_loop import STOCK, Place, prepare_process, train_all
+from tests.ranks import run_on_ranks
+
+GRID = (2, 1)
+OTHER_MODULES = ("a plain module", "a module with a schedule of its own")
+
+
+def deepspeed_with_its_registry():
+    prepare_rank()
+    import deepspeed
+    from deepspeed.runtime.engine_registry import _engine_factories
+
+    from ds_lgamp.integrations.deepspeed.install import partition_method_of
+
+    before = attributes_of("deepspeed")
+    ds_lgamp.install()
+    assert len(_engine_factories) == 1
+    replaced = differences(before, attributes_of("deepspeed"))
+    stock = initialize(Training(), Layout(*GRID, stage=1, block=None))
+    assert type(stock) is deepspeed.PipelineEngine is deepspeed.runtime.pipe.engine.PipelineEngine
+    for case in [case for case in pairwise_cases() if case["grid"] == GRID][:3]:
+        check(case)
+    assert partition_method_of(pipeline(partition_method="uniform")) == "uniform"
+    refusals = {name: refusal(merged({}), MODULES[name][0]()) for name in OTHER_MODULES}
+    ds_lgamp.uninstall()
+    return replaced, _engine_factories, refusals
+
+
+def test_deepspeed_stays_as_it_is_and_trains_with_a_block_as_one_process_does():
+    for replaced, left, refusals in run_on_ranks(2, deepspeed_with_its_registry):
+        assert replaced == set() and left == []
+        assert all(MODULES[name][1] in sentence for name, sentence in refusals.items())
+
+
+CUTS = [
+    *({"num_layers": layers, "virtual_pipeline_model_parallel_size": 3} for layers in (3, 12)),
+    {"num_layers": 5, "virtual_pipeline_model_parallel_size": 3, "account_for_embedding_in_pipeline_split": True},
+    {"num_layers": 7, "virtual_pipeline_model_parallel_size": 4, "account_for_loss_in_pipeline_split": True},
+    {
+        "num_layers": 6,
+        "virtual_pipeline_model_parallel_size": 4,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+    {"num_layers": 7, "pipeline_model_parallel_layout": "Ettt|tt|ttL"},
+    {"num_layers": 6, "pipeline_model_parallel_layout": "E|tt||ttttL"},
+]
+ALONE, CHUNKS = Place(1, 1, STOCK), Place(1, 4, "layered")
+
+
+def megatron_with_its_registry():
+    from megatron.core.pipeline_parallel import schedules  # noqa: F401
+
+    from ds_lgamp.integrations.megatron.arguments import Job
+    from ds_lgamp.integrations.megatron.install import install_schedules, uninstall
+
+    before = attributes_of("megatron")
+    install_schedules(Job(LgampConfig(), 0, {}))
+    replaced = differences(before, attributes_of("megatron"))
+    uninstall()
+    left = differences(before, attributes_of("megatron"))
+    return replaced, left, [layers_of_chunks(cut) for cut in CUTS], train_all([ALONE, CHUNKS])
+
+
+def layers_of_chunks(cut):
+    """How many layers each chunk of one rank has, and how many come before them: Megatron-core's answer, and ours."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig, transformer_block, transformer_layer
+
+    from ds_lgamp.integrations.megatron import several_chunks as ours
+
+    config = TransformerConfig(hidden_size=8, num_attention_heads=1, **cut)
+    chunks = config.virtual_pipeline_model_parallel_size
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(virtual_pipeline_model_parallel_size=chunks)
+    functions = [
+        (transformer_block.get_num_layers_to_build, transformer_layer.get_transformer_layer_offset),
+        (ours.get_num_layers_to_build, ours.get_transformer_layer_offset),
+    ]
+    return [[(layers(config, stage), offset(config, stage)) for stage in range(chunks)] for layers, offset in functions]
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    return run_on_ranks(1, megatron_with_its_registry, before_init=prepare_process)[0]
+
+
+def test_megatron_stays_as_it_is_but_for_the_registered_schedule(megatron):
+    replaced, left, _, _ = megatron
+    assert replaced == {("megatron.core.pipeline_parallel.schedules", "_REGISTERED_FORWARD_BACKWARD_FUNC")}
+    assert left == set()
+
+
+def test_megatron_cuts_one_rank_into_chunks_as_the_replacements_do(megatron):
+    _, _, counted, _ = megatron
+    for cut, (patched, ours) in zip(CUTS, counted, strict=True):
+        assert patched == ours, cut
+        assert sum(layers for layers, _ in patched) == cut["num_layers"]
+
+
+def test_several_chunks_on_one_rank_train_as_one_does(megatron):
+    _, _, _, trained = megatron
+    for step, expected in zip(trained[CHUNKS], trained[ALONE], strict=True):
+        assert (step.loss, step.norm) == pytest.approx((expected.loss, expected.norm), rel=1e-5)

@@ -1,0 +1,51 @@
+"""``patches/`` fits the installed hosts, and with it the suite passes without a replacement at run time."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patched import PATCHES, copy_patched, other_versions
+
+ROOT = Path(__file__).parents[1]
+SUITE = (
+    "tests/patched_hosts.py",
+    "tests/engine/test_install.py::test_without_an_enabled_block_deepspeed_is_stock_to_the_bit",
+    "tests/engine/test_install.py::test_uninstall_leaves_no_trace",
+)
+"""The part that CI runs; ``pytest --patched`` runs all."""
+
+
+@pytest.fixture(autouse=True)
+def fitting_versions():
+    if other_versions():
+        pytest.skip(other_versions())
+
+
+@pytest.mark.parametrize("patch", sorted(PATCHES.glob("*/*.patch")), ids=lambda patch: patch.stem[:4])
+def test_a_patch_says_what_and_why(patch):
+    header, _, _ = patch.read_text().partition("\n---\n")
+    author, subject, empty, *why = header.splitlines()
+    assert author == "From: The ds_lgamp contributors <>"
+    assert re.fullmatch(r"Subject: \[PATCH\] [A-Z].{20,60}[^.]", subject) and not empty
+    assert len(why) > 4 and max(map(len, why)) < 80
+    assert f"({patch.parent.name}/{patch.name})" in (PATCHES / "README.md").read_text()
+
+
+def test_every_patch_applies_without_fuzz_or_offset(tmp_path):
+    copy_patched(tmp_path)
+    assert (tmp_path / "deepspeed/runtime/engine_registry.py").is_file()
+    assert (
+        "def register_forward_backward_func" in (tmp_path / "megatron/core/pipeline_parallel/schedules.py").read_text()
+    )
+
+
+def test_the_suite_passes_with_patched_hosts_and_nothing_is_replaced():
+    command = [sys.executable, "-m", "pytest", "--patched", "-p", "no:cacheprovider", *SUITE]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"=+ \d+ passed(, \d+ warnings?)? in ", done.stdout), done.stdout
