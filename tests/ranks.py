@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+# Ranks are forked from a process that has imported these: each rank by itself would take seconds of its cores for it.
+_context.set_forkserver_preload(
+    ["pytest", "hypothesis", "deepspeed", "megatron.core.models.gpt", "ds_lgamp.integrations.deepspeed.engine"]
+)
 
 
 def shared_number() -> Any:
