@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-# Ranks are forked from a process that has imported these: each rank by itself would take seconds of its cores for it.
+# What nearly every rank imports, by itself within seconds, is there when it is forked. Not megatron: some ranks prepare
+# for it first.
 _context.set_forkserver_preload(
-    ["pytest", "hypothesis", "deepspeed", "megatron.core.models.gpt", "ds_lgamp.integrations.deepspeed.engine"]
+    ["pytest", "hypothesis", "torch._inductor.compile_fx", "deepspeed", "ds_lgamp.integrations.deepspeed.engine"]
 )
 
 
