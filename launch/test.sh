@@ -7,5 +7,5 @@ install_ds_lgamp megatron,transformers,plot,test,dev
 
 ruff check .
 ruff format --check .
-mypy
-pytest "$@"
+python -m mypy
+python -m pytest "$@"

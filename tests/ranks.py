@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+# What nearly every rank imports, by itself within seconds, is there when it is forked. Not megatron: some ranks prepare
+# for it first.
+_context.set_forkserver_preload(
+    ["pytest", "hypothesis", "torch._inductor.compile_fx", "deepspeed", "ds_lgamp.integrations.deepspeed.engine"]
+)
 
 
 def shared_number() -> Any:

@@ -67,7 +67,7 @@ def train_cases(cases):
 
 def check(case):
     extras = {"momentum": 0.9, "decay": 0.01, "clipping": 0.3, "warmup": 3} if case["extras"] == "all" else {}
-    training = Training(blocks=case["blocks"], tied=case["tied"], **extras)
+    training = Training(blocks=case["blocks"], tied=case["tied"], steps=4, **extras)
     pipeline_ranks, data_ranks = case["grid"]
     reference = train_reference(training, data_ranks)
     block = {**BLOCKS[case["block"]], "recompute": case["recompute"]}

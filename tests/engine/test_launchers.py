@@ -85,7 +85,8 @@ def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
 
 @pytest.mark.parametrize(
     "command",
-    [torchrun("-m", "ds_lgamp", "run"), deepspeed("--module", "ds_lgamp", "run")],
+    # As rarely as deepspeed, torchrun looks whether a rank has ended: the others have said then what they know of it.
+    [torchrun("--monitor_interval", "1", "-m", "ds_lgamp", "run"), deepspeed("--module", "ds_lgamp", "run")],
     ids=["torchrun", "deepspeed"],
 )
 @pytest.mark.parametrize(

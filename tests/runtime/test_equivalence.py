@@ -13,7 +13,7 @@ from tests.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid, gathered
 from tests.runtime.models import LEARNING_RATE, build_model, micro_batch, train_reference
 
-STEPS = 6
+STEPS = 3
 LAYOUTS = [(pipeline_ranks, data_ranks) for pipeline_ranks in (1, 2, 4) for data_ranks in (1, 2)]
 
 
