@@ -35,11 +35,7 @@ PLATFORM = """
 
 
 PIPELINE = "--pipeline-model-parallel-size 2"
-DISTRIBUTED_OPTIMIZER = (
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    # Its state loads where ranks have other chunks.
-    "--dist-ckpt-optim-fully-reshardable"
-)
+DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PLACES = {
     "P1 x N4": (1, ""),
     "P2 x N4": (2, PIPELINE),

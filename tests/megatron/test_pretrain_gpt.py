@@ -121,12 +121,6 @@ def test_a_run_without_a_block_resumes_one_with(alone, with_block, saved_with_bl
     assert_close(pretrain(1, f"--load {saved_with_block['P1 x N4']}"), after_the_checkpoint(alone))
 
 
-def test_so_does_one_with_the_distributed_optimizer(alone, with_block, saved_with_block):
-    with_block("P2 x W2")
-    ranks, flags = PLACES["P2 x W2"]
-    assert_close(pretrain(ranks, f"--load {saved_with_block['P2 x W2']} {flags}"), after_the_checkpoint(alone))
-
-
 def test_a_run_with_a_block_resumes_to_the_bit(with_block, saved_with_block, tmp_path):
     trained = with_block("P1 x N4")
     resumed = pretrain_with_block("P1 x N4", f"--load {saved_with_block['P1 x N4']}", tmp_path)
