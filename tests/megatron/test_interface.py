@@ -56,6 +56,18 @@ def losses_of_training_and_evaluation(training):
 
 
 @torch.no_grad()
+def losses_of_short_sequences_between_long_ones(training):
+    def shortened(batches):
+        return (tokens[:, : SEQUENCE // 2 + 1] for tokens in batches)
+
+    call = training.call(0)
+    shorter = {"data_iterator": list(map(shortened, call["data_iterator"])), "seq_length": SEQUENCE // 2}
+    before = training.run_batch(0, forward_only=True)
+    between = training.mean_of(training.forward_backward(**call | shorter, forward_only=True))
+    return before, between, training.run_batch(0, forward_only=True)
+
+
+@torch.no_grad()
 def outputs_without_a_loss(training):
     def forward_step(iterator, model):
         output, _ = training.forward_step(iterator, model, [])
@@ -193,6 +205,7 @@ def norms_with_the_heads_gradient_deferred(training):
 QUESTIONS = [
     norms_of_scaled_gradients,
     losses_of_training_and_evaluation,
+    losses_of_short_sequences_between_long_ones,
     outputs_without_a_loss,
     data_that_is_no_loss,
     calls_that_finalize,
@@ -214,6 +227,12 @@ def test_evaluation_has_the_losses_of_training(ranks):
     for found in ranks:
         loss, evaluated = found["losses_of_training_and_evaluation"]
         assert evaluated == loss
+
+
+def test_sequences_may_have_another_length_in_another_batch(ranks):
+    for found in ranks:
+        before, between, after = found["losses_of_short_sequences_between_long_ones"]
+        assert before == after != between
 
 
 @pytest.mark.parametrize("question", ["outputs_without_a_loss", "data_that_is_no_loss"])
