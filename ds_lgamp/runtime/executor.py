@@ -66,7 +66,7 @@ class Timing(Protocol):
 
 def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
     """The gradient of the mean over micro-batches with regard to the loss of one."""
-    return torch.ones_like(loss) / micro_batches
+    return torch.ones_like(loss) * (1 / micro_batches)
 
 
 class Executor:

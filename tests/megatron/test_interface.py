@@ -79,8 +79,26 @@ def outputs_without_a_loss(training):
 
 @torch.no_grad()
 def data_that_is_no_loss(training):
-    call = training.call(0)
-    return [tuple(shape) for shape in training.forward_backward(**call, forward_only=True, collect_non_loss_data=True)]
+    return [tuple(shape) for shape in training.forward_backward(**collecting(training), forward_only=True)]
+
+
+@torch.no_grad()
+def outputs_alive_after_their_data_were_collected(training):
+    outputs, alive = [], []
+
+    def forward_step(iterator, model):
+        alive.append(sum(not storage.expired() for storage in outputs))
+        output, loss = training.forward_step(iterator, model, [])
+        if model is training.models[-1]:
+            outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output, loss
+
+    training.forward_backward(**collecting(training) | {"forward_step_func": forward_step}, forward_only=True)
+    return max(alive)
+
+
+def collecting(training):
+    return training.call(0) | {"collect_non_loss_data": True}
 
 
 def calls_that_finalize(training):
@@ -208,6 +226,7 @@ QUESTIONS = [
     losses_of_short_sequences_between_long_ones,
     outputs_without_a_loss,
     data_that_is_no_loss,
+    outputs_alive_after_their_data_were_collected,
     calls_that_finalize,
     first_micro_batches,
     timers,
@@ -240,6 +259,10 @@ def test_the_last_rank_returns_what_the_loss_function_makes_of_each_micro_batch(
     first, last = ranks
     assert first[question] == []
     assert last[question] == [(SEQUENCES, SEQUENCE)] * MICRO_BATCHES
+
+
+def test_of_evaluation_the_last_rank_keeps_what_was_collected(ranks):
+    assert ranks[1]["outputs_alive_after_their_data_were_collected"] == 0
 
 
 def test_gradients_are_finalized_once_a_batch(ranks):
