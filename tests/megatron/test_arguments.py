@@ -151,6 +151,8 @@ REFUSED = [
     ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank is given, but"),
     ({}, {}, {"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split is given, but"),
     ({}, {"chunks_per_rank": 2}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "chunks_per_rank both cut"),
+    ({}, {}, {"use_megatron_fsdp": True}, "--use-megatron-fsdp is given, but .* launch/pretrain_gpt.py"),
+    ({}, {}, {"use_torch_fsdp2": True}, "--use-torch-fsdp2 is given, but"),
     ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; say with --pipeline-model-parallel-layout"),
     ({}, {"schedule": "interleaved_1f1b"}, {"global_batch_size": 12}, "micro_batches is 3: interleaved_1f1b needs"),
     (

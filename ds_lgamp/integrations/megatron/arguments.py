@@ -60,6 +60,7 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
 
     Raises ConfigError where flags and the file disagree.
     """
+    _refuse_sharded_parameters(args)
     _refuse_cutting_flags(args)
     _refuse_disagreement(args, job)
     _set_recomputation(args, job.settings)
@@ -115,6 +116,16 @@ def layout_of(sizes: list[int]) -> str:
     """Megatron-core's text form of chunks: ``Ett|tt|tL`` are three, with the embedding in the first and the loss in
     the last."""
     return "E" + "|".join("t" * size for size in sizes) + "L"
+
+
+def _refuse_sharded_parameters(args: Namespace) -> None:
+    """FSDP gathers and reduces in every pass, whatever their order."""
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"{_flag(name)} is given, but inside Megatron-LM's training loop no parameters are sharded; remove it, "
+                "or train with DeepSpeed's engine, as launch/pretrain_gpt.py does"
+            )
 
 
 def _refuse_cutting_flags(args: Namespace) -> None:

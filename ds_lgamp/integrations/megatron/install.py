@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
 from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.replacing import replace_everywhere, restore_all
@@ -58,6 +59,8 @@ def install_training(job: Job) -> None:
     @wraps(stock_get_model)
     def get_model(model_provider_func: Callable[..., Any], *positional: Any, **options: Any) -> list[torch.nn.Module]:
         args = training.get_args()
+        if args.yaml_cfg is not None:
+            raise ConfigError(f"--yaml-cfg is {args.yaml_cfg}, beside which the block cannot set arguments; use flags")
         if args.pipeline_model_parallel_size == 1 and args.virtual_pipeline_model_parallel_size is not None:
             model_provider_func = chunks_provider(model_provider_func, args.virtual_pipeline_model_parallel_size)
         return stock_get_model(model_provider_func, *positional, **options)
