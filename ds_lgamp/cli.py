@@ -125,13 +125,15 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.integrations.megatron import run_script as megatron
 
     try:
-        config, arguments = megatron.split_option([*options.launcher_words, *options.arguments])
+        config, arguments = megatron.split_option(options.arguments)
     except ConfigError as error:
         parser.error(str(error))
     if config is not None:
         if options.explain or options.measure is not None:
             parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+        # Which takes its rank from the environment, and no launcher's words.
         return megatron.run_script(options.script, arguments, config)
+    arguments = [*options.launcher_words, *arguments]
     from ds_lgamp.integrations.deepspeed.run_script import explain_script, run_script
 
     if not options.explain:

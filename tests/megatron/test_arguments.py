@@ -215,14 +215,14 @@ def test_a_file_that_cannot_be_used_ends_the_run_with_a_sentence(tmp_path, conte
     assert words in line and "Traceback" not in done.stderr
 
 
-def test_a_block_that_is_not_enabled_leaves_the_script_alone(tmp_path):
+def test_a_block_that_is_not_enabled_leaves_the_script_alone_but_for_the_words_of_deepspeeds_launcher(tmp_path):
     (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:], 'megatron.core' in sys.modules)")
     (tmp_path / "config.json").write_text(json.dumps({"ds_lgamp": {"enabled": False}}))
-    assert run(tmp_path).stdout == "['--lr', '1'] False\n"
+    assert run(tmp_path).stdout == run(tmp_path, "--local_rank=0").stdout == "['--lr', '1'] False\n"
 
 
-def run(folder):
-    words = [sys.executable, "-m", "ds_lgamp", "run", str(folder / "script.py"), "--lr", "1"]
+def run(folder, *launcher_words):
+    words = [sys.executable, "-m", "ds_lgamp", *launcher_words, "run", str(folder / "script.py"), "--lr", "1"]
     words += ["--ds-lgamp-config", str(folder / "config.json")]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
