@@ -117,18 +117,6 @@ class Executor:
         self.losses: list[torch.Tensor] = []
         """Losses of the last run, on the rank of the last chunk, by micro-batch."""
         self._last_chunk = len(placement) - 1
-        self._execute = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.SEND_FORWARD: self.send_forward,
-            Kind.RECV_FORWARD: self.receive_forward,
-            Kind.SEND_BACKWARD: self.send_backward,
-            Kind.RECV_BACKWARD: self.receive_backward,
-            Kind.GATHER: self.gather,
-            Kind.RELEASE: self.release,
-            Kind.REDUCE: self.reduce,
-            Kind.STEP: self.step,
-        }
 
     @contextmanager
     def batch(
@@ -181,7 +169,7 @@ class Executor:
         self.current = action
         if self.trace is not None:
             self.trace.append(str(action))
-        self._execute[action.kind](action)
+        _EXECUTE[action.kind](self, action)
 
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
@@ -318,7 +306,7 @@ class Executor:
         """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""
         if chunk == self._last_chunk:
             if not isinstance(result, torch.Tensor) or result.numel() != 1:
-                raise ValueError("the loss is no tensor of one element; loss_fn must return one")
+                raise ValueError("the loss is no tensor of one element; the loss function must return one")
             if not result.requires_grad:
                 raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
             return [self.loss_gradient(result, self._micro_batches)]
@@ -326,6 +314,21 @@ class Executor:
             return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self.timing.time("gradient"):
             return self.links.take_gradients(chunk, micro_batch)
+
+
+_EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
+    Kind.FORWARD: Executor.forward,
+    Kind.BACKWARD: Executor.backward,
+    Kind.SEND_FORWARD: Executor.send_forward,
+    Kind.RECV_FORWARD: Executor.receive_forward,
+    Kind.SEND_BACKWARD: Executor.send_backward,
+    Kind.RECV_BACKWARD: Executor.receive_backward,
+    Kind.GATHER: Executor.gather,
+    Kind.RELEASE: Executor.release,
+    Kind.REDUCE: Executor.reduce,
+    Kind.STEP: Executor.step,
+}
+"""Functions, not methods: an executor that held its own would be freed by the garbage collector alone."""
 
 
 def _cloned(value: Any) -> Any:

@@ -28,6 +28,7 @@ _DTYPES = [
     torch.int64,
     torch.bool,
 ]
+RESET = "reset the links between batches of other shapes"
 
 
 class LinkError(RuntimeError):
@@ -81,8 +82,8 @@ class Endpoint(NamedTuple):
 class Outgoing:
     """The sending end of a link for one kind."""
 
-    def __init__(self, endpoint: Endpoint, device: torch.device, dynamic: bool) -> None:
-        self.endpoint, self.device, self.dynamic = endpoint, device, dynamic
+    def __init__(self, endpoint: Endpoint, device: torch.device, dynamic: bool, advice: str) -> None:
+        self.endpoint, self.device, self.dynamic, self.advice = endpoint, device, dynamic, advice
         self._announced: dict[int, MessageSpec] = {}
         self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._peer_posts = False
@@ -96,11 +97,7 @@ class Outgoing:
             self._announced[chunk] = spec
             self._start(spec.to_header(self.device))
         elif known != spec:
-            raise ValueError(
-                f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; where shapes change between batches, "
-                "call engine.reset_activation_shape() on every rank first; where they change within one, build the "
-                "PipelineModule with dynamic_shape=True"
-            )
+            raise ValueError(f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; {self.advice}")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -211,6 +208,7 @@ class Links:
 
     Args:
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
+        advice: what to do where they do so unexpectedly.
     """
 
     def __init__(
@@ -221,11 +219,12 @@ class Links:
         gradients_in: Endpoint,
         gradients_out: Endpoint,
         dynamic: bool = False,
+        advice: str = RESET,
     ) -> None:
         self._activations_in = Incoming(activations_in, device, True, dynamic)
-        self._activations_out = Outgoing(activations_out, device, dynamic)
+        self._activations_out = Outgoing(activations_out, device, dynamic, advice)
         self._gradients_in = Incoming(gradients_in, device, False, dynamic)
-        self._gradients_out = Outgoing(gradients_out, device, dynamic)
+        self._gradients_out = Outgoing(gradients_out, device, dynamic, advice)
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
         self._activations_in.post(chunk, micro_batch)
@@ -264,12 +263,15 @@ class Links:
         self._gradients_out.reset()
 
 
-def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device, dynamic: bool = False) -> Links:
+def ring_links(
+    pipelines: Sequence[Sequence[int]], device: torch.device, dynamic: bool = False, advice: str = RESET
+) -> Links:
     """The links of this rank in its pipeline. Collective over all ranks.
 
     Args:
         pipelines: the global ranks of every pipeline, in pipeline order.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
+        advice: what to do where they do so unexpectedly.
 
     NCCL orders everything inside a communicator, so that two links or kinds in one can deadlock: there, every directed
     link and kind gets a group of its own. gloo tells them apart by tag.
@@ -291,7 +293,7 @@ def ring_links(pipelines: Sequence[Sequence[int]], device: torch.device, dynamic
                     ends[f"{kind}_out"] = Endpoint(receiver, group, tag)
                 if own == receiver:
                     ends[f"{kind}_in"] = Endpoint(sender, group, tag)
-    return Links(device, **ends, dynamic=dynamic)
+    return Links(device, **ends, dynamic=dynamic, advice=advice)
 
 
 def _open_communicator(group: dist.ProcessGroup, own: int, sender: int, receiver: int, device: torch.device) -> None:

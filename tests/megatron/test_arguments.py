@@ -11,6 +11,7 @@ from ds_lgamp.config import ConfigError, LgampConfig, read_block
 from ds_lgamp.integrations.megatron.arguments import check_file, chunk_sizes, layout_of, validate_with_block
 from ds_lgamp.integrations.megatron.install import Chunks, chunks_provider
 from ds_lgamp.integrations.megatron.run_script import split_option
+from ds_lgamp.integrations.megatron.several_chunks import get_num_layers_to_build, get_transformer_layer_offset
 
 
 def flags(**given):
@@ -94,6 +95,7 @@ def test_chunks_are_gathered_and_reduced_whole_unless_the_user_says_otherwise():
     assert validated(flags(), {"ds_lgamp": {}})[0].ddp_bucket_size > 10**15
     assert validated(flags(ddp_bucket_size=10), {"ds_lgamp": {}})[0].ddp_bucket_size == 10
     assert validated(flags(ddp_num_buckets=2), {"ds_lgamp": {}})[0].ddp_bucket_size is None
+    assert validated(flags(), {"ds_lgamp": {"chunks_per_rank": 1}})[0].ddp_bucket_size is None
 
 
 def test_a_layout_of_the_users_is_kept():
@@ -125,12 +127,19 @@ def test_recomputation_is_asked_of_megatron(recompute, given, expected):
 def test_keys_that_nobody_reads_are_named():
     config = {
         "train_batch_size": 32,
-        "bf16": {"enabled": False},
+        "gradient_accumulation_steps": 8,
+        "bf16": {"enabled": False, "immediate_grad_update": True},
         "optimizer": {},
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": 0, "overlap_comm": True},
         "ds_lgamp": {"resident_chunks": 2, "keep_last": 1},
     }
-    assert validated(flags(), config)[1] == ["optimizer", "ds_lgamp.resident_chunks", "ds_lgamp.keep_last"]
+    assert validated(flags(), config)[1] == [
+        "optimizer",
+        "zero_optimization.overlap_comm",
+        "bf16.immediate_grad_update",
+        "ds_lgamp.resident_chunks",
+        "ds_lgamp.keep_last",
+    ]
 
 
 REFUSED = [
@@ -140,6 +149,7 @@ REFUSED = [
     ({}, {}, {"use_distributed_optimizer": True}, "stage is 0, but --use-distributed-optimizer is given"),
     ({"train_batch_size": 64}, {}, {}, "train_batch_size is 64, but --global-batch-size is 32"),
     ({"train_micro_batch_size_per_gpu": 1}, {}, {}, "train_micro_batch_size_per_gpu is 1, but --micro-batch-size is 2"),
+    ({"gradient_accumulation_steps": 4}, {}, {}, "gradient_accumulation_steps is 4, but .* makes 8 micro-batches"),
     ({"gradient_clipping": 0.5}, {}, {}, "gradient_clipping is 0.5, but --clip-grad is 1.0"),
     ({"bf16": {"enabled": True}}, {}, {}, "bf16.enabled is True, but --bf16 is False"),
     ({}, {"reproducible": True}, {}, "reproducible is True, .*--deterministic-mode"),
@@ -158,8 +168,8 @@ REFUSED = [
     (
         {},
         {"schedule": "interleaved_1f1b"},
-        {"rampup_batch_size": ["4", "4", "100"]},
-        "micro_batches is 1: interleaved_1f1b needs",
+        {"rampup_batch_size": ["8", "4", "100"]},
+        "micro_batches is 3: interleaved_1f1b needs",
     ),
     ({}, {"schedule": "1f1b"}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "takes one chunk per rank"),
 ]
@@ -227,14 +237,30 @@ def run(folder, *launcher_words):
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
-def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model():
-    def provider(pre_process, post_process, vp_stage, config):
-        model = Namespace(ends=(pre_process, post_process), stage=vp_stage, config=config, output_layer=None)
-        model.share_embeddings_and_output_weights = False
-        return model
+def provider(pre_process, post_process, vp_stage, config):
+    model = Namespace(ends=(pre_process, post_process), stage=vp_stage, output_layer=None)
+    model.config, model.decoder = config, Namespace(layers=[vp_stage])
+    model.share_embeddings_and_output_weights = False
+    return model
 
-    chunks = chunks_provider(provider, 3)(pre_process=True, post_process=True, config="c")
+
+def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model():
+    chunks = chunks_provider(provider, 3)(pre_process=True, post_process=True, config=Namespace(num_layers=3))
     chunks.model_type = "type"
     assert isinstance(chunks, Chunks) and isinstance(chunks, list)
     assert [chunk.ends for chunk in chunks] == [(True, False), (False, False), (False, True)]
     assert [(chunk.vp_stage, chunk.stage, chunk.model_type) for chunk in chunks] == [(n, n, "type") for n in range(3)]
+
+
+def test_models_that_have_no_chunks_are_refused_on_one_rank():
+    with pytest.raises(ConfigError, match="have 3 layers, but num_layers is 1: Namespace does not heed vp_stage"):
+        chunks_provider(provider, 3)(config=Namespace(num_layers=1))
+    with pytest.raises(ConfigError, match="model_provider takes no vp_stage, .*; set chunks_per_rank to 1"):
+        chunks_provider(lambda pre_process, post_process: None, 3)
+
+
+def test_a_layer_count_asked_for_without_a_chunk_is_refused_on_one_rank():
+    config = Namespace(pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=2)
+    for function in (get_num_layers_to_build, get_transformer_layer_offset):
+        with pytest.raises(ConfigError, match="which of a rank's chunks it builds; pass it vp_stage"):
+            function(config)

@@ -1,5 +1,6 @@
 """What Megatron-core's loop, its users and its own extensions ask of a ``forward_backward_func`` beside training."""
 
+import gc
 from argparse import Namespace
 from collections import Counter
 from contextlib import contextmanager
@@ -8,12 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from megatron.core.enums import ModelType
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.refusals import refuse_unsupported
+from ds_lgamp.integrations.megatron.batch import Batch
+from ds_lgamp.integrations.megatron.refusals import refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.several_chunks import share_embedding
+from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import SENDS_IN_FLIGHT
 from tests.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 from tests.ranks import run_on_ranks
@@ -99,6 +101,19 @@ def outputs_alive_after_their_data_were_collected(training):
 
 def collecting(training):
     return training.call(0) | {"collect_non_loss_data": True}
+
+
+def batches_that_only_the_garbage_collector_would_free(training):
+    """What a batch allocates ends with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            training.run_batch(0, forward_only=True)
+        training.run_batch(0)
+        return sum(isinstance(found, (Executor, Batch)) for found in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def calls_that_finalize(training):
@@ -227,6 +242,7 @@ QUESTIONS = [
     outputs_without_a_loss,
     data_that_is_no_loss,
     outputs_alive_after_their_data_were_collected,
+    batches_that_only_the_garbage_collector_would_free,
     calls_that_finalize,
     first_micro_batches,
     timers,
@@ -263,6 +279,11 @@ def test_the_last_rank_returns_what_the_loss_function_makes_of_each_micro_batch(
 
 def test_of_evaluation_the_last_rank_keeps_what_was_collected(ranks):
     assert ranks[1]["outputs_alive_after_their_data_were_collected"] == 0
+
+
+def test_nothing_of_a_batch_waits_for_the_garbage_collector(ranks):
+    for found in ranks:
+        assert found["batches_that_only_the_garbage_collector_would_free"] == 0
 
 
 def test_gradients_are_finalized_once_a_batch(ranks):
@@ -314,6 +335,7 @@ def test_a_deferred_gradient_of_the_output_layer_is_finished_before_gradients_ar
         ("overlap_moe_expert_parallel_comm", True, "set it to False"),
         ("fine_grained_activation_offloading", True, "set it to False"),
         ("num_microbatches_with_partial_activation_checkpoints", 2, "set it to None"),
+        ("cpu_offloading", True, "set it to False"),
         ("cuda_graph_impl", "local", "set it to 'none'"),
     ],
 )
@@ -324,9 +346,19 @@ def test_settings_of_megatrons_own_schedules_are_refused(setting, value, words):
         refuse_unsupported(batch_of(model(), **{setting: value}))
 
 
-def test_a_model_with_an_encoder_and_a_decoder_is_refused():
-    with pytest.raises(ConfigError, match="an encoder and a decoder; remove the ds_lgamp block"):
-        refuse_unsupported(batch_of(model(model_type=ModelType.encoder_and_decoder)))
+@pytest.mark.parametrize(("setting", "value"), [("mtp_num_layers", 1), ("perform_rl_step", True)])
+def test_what_needs_one_model_on_a_rank_is_refused_where_its_only_rank_has_chunks(setting, value):
+    settings = Namespace(**{setting: value})
+    refuse_settings(settings, chunks_on_one_rank=False)
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}, whose .*; use more pipeline ranks, or set chunks"):
+        refuse_settings(settings, chunks_on_one_rank=True)
+
+
+def test_chunks_that_share_an_iterator_are_refused():
+    batch = batch_of(model(), model())
+    batch.iterators = [iter(())]
+    with pytest.raises(ConfigError, match="data_iterator is 1 for 2 chunks, which would read each other's"):
+        refuse_unsupported(batch)
 
 
 def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_refused():
@@ -342,10 +374,10 @@ def model(**attributes):
     built = torch.nn.Module()
     built.embedding, built.output_layer = torch.nn.Module(), torch.nn.Linear(2, 2, bias=False)
     built.embedding.word_embeddings = torch.nn.Embedding(2, 2)
-    built.share_embeddings_and_output_weights, built.model_type = True, ModelType.encoder_or_decoder
+    built.share_embeddings_and_output_weights = True
     vars(built).update(attributes)
     return built
 
 
 def batch_of(*models, **settings):
-    return Namespace(models=list(models), pipeline_ranks=1, config=Namespace(**settings))
+    return Namespace(models=models, iterators=[None] * len(models), pipeline_ranks=1, config=Namespace(**settings))

@@ -61,6 +61,11 @@ from ds_lgamp.runtime.reproducible import hashed_seed, laid_out
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.schedule.program import ProgramSpec
 
+_SHAPES_ADVICE = (
+    "where shapes change between batches, call engine.reset_activation_shape() on every rank first; where they change "
+    "within one, build the PipelineModule with dynamic_shape=True"
+)
+
 
 class LgampEngine(PipelineEngine):
     """A :class:`PipelineEngine` that runs programs: layered or other orders, modular placement, ZeRO stage 0 to 3.
@@ -257,7 +262,7 @@ class LgampEngine(PipelineEngine):
             self.stage_id,
             chunks,
             self._partition,
-            ring_links(self.grid.pipe_groups, self.device, module.dynamic_shape),
+            ring_links(self.grid.pipe_groups, self.device, module.dynamic_shape, _SHAPES_ADVICE),
             self._loss,
             self._exec_optimizer_step,
             [] if reproducible else self.random_sources,

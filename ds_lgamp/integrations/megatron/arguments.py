@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec
+from ds_lgamp.integrations.megatron.refusals import refuse_settings
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import place_chunks, split_evenly
 
@@ -25,6 +26,8 @@ SHARED_KEYS = {
     "gradient_clipping": "clip_grad",
 }
 """Keys of the configuration file whose values must be those of Megatron-LM's flags."""
+ACCUMULATION = "gradient_accumulation_steps"
+PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "asynchronous_save", "keep_last")
 """Keys of the block for what Megatron-LM does in its own way."""
 _UNBOUNDED = 2**62
@@ -62,27 +65,35 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
     """
     _refuse_sharded_parameters(args)
     _refuse_cutting_flags(args)
-    _refuse_disagreement(args, job)
+    _refuse_another_stage(args, job)
     _set_recomputation(args, job.settings)
-    layers, ranks = args.num_layers or args.decoder_num_layers, args.pipeline_model_parallel_size
-    layout = args.pipeline_model_parallel_layout
-    if layout is not None:
-        _refuse_two_cuts(args, job.settings)
+    ranks = args.pipeline_model_parallel_size
+    chunks, layout = _cut(args, job.settings)
+    refuse_settings(args, chunks_on_one_rank=chunks > ranks == 1)
+    if ranks == 1 and layout is not None and chunks > 1:
+        _validate_one_rank(args, layout, chunks, validate)
     else:
-        sizes = chunk_sizes(job.settings, layers, ranks)
-        layout = layout_of(sizes) if len(sizes) > ranks or layers % ranks else None
-    if layout is None or ranks > 1:
         # Megatron-core's own interleaved schedule would want it; here, links never wait for each other.
         args.overlap_p2p_comm = True
         args.pipeline_model_parallel_layout = layout
         validate()
-    else:
-        _validate_one_rank(args, layout, validate)
+    _refuse_disagreement(args, job)
     _check_batches(args, job)
-    if args.ddp_bucket_size is None and args.ddp_num_buckets is None:
+    if chunks > ranks and args.ddp_bucket_size is None and args.ddp_num_buckets is None:
         # A chunk is gathered and reduced as a whole.
         args.ddp_bucket_size = _UNBOUNDED
     return _unread_keys(job)
+
+
+def _cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
+    """How many chunks there are, and their layout; None where Megatron-LM needs none to cut the layers alike."""
+    layout, ranks = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if layout is not None:
+        _refuse_two_cuts(args, settings)
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout), layout
+    layers = args.num_layers or args.decoder_num_layers
+    sizes = chunk_sizes(settings, layers, ranks)
+    return len(sizes), layout_of(sizes) if len(sizes) > ranks or layers % ranks else None
 
 
 def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:
@@ -147,18 +158,28 @@ def _refuse_two_cuts(args: Namespace, settings: LgampConfig) -> None:
             )
 
 
-def _refuse_disagreement(args: Namespace, job: Job) -> None:
+def _refuse_another_stage(args: Namespace, job: Job) -> None:
     if bool(args.use_distributed_optimizer) != (job.zero_stage == 1):
         given = "given" if args.use_distributed_optimizer else "not given"
         raise ConfigError(
             f"zero_optimization.stage is {job.zero_stage}, but --use-distributed-optimizer is {given}; they mean the "
             "same, change one of them"
         )
+
+
+def _refuse_disagreement(args: Namespace, job: Job) -> None:
+    """Of what both say, Megatron-LM's defaults filled in."""
     for key, name in SHARED_KEYS.items():
         value, flag = job.others.get(key), getattr(args, name)
-        if value not in (None, "auto") and flag is not None and value != flag:
+        if value not in (None, "auto") and value != flag:
             raise ConfigError(f"{key} is {value!r}, but {_flag(name)} is {flag!r}; make them equal, or remove {key}")
-    for precision in ("bf16", "fp16"):
+    steps, micro_batches = job.others.get(ACCUMULATION), _micro_batches(args, args.global_batch_size)
+    if steps not in (None, "auto", micro_batches):
+        raise ConfigError(
+            f"{ACCUMULATION} is {steps!r}, but --global-batch-size makes {micro_batches} micro-batches; make them "
+            f"equal, or remove {ACCUMULATION}"
+        )
+    for precision in PRECISIONS:
         enabled = (job.others.get(precision) or {}).get("enabled")
         if enabled not in (None, "auto") and bool(enabled) != bool(getattr(args, precision)):
             raise ConfigError(
@@ -182,31 +203,38 @@ def _set_recomputation(args: Namespace, settings: LgampConfig) -> None:
     args.recompute_granularity = asked
 
 
-def _validate_one_rank(args: Namespace, layout: str, validate: Callable[[], Any]) -> None:
+def _validate_one_rank(args: Namespace, layout: str, chunks: int, validate: Callable[[], Any]) -> None:
     """Megatron-LM would refuse several chunks on one pipeline rank."""
     aligned = args.align_param_gather
     args.pipeline_model_parallel_layout = None
     validate()
-    chunks = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-    if chunks > 1:
-        args.pipeline_model_parallel_layout = layout
-        args.virtual_pipeline_model_parallel_size = chunks
-        args.align_param_gather = aligned
+    args.pipeline_model_parallel_layout = layout
+    args.virtual_pipeline_model_parallel_size = chunks
+    args.align_param_gather = aligned
 
 
 def _check_batches(args: Namespace, job: Job) -> None:
-    """Whether the schedule takes so many micro-batches, those at the start of a ramp-up included."""
+    """Whether the schedule takes so many micro-batches, all those of a ramp-up included."""
     ranks = args.pipeline_model_parallel_size
     placement = place_chunks("modular", ranks * (args.virtual_pipeline_model_parallel_size or 1), ranks)
-    first = [int(args.rampup_batch_size[0])] if args.rampup_batch_size else []
-    for batch in (*first, args.global_batch_size):
-        micro_batches = batch // (args.micro_batch_size * args.data_parallel_size)
-        program_spec(job.settings, placement, micro_batches, job.zero_stage)
+    ramp = range(0)
+    if args.rampup_batch_size:
+        start, increment, _samples = map(int, args.rampup_batch_size)
+        ramp = range(start, args.global_batch_size, increment)
+    for batch in (*ramp, args.global_batch_size):
+        program_spec(job.settings, placement, _micro_batches(args, batch), job.zero_stage)
+
+
+def _micro_batches(args: Namespace, batch: int) -> int:
+    return batch // (args.micro_batch_size * args.data_parallel_size)
 
 
 def _unread_keys(job: Job) -> list[str]:
-    read = {BLOCK, "zero_optimization", "bf16", "fp16", *SHARED_KEYS}
-    unread = sorted(set(job.others) - read)
+    """By section where a part of one is read."""
+    read = {"zero_optimization": "stage", **dict.fromkeys(PRECISIONS, "enabled")}
+    unread = sorted(set(job.others) - {BLOCK, ACCUMULATION, *read, *SHARED_KEYS})
+    for section, key in read.items():
+        unread += [f"{section}.{name}" for name in job.others.get(section) or {} if name != key]
     return unread + [f"{BLOCK}.{key}" for key in MEANINGLESS if key in job.settings.model_fields_set]
 
 

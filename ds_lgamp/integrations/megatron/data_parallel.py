@@ -29,9 +29,11 @@ class DistributedData:
         config = batch.config
         # In evaluation parameters are there.
         self._gathers = _by_chunk(config.param_sync_func if batch.backward_passes else None, batch.chunks)
-        self._reductions = _by_chunk(config.grad_sync_func, batch.chunks)
+        # One model on one rank reduces its buckets itself, behind its last backward pass.
+        alone = batch.pipeline_ranks == len(batch.models) == 1
+        self._reductions = _by_chunk(None if alone else config.grad_sync_func, batch.chunks)
         self._no_sync = _by_chunk(config.no_sync_func, batch.chunks)
-        self._one_for_all = not isinstance(config.no_sync_func, list)
+        self._one_for_all = callable(config.no_sync_func)
         self._closed: dict[int, AbstractContextManager[Any]] = {}
         """The contexts in which a chunk's backward passes reduce nothing, by chunk; by 0 if one is for all."""
         for chunk in batch.chunks:
@@ -95,4 +97,4 @@ def _by_chunk(functions: SyncFunction | Sequence[SyncFunction] | None, chunks: S
     """One function for every chunk, from a list of them, one for all, or none."""
     if functions is None:
         return {}
-    return dict(zip(chunks, functions)) if isinstance(functions, list) else dict.fromkeys(chunks, functions)
+    return dict.fromkeys(chunks, functions) if callable(functions) else dict(zip(chunks, functions, strict=True))

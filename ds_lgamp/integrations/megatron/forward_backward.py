@@ -16,11 +16,14 @@ from ds_lgamp.integrations.megatron.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.refusals import refuse_unsupported
 from ds_lgamp.integrations.megatron.timing import MegatronTiming
-from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.links import Links, ring_links
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program
+
+_ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
+"""Where shapes change unexpectedly."""
 
 
 class ForwardBackward:
@@ -36,6 +39,7 @@ class ForwardBackward:
         self._program = lru_cache(maxsize=16)(self._build_program)
         self._links: dict[dist.ProcessGroup, tuple[Links, tuple[Any, ...]]] = {}
         """By pipeline: its links, and what the shapes of the last batch derived from."""
+        self._failed = False
 
     def __call__(
         self,
@@ -67,7 +71,7 @@ class ForwardBackward:
         models = model if isinstance(model, list) else [model]
         batch = Batch(
             forward_step_func,
-            data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models),
+            _as_list(data_iterator, len(models)),
             models,
             num_microbatches,
             pg_collection if pg_collection is not None else global_groups(),
@@ -86,6 +90,8 @@ class ForwardBackward:
         return batch.reports
 
     def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
+        if self._failed:
+            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         program = self._program(
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
@@ -103,23 +109,27 @@ class ForwardBackward:
             loss_gradient=batch.loss_gradient,
             timing=MegatronTiming(batch.config.timers),
         )
+        self._failed = True
         with executor.batch(batch.micro_batches, lambda micro_batch: (None, None), training=not batch.forward_only):
             executor.run(program)
         data.end()
+        self._failed = False
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
     ) -> list[Action]:
         placement = place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)
-        spec = program_spec(self._settings, placement, micro_batches, self._zero_stage)
-        return build_rank_program(spec.evaluation() if forward_only else spec, rank)
+        spec = program_spec(self._settings, placement, micro_batches, self._zero_stage, forward_only)
+        return build_rank_program(spec, rank)
 
     def _links_of(self, batch: Batch, shapes: tuple[Any, ...]) -> Links:
-        """The links of this rank, opened with the first batch. ``shapes`` is what those of tensors derive from."""
+        """The links of this rank, opened with the first batch, by all ranks together unless there is one pipeline rank.
+        ``shapes`` is what those of tensors derive from."""
         pipeline = batch.groups.pp
         links, previous = self._links.get(pipeline, (None, shapes))
         if links is None:
-            links = ring_links(_all_pipelines(pipeline), batch.device, dynamic=batch.config.variable_seq_lengths)
+            pipelines = _all_pipelines(pipeline) if batch.pipeline_ranks > 1 else [[dist.get_rank()]]
+            links = ring_links(pipelines, batch.device, dynamic=batch.config.variable_seq_lengths, advice=_ADVICE)
         elif shapes != previous:
             links.reset()
         self._links[pipeline] = links, shapes
@@ -136,6 +146,13 @@ def global_groups() -> ProcessGroupCollection:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
+
+
+def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
+    """Ranks that read no data may pass None for all chunks."""
+    if iterators is None:
+        return [None] * chunks
+    return iterators if isinstance(iterators, list) else [iterators]
 
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
 from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.replacing import replace_everywhere, restore_all
-from ds_lgamp.integrations.megatron.several_chunks import REPLACEMENTS, host_cuts_one_rank, share_embedding
+from ds_lgamp.integrations.megatron.several_chunks import (
+    REPLACEMENTS,
+    check_layers,
+    host_cuts_one_rank,
+    share_embedding,
+)
 
 _register = getattr(schedules, "register_forward_backward_func", None)
 """Of a Megatron-core with patches/ applied; else None."""
@@ -61,9 +67,13 @@ def install_training(job: Job) -> None:
         args = training.get_args()
         if args.yaml_cfg is not None:
             raise ConfigError(f"--yaml-cfg is {args.yaml_cfg}, beside which the block cannot set arguments; use flags")
-        if args.pipeline_model_parallel_size == 1 and args.virtual_pipeline_model_parallel_size is not None:
-            model_provider_func = chunks_provider(model_provider_func, args.virtual_pipeline_model_parallel_size)
-        return stock_get_model(model_provider_func, *positional, **options)
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        if args.pipeline_model_parallel_size == 1 and chunks > 1:
+            model_provider_func = chunks_provider(model_provider_func, chunks)
+        models = stock_get_model(model_provider_func, *positional, **options)
+        if len(models) != chunks:
+            raise ConfigError(f"Megatron-LM built {len(models)} chunks where {chunks} were asked for; use core_r0.16.0")
+        return models
 
     install_schedules(job)
     replace_everywhere(stock_validate, validate_args)
@@ -91,7 +101,15 @@ class Chunks(list[torch.nn.Module]):
 
 
 def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
-    """Builds ``count`` chunks where ``provider`` would build one model of a single pipeline rank."""
+    """Builds ``count`` chunks where ``provider`` would build one model of a single pipeline rank.
+
+    Raises ConfigError if its model cannot be built in chunks.
+    """
+    parameters = signature(provider).parameters.values()
+    if not any(parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ConfigError(
+            "the script's model_provider takes no vp_stage, so that its model has no chunks; set chunks_per_rank to 1"
+        )
 
     def provide(pre_process: bool = True, post_process: bool = True, **options: Any) -> Chunks:
         chunks = Chunks()
@@ -100,6 +118,7 @@ def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Cal
             model: Any = provider(pre_process=first, post_process=last, vp_stage=stage, **options)
             model.vp_stage = stage
             chunks.append(model)
+        check_layers(chunks)
         share_embedding(chunks)
         return chunks
 

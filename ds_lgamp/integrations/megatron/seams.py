@@ -98,7 +98,12 @@ TRAINING_LOOKUPS = {
     "megatron.training.initialize.initialize_megatron": ("validate_args",),
     "megatron.training.training.evaluate": ("get_forward_backward_func",),
     "megatron.training.training.setup_model_and_optimizer": ("get_model",),
-    "megatron.training.training.train": ("get_forward_backward_func",),
+    "megatron.training.training.train": (
+        "get_forward_backward_func",
+        "grad_sync_func",
+        "no_sync_func",
+        "param_sync_func",
+    ),
 }
 
 

@@ -38,15 +38,15 @@ def initialize_model_parallel(*positional: Any, **arguments: Any) -> None:
 
 @wraps(_stock_layers)
 def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    if _on_one_rank(config) and vp_stage is not None:
-        return _layers_of(config, vp_stage)
+    if _on_one_rank(config):
+        return _layers_of(config, _known(vp_stage))
     return _stock_layers(config, vp_stage, pp_rank)
 
 
 @wraps(_stock_offset)
 def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    if _on_one_rank(config) and vp_stage is not None:
-        return sum(_layers_of(config, stage) for stage in range(vp_stage))
+    if _on_one_rank(config):
+        return sum(_layers_of(config, stage) for stage in range(_known(vp_stage)))
     return _stock_offset(config, vp_stage, pp_rank)
 
 
@@ -84,6 +84,28 @@ def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
     last = unwrap_model(models[-1])
     tied = getattr(last, "share_embeddings_and_output_weights", False)
     return len(models) > 1 and tied and last.output_layer.weight is not None
+
+
+def check_layers(models: Sequence[torch.nn.Module]) -> None:
+    """Raises ConfigError unless every layer of the model is in one of the chunks, and only there."""
+    members = [unwrap_model(model) for model in models]
+    built = sum(len(getattr(member, "decoder", member).layers) for member in members if _has_layers(member))
+    wanted = members[0].config.num_layers
+    if built != wanted:
+        raise ConfigError(
+            f"the chunks of one pipeline rank have {built} layers, but num_layers is {wanted}: "
+            f"{type(members[0]).__name__} does not heed vp_stage; use more pipeline ranks, or set chunks_per_rank to 1"
+        )
+
+
+def _has_layers(member: Any) -> bool:
+    return hasattr(getattr(member, "decoder", member), "layers")
+
+
+def _known(stage: int | None) -> int:
+    if stage is None:
+        raise ConfigError("the model does not say which of a rank's chunks it builds; pass it vp_stage")
+    return stage
 
 
 def _on_one_rank(config: Any) -> bool:
