@@ -4,15 +4,19 @@ import gzip
 import json
 import os
 import re
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu, tables
-from benchmarks.gpt.contenders import BASELINE, Contender, PlainTorch
+from benchmarks.__main__ import main
+from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, PlainTorch
 from benchmarks.gpt.model import segments
 from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY
-from benchmarks.record import OURS, Record, finish, read
+from benchmarks.record import OURS, Failure, Record, finish, read
 
 LAYERS = [
     "WordEmbedding",
@@ -29,20 +33,22 @@ LAST_LOSS = f"loss of step {gpu.WARM_UP + gpu.STEPS}"
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """The record, and the folder of traces."""
-    folder = tmp_path_factory.mktemp("traces")
-    return gpu.run(TINY, folder), folder
+    """The record, the folder of traces and that of results."""
+    traces, results = tmp_path_factory.mktemp("traces"), tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.record.RESULTS", results)
+        return gpu.run(TINY, traces), traces, results
 
 
 def test_every_contender_trains_the_same(dry_run):
-    record, _ = dry_run
+    record, *_ = dry_run
     assert record.failures == []
     first, *losses = [row.median for row in record.rows if row.metric == LAST_LOSS]
     assert losses == pytest.approx([first] * len(losses), rel=gpu.LOSS_TOLERANCE)
 
 
 def test_the_record_has_every_run_and_no_figure_the_device_cannot_give(dry_run):
-    record, _ = dry_run
+    record, *_ = dry_run
     rows = [(row.contender, row.config["recompute"], row.metric) for row in record.rows]
     runs = [
         *[(BASELINE, recompute) for recompute in ("full", "none", "layers")],
@@ -54,7 +60,7 @@ def test_the_record_has_every_run_and_no_figure_the_device_cannot_give(dry_run):
 
 
 def test_ours_is_compared_with_plain_torch_at_equal_recomputation(dry_run):
-    record, _ = dry_run
+    record, *_ = dry_run
     *ratios, failed = record.targets
     rates = {
         (row.contender, row.config["recompute"]): row.median for row in record.rows if row.metric == "tokens per second"
@@ -70,18 +76,58 @@ def test_ours_is_compared_with_plain_torch_at_equal_recomputation(dry_run):
 
 
 def test_a_step_of_ours_is_profiled(dry_run):
-    _, folder = dry_run
+    _, folder, _ = dry_run
     (path,) = folder.iterdir()
     names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert "aten::scaled_dot_product_attention" in names
     assert any("AdamW.step" in str(name) for name in names)
 
 
-def test_no_figures_of_a_cpu_are_recorded():
-    with pytest.raises(SystemExit, match="no accelerator is there; .* --size tiny"):
-        gpu.run()
-    with pytest.raises(SystemExit):
-        gpu.run("125M")
+def test_no_figures_of_a_cpu_are_recorded(dry_run, monkeypatch):
+    _, _, results = dry_run
+    assert not any(results.iterdir())
+    monkeypatch.setattr(gpu, "measure", lambda *_: pytest.fail("a large size was started"))
+    for size in (None, "125M"):
+        with pytest.raises(SystemExit, match="no accelerator is there; .* --size tiny"):
+            gpu.run(size)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_results_are_kept_after_every_contender(results, monkeypatch):
+    kept = []
+
+    def measure(contender, size, deadline, trace):
+        kept.append(len(read("gpu").rows) if any(results.iterdir()) else 0)
+        measured = {"seconds": [1.0], "losses": [2.0], "peak": 1, "parameters": 1, "device": "a GPU"}
+        return {"full": measured}
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    record = gpu.run()
+    sizes = [size for size in SIZES if size != TINY]
+    assert list(dict.fromkeys(row.config["size"] for row in record.rows)) == sizes
+    assert kept == [3 * run for run in range(len(sizes) * len(CONTENDERS))]
+
+
+def test_the_command_line_keeps_results_of_all_sizes_only(results, monkeypatch, capsys):
+    asked = []
+
+    def run(size, trace):
+        asked.append((size, trace))
+        return Record("gpu", {}, failures=[Failure("peer", {"size": "125M"}, "out of memory")])
+
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu", SimpleNamespace(run=run))
+    for words, files in ((["--size", TINY], []), (["--trace", "there"], ["gpu.json"])):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "run", "gpu", *words])
+        main()
+        assert [path.name for path in results.iterdir()] == files
+        assert "FAILED: peer size=125M: out of memory" in capsys.readouterr().out
+    assert asked == [(TINY, None), (None, Path("there"))]
 
 
 class Faulty(PlainTorch):
@@ -136,8 +182,7 @@ def test_the_formula_of_operations_is_six_per_matrix_element_and_attention(name,
     assert matrices + (size.vocabulary + size.sequence) * size.width == pytest.approx(parameters, rel=0.02)
 
 
-def test_the_page_shows_runs_and_failures_or_that_there_are_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+def test_the_page_shows_runs_and_failures_or_that_there_are_none(results):
     assert tables.gpu() == "No GPU was at hand: nothing is recorded. `python -m benchmarks run gpu` measures on one."
     record = Record("gpu", gpu.begin("gpu").machine)
     device = next(iter(PEAK_FLOPS))
