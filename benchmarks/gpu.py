@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -106,21 +107,33 @@ def _measure_on_device(
     runs: Runs = {}
     for kind in recompute:
         try:
-            runs[kind] = _measure_run(contender, size, kind, trace if kind == recompute[0] else None)
+            before = get_accelerator().memory_allocated()
+            training = contender.build(size, kind, torch.device(get_accelerator().current_device_name()))
+            runs[kind] = _measure_run(training, before)
+            _keep(runs, results)
+            if trace is not None and kind == recompute[0]:
+                write_trace(training, trace)
         except Exception as error:
+            traceback.print_exc()
             message = str(error).strip().splitlines() or [""]
-            runs[kind] = {"failure": f"{type(error).__name__}: {message[0]}"}
-        results.write_text(json.dumps(runs))
+            runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
+            _keep(runs, results)
+        training = None
         # Engines are cycles of references; the exception above held the frames of one that failed.
         gc.collect()
         get_accelerator().empty_cache()
 
 
-def _measure_run(contender: Contender, size: GptSize, recompute: str, trace: Path | None) -> dict[str, Any]:
+def _keep(runs: Runs, path: Path) -> None:
+    """At once or not at all: the process may be stopped at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(runs))
+    partial.replace(path)
+
+
+def _measure_run(training: Training, memory_before: int) -> dict[str, Any]:
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
-    before = accelerator.memory_allocated()
-    training = contender.build(size, recompute, device)
     losses, seconds = [], []
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
@@ -131,13 +144,10 @@ def _measure_run(contender: Contender, size: GptSize, recompute: str, trace: Pat
         accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss))
-    peak = None if device.type == "cpu" else accelerator.max_memory_allocated() - before
-    if trace is not None:
-        write_trace(training, trace)
     return {
         "losses": losses,
         "seconds": seconds[WARM_UP:],
-        "peak": peak,
+        "peak": None if device.type == "cpu" else accelerator.max_memory_allocated() - memory_before,
         "parameters": training.parameters,
         "device": device_name(device),
     }
