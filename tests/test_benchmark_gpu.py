@@ -131,25 +131,25 @@ def test_the_command_line_keeps_results_of_all_sizes_only(results, monkeypatch, 
 
 
 class Faulty(PlainTorch):
-    """Trains on a part of the batch, runs out of memory, or ends its process, by what is to be recomputed."""
+    """Runs out of memory, trains on a part of the batch, or ends its process, by what is to be recomputed."""
 
     def __init__(self, size, recompute, device):
-        if recompute == "too much":
+        if recompute == "none":
             raise MemoryError("too large\nby far")
         if recompute == "deadly":
             os._exit(1)
         super().__init__(size, recompute, device)
-        if recompute == "none":
+        if recompute == "layers":
             self.batch = self.batch[1:]
 
 
 def test_a_run_that_fails_loses_no_other_and_is_recorded(monkeypatch):
-    monkeypatch.setattr(gpu, "CONTENDERS", (Contender("faulty", Faulty, also=("too much", "deadly")),))
+    monkeypatch.setattr(gpu, "CONTENDERS", (Contender("faulty", Faulty, also=("layers", "deadly")),))
     record = gpu.run(TINY)
     reasons = {failure.config["recompute"]: failure.reason for failure in record.failures}
-    assert list(reasons) == ["none", "too much", "deadly"]
-    assert "computes something else: loss" in reasons["none"]
-    assert reasons["too much"] == "MemoryError: too large"
+    assert list(reasons) == ["none", "layers", "deadly"]
+    assert reasons["none"] == "MemoryError: too large"
+    assert "computes something else: loss" in reasons["layers"]
     assert "died without a word" in reasons["deadly"]
     assert {row.config["recompute"] for row in record.rows} == {"full"}
 

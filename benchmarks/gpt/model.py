@@ -12,9 +12,8 @@ from benchmarks.gpt.sizes import GptSize
 from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
 from ds_lgamp.schedule.placement import split_automatic
 
-LEARNING_RATE = 1e-3
-ADAM_EPSILON = 1e-4
-"""With a smaller one, gradients that are too large by a factor would train the same."""
+LEARNING_RATE = ADAM_EPSILON = 1e-2
+"""With an epsilon far below the gradients, those that are too large by a factor would train the same."""
 SEED = 1234
 
 Batch = list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]
