@@ -1,4 +1,7 @@
 """Measurements and the reports made from them."""
 
-NAMES = ("communication", "memory", "schedule", "overlap", "overhead", "programs", "checkpoint", "megatron")
+NAMES = ("communication", "memory", "schedule", "overlap", "overhead", "programs", "checkpoint", "megatron", "gpu")
 """The benchmarks of ``python -m benchmarks run``, in the order of docs/benchmarks.md."""
+
+ON_ACCELERATOR = "gpu"
+"""The one that runs on the accelerator a machine has; all others run on the CPU."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks run NAME [--json]`` measures and records; ``python -m benchmarks report`` writes the pages."""
+"""``python -m benchmarks run NAME`` measures and records; ``python -m benchmarks report`` writes the pages."""
 
 import argparse
 import importlib
@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from benchmarks import NAMES
+from benchmarks import NAMES, ON_ACCELERATOR
+from benchmarks.gpt.sizes import SIZES
 from benchmarks.record import Record, finish
 from benchmarks.report import write_pages
 
@@ -15,19 +17,30 @@ from benchmarks.report import write_pages
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="measure, and write benchmarks/results/NAME.json")
-    run.add_argument("name", choices=NAMES)
-    run.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
+    names = commands.add_parser("run", help="measure, and write benchmarks/results/NAME.json").add_subparsers(
+        dest="name", required=True
+    )
+    for name in NAMES:
+        run = names.add_parser(name)
+        run.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
+        if name == ON_ACCELERATOR:
+            run.add_argument("--size", choices=SIZES, help="measure this one only, and write no file")
+            run.add_argument("--trace", type=Path, help="folder for a profile of one step, as Chrome traces")
     commands.add_parser("report", help="write tables and plots of README.md and docs/ from benchmarks/results")
     options = parser.parse_args()
     if options.command == "report":
         write_pages()
         return
-    with others_on_stderr():
+    arguments = {}
+    if options.name == ON_ACCELERATOR:
+        arguments = {"size": options.size, "trace": options.trace}
+    else:
         # Every contender runs on gloo and the CPU, whatever the machine has.
         os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-        record: Record = importlib.import_module(f"benchmarks.{options.name}").run()
-    finish(record)
+    with others_on_stderr():
+        record: Record = importlib.import_module(f"benchmarks.{options.name}").run(**arguments)
+    if arguments.get("size") is None:
+        finish(record)
     print(record.to_json() if options.json else as_text(record))
 
 
@@ -53,6 +66,9 @@ def as_text(record: Record) -> str:
         rows.append((row.contender, config, row.metric, f"{row.median:.6g}", f"{row.spread:.3g}", row.unit))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    for failure in record.failures:
+        config = " ".join(f"{key}={value}" for key, value in failure.config.items())
+        lines.append(f"FAILED: {failure.contender} {config}: {failure.reason}")
     for target in record.targets:
         verdict = "met" if target.met else "MISSED"
         lines.append(f"{verdict}: {target.text}: {target.value:.6g}, limit {target.limit:.6g}")

@@ -47,6 +47,15 @@ class Target:
     met: bool
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A contender that could not be measured, and why."""
+
+    contender: str
+    config: Config
+    reason: str
+
+
 @dataclass
 class Record:
     """One run of a benchmark."""
@@ -55,6 +64,7 @@ class Record:
     machine: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
     def add(self, contender: str, config: Config, metric: str, samples: Sequence[float], unit: str) -> None:
         """Enters the median and the spread of ``samples``, which have the unit ``unit``."""
@@ -65,13 +75,19 @@ class Record:
         """Enters a target: ``value`` is to be at most ``limit``."""
         self.targets.append(Target(text, value, limit, value <= limit))
 
+    def fail(self, contender: str, config: Config, reason: str) -> None:
+        """Enters that ``contender`` could not be measured."""
+        self.failures.append(Failure(contender, config, reason))
+
     def to_json(self) -> str:
-        """One row per line."""
-        rows, targets = (
-            ",\n".join(f"  {json.dumps(asdict(item))}" for item in items) for items in (self.rows, self.targets)
-        )
-        name, machine = json.dumps(self.name), json.dumps(self.machine)
-        return f'{{"name": {name},\n"machine": {machine},\n"rows": [\n{rows}\n],\n"targets": [\n{targets}\n]}}\n'
+        """One row per line; failures only where there are any."""
+        parts = [f'"name": {json.dumps(self.name)}', f'"machine": {json.dumps(self.machine)}']
+        for key in ("rows", "targets", "failures"):
+            items = getattr(self, key)
+            if items or key != "failures":
+                lines = ",\n".join(f"  {json.dumps(asdict(item))}" for item in items)
+                parts.append(f'"{key}": [\n{lines}\n]')
+        return "{" + ",\n".join(parts) + "}\n"
 
 
 def begin(name: str) -> Record:
@@ -85,6 +101,11 @@ def finish(record: Record) -> None:
     (RESULTS / f"{record.name}.json").write_text(record.to_json())
 
 
+def is_recorded(name: str) -> bool:
+    """Whether a benchmark was run; one that needs an accelerator may wait for it."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def read(name: str) -> Record:
     """The recorded run of a benchmark. Raises SystemExit with the command that makes it if there is none."""
     path = RESULTS / f"{name}.json"
@@ -93,6 +114,7 @@ def read(name: str) -> Record:
     content = json.loads(path.read_text())
     content["rows"] = [Row(**row) for row in content["rows"]]
     content["targets"] = [Target(**target) for target in content["targets"]]
+    content["failures"] = [Failure(**failure) for failure in content.get("failures", [])]
     return Record(**content)
 
 
@@ -104,7 +126,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
-        "commit": _output_of("git", "describe", "--always", "--dirty"),
+        "commit": _output_of("sh", "-c", "git describe --always --dirty") or "unknown",
         "load_before": load(),
     }
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks import NAMES, plots, tables
+from benchmarks import NAMES, ON_ACCELERATOR, plots, tables
 from benchmarks.record import ROOT
 from docs import policy
 from docs.blocks import with_block
@@ -13,7 +13,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"quickstart": tables.quickstart, "peers": tables.peers, "versions": versions_table},
     "docs/benchmarks.md": {
         "targets": tables.targets,
-        **{f"machine-{name}": partial(tables.machine, name) for name in NAMES},
+        **{f"machine-{name}": partial(tables.machine, name) for name in NAMES if name != ON_ACCELERATOR},
         "communication-1": partial(tables.communication, 1),
         "communication-2": partial(tables.communication, 2),
         "memory-1": partial(tables.memory, 1),
@@ -25,6 +25,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "programs": tables.programs,
         "checkpoint": tables.checkpoint,
         "saving": tables.saving,
+        "gpu": tables.gpu,
     },
     "docs/megatron.md": {"megatron": tables.megatron},
     "docs/performance.md": {"overhead": tables.overhead},

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from benchmarks import NAMES
-from benchmarks.record import OURS, RESULTS, TYPICAL, Config, Row, read
+from benchmarks import NAMES, ON_ACCELERATOR
+from benchmarks.record import OURS, RESULTS, TYPICAL, Config, Row, is_recorded, read
 from docs.blocks import table
 
 
@@ -25,6 +25,7 @@ def targets() -> str:
     rows = [
         [name, target.text, f"{target.value:.4g}", f"{target.limit:.4g}", "yes" if target.met else "**no**"]
         for name in NAMES
+        if name != ON_ACCELERATOR or is_recorded(name)
         for target in read(name).targets
     ]
     return table(["benchmark", "target", "value", "limit", "met"], rows, numbers_from=2)
@@ -167,6 +168,34 @@ def megatron() -> str:
     for row in rows:
         lines.setdefault((str(row.config["place"]), row.contender), []).append(f"{row.median:.9g}")
     return table(["", "", *columns], [[*names, *cells] for names, cells in lines.items()], numbers_from=2)
+
+
+def gpu() -> str:
+    """Every run on one accelerator, those that failed too; a sentence where none was at hand."""
+    if not is_recorded(ON_ACCELERATOR):
+        return f"No GPU was at hand: nothing is recorded. `python -m benchmarks run {ON_ACCELERATOR}` measures on one."
+    record = read(ON_ACCELERATOR)
+    found: dict[tuple, dict[str, Row]] = {}
+    for row in record.rows:
+        found.setdefault((row.config["size"], row.config["recompute"], row.contender), {})[row.metric] = row
+    lines = [[f"{cell}" for cell in run] + _gpu_cells(rows) for run, rows in found.items()]
+    for failure in record.failures:
+        run = (failure.config["size"], failure.config["recompute"], failure.contender)
+        lines.append([f"{cell}" for cell in run] + [failure.reason, "", "", ""])
+    header = ["size", "recompute", "", "tokens/s", "of peak", "peak memory, GB", "last loss"]
+    return f"{machine(ON_ACCELERATOR)}\n\n{table(header, lines, numbers_from=3)}"
+
+
+def _gpu_cells(rows: dict[str, Row]) -> list[str]:
+    rate, share, peak = (rows.get(metric) for metric in ("tokens per second", "model flop utilisation", "peak memory"))
+    (loss,) = (row for metric, row in rows.items() if metric.startswith("loss"))
+    assert rate is not None, "whatever was measured has a rate"
+    return [
+        f"{rate.median:.0f} ± {rate.spread / 2:.0f}",
+        "" if share is None else f"{share.median:.1%}",
+        "" if peak is None else f"{peak.median / 1e9:.1f}",
+        f"{loss.median:.4f}",
+    ]
 
 
 def programs() -> str:

@@ -1,4 +1,4 @@
-"""The one way tests start ranks: real processes, real gloo, on this machine."""
+"""The one way tests and benchmarks start ranks: real processes, real communication, on this machine."""
 
 import multiprocessing
 import pickle
@@ -31,6 +31,7 @@ def run_on_ranks(
     *arguments: Any,
     seconds: float = 300,
     before_init: Callable[[int], None] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Calls ``function(*arguments)`` on ``world_size`` ranks inside one process group; returns the results by rank.
 
@@ -38,7 +39,7 @@ def run_on_ranks(
 
     Raises AssertionError with the rank's traceback as soon as one fails, or when ``seconds`` are over.
     """
-    with started_ranks(world_size, function, *arguments, before_init=before_init) as (ranks, results):
+    with started_ranks(world_size, function, *arguments, before_init=before_init, backend=backend) as (ranks, results):
         return _collect(ranks, results, time.monotonic() + seconds)
 
 
@@ -48,6 +49,7 @@ def started_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     before_init: Callable[[int], None] | None = None,
+    backend: str = "gloo",
 ) -> Iterator[tuple[list[Any], Any]]:
     """The processes that :func:`run_on_ranks` runs, by rank, and the queue of their results; for tests that end them
     themselves. None is left when the block ends."""
@@ -55,7 +57,7 @@ def started_ranks(
         results: Any = _context.Queue()
         ranks = [
             _context.Process(
-                target=_rank_main, args=(rank, world_size, folder, results, function, arguments, before_init)
+                target=_rank_main, args=(rank, world_size, folder, results, function, arguments, before_init, backend)
             )
             for rank in range(world_size)
         ]
@@ -92,6 +94,7 @@ def _rank_main(
     function: Callable,
     arguments: tuple,
     before_init: Callable[[int], None] | None,
+    backend: str,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -101,7 +104,7 @@ def _rank_main(
         if before_init is not None:
             before_init(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{Path(folder) / 'rendezvous'}",
             rank=rank,
             world_size=world_size,

@@ -1,0 +1,1 @@
+"""GPTs of Megatron-core's layers on one device, and ways to train them."""

@@ -1,0 +1,164 @@
+"""Ways to train a GPT on one device. All step AdamW on fp32 master weights and, where they can, sum the gradients of
+micro-batches in fp32."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+
+import ds_lgamp
+from benchmarks.gpt.model import SEED, Gpt, batch_of, build_optimizer, layer_specs
+from benchmarks.gpt.sizes import GptSize
+from benchmarks.record import OURS
+from ds_lgamp.integrations.megatron.gpt_layers import language_model_loss
+
+BASELINE = "plain torch"
+
+
+class Training(Protocol):
+    """A training on this device."""
+
+    parameters: int
+    """How many the model has."""
+
+    def step(self) -> torch.Tensor:
+        """Trains one batch; its mean loss, on the device."""
+
+
+class PlainTorch:
+    """A bare loop: what remains if nothing but torch is used."""
+
+    def __init__(self, size: GptSize, recompute: str, device: torch.device) -> None:
+        self.batch = batch_of(size, device)
+        with _building_on(device):
+            self.model = Gpt(size, recompute)
+        self.weights = list(self.model.parameters())
+        self.parameters = sum(weight.numel() for weight in self.weights)
+        self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
+        for weight, master in zip(self.weights, self.masters):
+            master.grad = torch.zeros_like(master)
+            weight.register_post_accumulate_grad_hook(partial(_accumulate, master.grad))
+        self.optimizer = build_optimizer(self.masters)
+
+    def step(self) -> torch.Tensor:
+        losses = []
+        for tokens, labels in self.batch:
+            loss = self.model(tokens, labels)
+            (loss / len(self.batch)).backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.masters)
+        return torch.stack(losses).mean()
+
+
+def _accumulate(total: torch.Tensor, weight: torch.Tensor) -> None:
+    assert weight.grad is not None, "autograd calls this with a gradient"
+    total.add_(weight.grad)
+    weight.grad = None
+
+
+class StockDeepSpeed:
+    """DeepSpeed's plain engine.
+
+    Args:
+        stage: 0 or 3. At stage 0 DeepSpeed sums bf16 gradients in bf16 only.
+    """
+
+    def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
+        self.batch = batch_of(size, device)
+        with _building_on(device):
+            model = Gpt(size, recompute)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = _config(size, stage)
+        if stage == 3:
+            # What Hugging Face's "auto" makes of the hidden size; DeepSpeed's defaults are buffers of 5e8 elements.
+            config["zero_optimization"] |= {
+                "reduce_bucket_size": size.width**2,
+                "stage3_prefetch_bucket_size": int(0.9 * size.width**2),
+                "stage3_param_persistence_threshold": 10 * size.width,
+            }
+        else:
+            del config["data_types"]
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model.parameters()), config=config
+        )
+        # DeepSpeed has taken a step with gradients of zero to make the state; Adam would go on counting from it.
+        for state in self.engine.optimizer.optimizer.state.values():
+            state["step"].zero_()
+
+    def step(self) -> torch.Tensor:
+        losses = []
+        for tokens, labels in self.batch:
+            loss = self.engine(tokens, labels)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+
+class Layered:
+    """ds_lgamp on one pipeline rank: layered gradient accumulation, one transformer layer per chunk."""
+
+    def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
+        self.batch = batch_of(size, device)
+        ds_lgamp.install()
+        with contextlib.redirect_stdout(io.StringIO()):
+            with _building_on(device):
+                module = PipelineModule(
+                    layer_specs(size), num_stages=1, loss_fn=language_model_loss, partition_method="uniform"
+                )
+            self.parameters = sum(parameter.numel() for parameter in module.parameters())
+            self.engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=build_optimizer(module.parameters()),
+                config=_config(size, stage) | {"ds_lgamp": {"recompute": recompute}},
+            )
+
+    def step(self) -> torch.Tensor:
+        return self.engine.train_batch(iter(self.batch))
+
+
+class Contender(NamedTuple):
+    """A training by name; ``build`` takes the size, what is recomputed and the device, and must be picklable."""
+
+    name: str
+    build: Callable[[GptSize, str, torch.device], Training]
+    also: tuple[str, ...] = ()
+    """What is recomputed in runs beside those of all contenders."""
+
+
+CONTENDERS = (
+    Contender(BASELINE, PlainTorch, also=("layers",)),
+    Contender(f"{OURS}, ZeRO-0", partial(Layered, stage=0)),
+    Contender(f"{OURS}, ZeRO-3", partial(Layered, stage=3)),
+    Contender("DeepSpeed ZeRO-0", partial(StockDeepSpeed, stage=0)),
+    Contender("DeepSpeed ZeRO-3", partial(StockDeepSpeed, stage=3)),
+)
+"""In the order in which they run: what the targets compare comes first, should time run out."""
+
+
+@contextlib.contextmanager
+def _building_on(device: torch.device):
+    """Layers are made there at once, with the same weights for everybody."""
+    torch.manual_seed(SEED)
+    with device:
+        yield
+
+
+def _config(size: GptSize, stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": size.samples,
+        "gradient_accumulation_steps": size.micro_batches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage},
+    }

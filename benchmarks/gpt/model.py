@@ -1,0 +1,87 @@
+"""What all contenders train on one device: the same layers, weights, tokens and optimizer, in bf16."""
+
+from collections.abc import Iterable
+
+import torch
+from deepspeed.pipe import LayerSpec
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gpt.sizes import GptSize
+from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
+from ds_lgamp.schedule.placement import split_automatic
+
+LEARNING_RATE = ADAM_EPSILON = 1e-2
+"""With an epsilon far below the gradients, those that are too large by a factor would train the same."""
+SEED = 1234
+
+Batch = list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]
+"""By micro-batch, tokens [b, s] and labels: target tokens [b, s] and loss mask [b, s]."""
+
+
+def layer_specs(size: GptSize) -> list[LayerSpec]:
+    """Embedding, positions, transformer layers, norm and head, not yet built."""
+    config = TransformerConfig(
+        num_layers=size.layers,
+        hidden_size=size.width,
+        num_attention_heads=size.heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,  # which is initialisation on torch's default device, from torch's generator
+    )
+    return gpt_layer_specs(config, size.vocabulary, size.sequence, "learned_absolute", tie_embeddings=False)
+
+
+def batch_of(size: GptSize, device: torch.device) -> Batch:
+    """The tokens of every step, so that the loss falls although they are random."""
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (size.micro_batches, size.samples, size.sequence + 1)
+    tokens = torch.randint(size.vocabulary, shape, generator=generator).to(device)
+    mask = torch.ones(size.samples, size.sequence, device=device)
+    return [(sample[:, :-1].contiguous(), (sample[:, 1:].contiguous(), mask)) for sample in tokens]
+
+
+def build_optimizer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON, fused=True)
+
+
+class Gpt(nn.Module):
+    """The layers as one bf16 module, from (tokens, labels) of a micro-batch to its loss.
+
+    Args:
+        recompute: ``full`` recomputes what ds_lgamp recomputes, chunk by chunk: head and loss with the last transformer
+            layer; ``layers`` the transformer layers alone; ``none`` nothing.
+    """
+
+    def __init__(self, size: GptSize, recompute: str) -> None:
+        super().__init__()
+        specs = layer_specs(size)
+        # Cast one by one, so that never more than one is there in fp32.
+        self.layers = nn.Sequential(*(spec.build().bfloat16() for spec in specs))
+        self.segments = segments([spec.typename.__name__ for spec in specs], recompute)
+
+    def forward(self, tokens: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        value = tokens
+        for members, recomputed in self.segments:
+            if recomputed:
+                value = checkpoint(self._through, members, value, labels, use_reentrant=False)
+            else:
+                value = self._through(members, value, labels)
+        return value
+
+    def _through(self, members: range, value: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        for index in members:
+            value = self.layers[index](value)
+        return value if members.stop < len(self.layers) else language_model_loss(value, labels)
+
+
+def segments(types: list[str], recompute: str) -> list[tuple[range, bool]]:
+    """Consecutive layers, given by their types, and whether each run of them is recomputed."""
+    if recompute == "none":
+        return [(range(len(types)), False)]
+    bounds = split_automatic(types) if recompute == "full" else range(len(types) + 1)
+    return [
+        (range(first, end), recompute == "full" or types[first] == "TransformerBlock")
+        for first, end in zip(bounds, bounds[1:])
+    ]

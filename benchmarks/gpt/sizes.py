@@ -1,0 +1,67 @@
+"""How large the GPTs are that one device trains, what they compute, and what devices can."""
+
+from typing import NamedTuple
+
+from benchmarks.record import Config
+
+TINY = "tiny"
+"""The size for a dry run on any machine."""
+
+
+class GptSize(NamedTuple):
+    """A GPT with learned positions and an untied head, and the batch of a step."""
+
+    layers: int
+    width: int
+    heads: int
+    samples: int
+    """Sequences of a micro-batch."""
+    recompute: tuple[str, ...] = ("full", "none")
+    """What is measured; see ``benchmarks.gpt.contenders``."""
+    micro_batches: int = 8
+    sequence: int = 2048
+    vocabulary: int = 32_000
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.micro_batches * self.samples * self.sequence
+
+    @property
+    def model_flops(self) -> float:
+        """Floating-point operations of a step's forward and backward passes, whatever is recomputed.
+
+        arXiv 2104.04473 without its recomputation: 72 L h^2 (1 + s / (6 h) + V / (12 L h)) per token; attention counts
+        as if every token saw all others.
+        """
+        layers, width = self.layers, self.width
+        shares = 1 + self.sequence / (6 * width) + self.vocabulary / (12 * layers * width)
+        return 72 * layers * width**2 * shares * self.tokens
+
+    def config(self, name: str, recompute: str) -> Config:
+        """What a row says of it."""
+        return {
+            "size": name,
+            "micro_batches": self.micro_batches,
+            "samples": self.samples,
+            "sequence": self.sequence,
+            "recompute": recompute,
+        }
+
+
+SIZES = {
+    "125M": GptSize(layers=12, width=768, heads=12, samples=8),
+    "1.3B": GptSize(layers=24, width=2048, heads=16, samples=2),
+    # Weights, gradients, master weights and Adam's state take 18 bytes per parameter, 121 GB.
+    "6.7B": GptSize(layers=32, width=4096, heads=32, samples=1, recompute=("full",)),
+    TINY: GptSize(2, 32, 2, samples=2, micro_batches=3, sequence=16, vocabulary=64),
+}
+"""By name, the smallest first; ``TINY`` is measured only if asked for."""
+
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Dense bf16 operations per second by the name of the device, from NVIDIA's data sheets."""

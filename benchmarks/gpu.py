@@ -1,0 +1,223 @@
+"""GPTs on one accelerator: tokens per second, model flop utilisation and peak memory beside plain torch and DeepSpeed.
+
+Every contender trains every size in a process of its own, so that one that fails or runs out of memory is recorded as
+that and loses nobody else's results; the record is written after each. All run within ``SECONDS``.
+"""
+
+import gc
+import json
+import os
+import tempfile
+import time
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from megatron.core import parallel_state
+
+from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
+from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY, GptSize
+from benchmarks.record import OURS, Record, begin, finish
+from tests.ranks import run_on_ranks
+
+NAME = "gpu"
+SECONDS = 450
+"""For all contenders together; who is still to come then is recorded as such."""
+PROCESS_SECONDS = 100
+"""For one contender at one size."""
+WARM_UP, STEPS = 2, 5
+LOSS_TOLERANCE = 1e-3
+"""Relative. Order and type of sums of bf16 gradients make less of a difference."""
+SLOWEST = 0.98
+"""Of plain torch's tokens per second, at the same recomputation."""
+
+Runs = dict[str, dict[str, Any]]
+"""What a process measured, by what was recomputed: ``failure``, or ``losses`` of all steps, ``seconds`` of those that
+count, ``peak`` bytes, how many ``parameters``, and the name of the ``device``."""
+
+
+def run(size: str | None = None, trace: Path | None = None) -> Record:
+    """Measures all sizes, or one of them.
+
+    Args:
+        size: a key of ``SIZES``; None for all but the tiny one, of which alone the results are kept.
+        trace: a folder for a profile of one step of ds_lgamp at each size, as a Chrome trace.
+
+    Raises SystemExit if there is no accelerator and the size is not the tiny one.
+    """
+    if get_accelerator().device_name() == "cpu" and size != TINY:
+        raise SystemExit(
+            f"no accelerator is there; use a machine with one, or try it out on the CPU with --size {TINY}"
+        )
+    record = begin(NAME)
+    record.machine["megatron-core"] = version("megatron-core")
+    deadline = time.monotonic() + SECONDS
+    for name in [size] if size else [name for name in SIZES if name != TINY]:
+        runs: dict[str, Runs] = {}
+        for contender in CONTENDERS:
+            runs[contender.name] = measure(contender, SIZES[name], deadline, _trace_file(trace, contender, name))
+            enter(record, name, contender.name, runs[contender.name], _expected_losses(runs))
+            if size is None:
+                finish(record)
+    aim(record)
+    return record
+
+
+def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | None) -> Runs:
+    """Trains in a process of its own. What it has measured is kept if it fails later."""
+    recompute = (*size.recompute, *contender.also)
+    seconds = min(PROCESS_SECONDS, deadline - time.monotonic())
+    reason = f"not run: the {SECONDS} s for all contenders were over"
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "runs.json"
+        if seconds > 0:
+            started = time.monotonic()
+            try:
+                run_on_ranks(
+                    *(1, _measure_on_device, contender, size, recompute, results, trace),
+                    seconds=seconds,
+                    before_init=_prepare_process,
+                    backend=get_accelerator().communication_backend_name(),
+                )
+            except AssertionError as error:
+                over = time.monotonic() - started >= seconds
+                reason = f"stopped after {seconds:.0f} s" if over else str(error).strip().splitlines()[-1]
+        found: Runs = json.loads(results.read_text()) if results.exists() else {}
+    return {kind: found.get(kind, {"failure": reason}) for kind in recompute}
+
+
+def _prepare_process(rank: int) -> None:
+    # Nobody else takes part, and a machine may have no other address than that of its loopback.
+    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    get_accelerator().set_device(rank)
+
+
+def _measure_on_device(
+    contender: Contender, size: GptSize, recompute: tuple[str, ...], results: Path, trace: Path | None
+) -> None:
+    # DeepSpeed would compile this CPU collective at start-up.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    runs: Runs = {}
+    for kind in recompute:
+        try:
+            before = get_accelerator().memory_allocated()
+            training = contender.build(size, kind, torch.device(get_accelerator().current_device_name()))
+            runs[kind] = _measure_run(training, before)
+            _keep(runs, results)
+            if trace is not None and kind == recompute[0]:
+                write_trace(training, trace)
+        except Exception as error:
+            traceback.print_exc()
+            message = str(error).strip().splitlines() or [""]
+            runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
+            _keep(runs, results)
+        training = None
+        # Engines are cycles of references; the exception above held the frames of one that failed.
+        gc.collect()
+        get_accelerator().empty_cache()
+
+
+def _keep(runs: Runs, path: Path) -> None:
+    """At once or not at all: the process may be stopped at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(runs))
+    partial.replace(path)
+
+
+def _measure_run(training: Training, memory_before: int) -> dict[str, Any]:
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    losses, seconds = [], []
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            accelerator.reset_peak_memory_stats()
+        accelerator.synchronize()
+        start = time.perf_counter()
+        loss = training.step()
+        accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss))
+    return {
+        "losses": losses,
+        "seconds": seconds[WARM_UP:],
+        "peak": None if device.type == "cpu" else accelerator.max_memory_allocated() - memory_before,
+        "parameters": training.parameters,
+        "device": device_name(device),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def write_trace(training: Training, path: Path) -> None:
+    """Profiles one more step."""
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        training.step()
+        get_accelerator().synchronize()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(path))
+
+
+def _trace_file(folder: Path | None, contender: Contender, size: str) -> Path | None:
+    """One contender's step is enough: on one device all of ds_lgamp's ZeRO stages do the same."""
+    traced = folder is not None and contender.name == f"{OURS}, ZeRO-3"
+    return folder / f"{size}.json.gz" if folder is not None and traced else None
+
+
+def _expected_losses(runs: dict[str, Runs]) -> list[float] | None:
+    """Those of the first run of a size that did not fail, which is plain torch's if any of its runs did not."""
+    losses = (measured["losses"] for kinds in runs.values() for measured in kinds.values() if "losses" in measured)
+    return next(losses, None)
+
+
+def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[float] | None) -> None:
+    """Puts what was measured into rows; a run that failed, or computed something else, among the failures."""
+    size = SIZES[name]
+    for kind, measured in runs.items():
+        config = size.config(name, kind)
+        failure = measured.get("failure") or deviation(measured["losses"], expected or [])
+        if failure:
+            record.fail(contender, config, failure)
+            continue
+        device, peak = measured["device"], measured["peak"]
+        record.machine["accelerator"] = device
+        config["parameters"] = measured["parameters"]
+        rates = [size.tokens / seconds for seconds in measured["seconds"]]
+        record.add(contender, config, "tokens per second", rates, "tokens/s")
+        if device in PEAK_FLOPS:
+            shares = [size.model_flops / seconds / PEAK_FLOPS[device] for seconds in measured["seconds"]]
+            record.add(contender, config, "model flop utilisation", shares, "of peak")
+        if peak is not None:
+            record.add(contender, config, "peak memory", [peak], "bytes")
+        record.add(contender, config, f"loss of step {len(measured['losses'])}", measured["losses"][-1:], "nats")
+
+
+def deviation(losses: list[float], expected: list[float]) -> str | None:
+    """What is wrong with the losses of a run; None if nothing is."""
+    for step, (loss, right) in enumerate(zip(losses, expected, strict=True), 1):
+        if not abs(loss - right) <= LOSS_TOLERANCE * right:
+            return f"computes something else: loss {loss:.6g} in step {step}, the others have {right:.6g}"
+    return None
+
+
+def aim(record: Record) -> None:
+    """Compares ds_lgamp with plain torch at the same recomputation."""
+    rates = {
+        (row.contender, row.config["size"], row.config["recompute"]): row.median
+        for row in record.rows
+        if row.metric == "tokens per second"
+    }
+    for (contender, size, recompute), rate in rates.items():
+        if contender.startswith(OURS) and (BASELINE, size, recompute) in rates:
+            text = f"tokens per second of {BASELINE} / of {contender}, {size}, recompute {recompute}"
+            record.aim(text, rates[BASELINE, size, recompute] / rate, 1 / SLOWEST)
+    failed = [failure for failure in record.failures if failure.contender.startswith(OURS)]
+    record.aim(f"runs of {OURS} that failed", len(failed), 0)
