@@ -1,6 +1,17 @@
 """Measurements and the reports made from them."""
 
-NAMES = ("communication", "memory", "schedule", "overlap", "overhead", "programs", "checkpoint", "megatron", "gpu")
+NAMES = (
+    "communication",
+    "memory",
+    "schedule",
+    "overlap",
+    "network",
+    "overhead",
+    "programs",
+    "checkpoint",
+    "megatron",
+    "gpu",
+)
 """The benchmarks of ``python -m benchmarks run``, in the order of docs/benchmarks.md."""
 
 ON_ACCELERATOR = "gpu"

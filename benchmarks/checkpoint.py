@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed
+from benchmarks.virtual.steps import scheduling
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.saver import THREADS, Saver
 from ds_lgamp.checkpoint.shard import FlatShard
@@ -121,7 +122,7 @@ def enter_steps(record: Record, state: State, training: Setting, found: Sequence
     config: Config = {"ranks": training.data_ranks, "MB": round(state.megabytes)}
     steps = found[0]
     precise = all(of.precise for of in found)
-    record.machine["scheduling"] = "real-time (SCHED_RR)" if precise else "time-sharing"
+    record.machine["scheduling"] = scheduling(precise)
     record.add(OURS, config, "steps during a save", [len(saving) for saving in steps.saving], "steps")
     record.add(OURS, config, "step without a save", [median(alone) * 1000 for alone in steps.alone], "ms")
     record.add(OURS, config, "step during a save", [median(saving) * 1000 for saving in steps.saving], "ms")

@@ -1,101 +1,123 @@
-"""A slow network on this machine: network namespaces joined by a bridge, their egress throttled.
+"""What a slow network does to a step: ``python -m benchmarks run network``.
 
-Needs the rights of root, and ``unshare``, ``nsenter``, ``ip`` and ``tc``. Nothing gets a name: every namespace belongs
-to a process that ends when its standard input does, so all of it vanishes with the context, or with the process that
-entered it, however that ends.
+Compute is virtual (every chunk sleeps), collectives are real gloo over links throttled to several rates. The layered
+order is beside the micro-batch-outer one, in which each micro-batch goes through all chunks before the next, on the
+same engine: ``micro_batch_group`` 1. A chunk has as many parameters as make the collectives of a step of the layered
+order at ZeRO stage 3 last about ``SHARE`` of its compute at the fastest rate.
+
+The bound of a step is the longer of its compute, measured without collectives, and its collectives, each of which takes
+as long as one that has the network for itself; and the first gather and the last reduction, which nothing can hide.
 """
 
-import ctypes
-import os
-import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from statistics import median
 
-INTERFACE = "eth0"
-BURST = "128kb"
-"""Packets that are larger than this, and offloading makes them 64 KiB and a header, would be cut to pieces in software,
-which keeps a core busy."""
-QUEUE = "4mb"
-"""What may wait for its turn on an egress, ahead of drops."""
-TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": 0}
-"""What makes a connection use the whole link at any time: others, such as bbr, pace themselves and probe. There is
-always reno."""
-_CLONE_NEWNET = 0x40000000
+from benchmarks.namespaces import NetworkUnavailable, throttled_network
+from benchmarks.overlap import COMPUTE, KINDS, calibrate
+from benchmarks.record import OURS, REPETITIONS, Record, begin
+from benchmarks.virtual.chunk import Setting
+from benchmarks.virtual.pipelines import Executed, spec_of
+from benchmarks.virtual.steps import Start, Step, check_durations, is_precise, scheduling, time_step
+from ds_lgamp.schedule.program import build_program
+from tests.ranks import run_on_ranks
 
+NAME = "network"
+RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
+"""As tc writes them, and as people do; the fastest first."""
+FASTEST = 125e6
+"""Bytes per second."""
+SHARE = 0.16
+LAYOUTS = ((1, 2), (2, 2))
+"""Pipeline ranks and data-parallel ranks."""
+STAGES = (1, 2, 3)
+OUTER = f"{OURS}, ZeRO-3, one micro-batch at a time"
+LIMIT = 1.02
+BOUND = "step / bound"
+SECONDS = 1200
 
-class NetworkUnavailable(RuntimeError):
-    """This machine or user may not make network namespaces."""
-
-
-class Network(NamedTuple):
-    """Nodes that reach each other over a throttled link."""
-
-    holders: list[int]
-    """By node, the process its namespace belongs to."""
-
-    def enter(self, node: int) -> None:
-        """Moves this thread, and those it starts, into the namespace of ``node``; gloo uses its interface."""
-        namespace = os.open(f"/proc/{self.holders[node]}/ns/net", os.O_RDONLY)
-        try:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter the namespace of node {node}")
-        finally:
-            os.close(namespace)
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+Found = tuple[dict[str, list[float]], dict[str, list[Step]], bool]
+"""Of a rank: by kind, seconds of collectives that have the network for themselves; by contender, its steps; whether it
+had real-time priority."""
 
 
-@contextmanager
-def throttled_network(nodes: int, rate: str) -> Iterator[Network]:
-    """Nodes whose egress is limited to ``rate`` (as tc writes it, such as "1gbit").
-
-    Raises NetworkUnavailable where it cannot be made.
-    """
-    with ExitStack() as removal:
-        switch, *holders = (removal.enter_context(_namespace()) for _ in range(nodes + 1))
-        _run_in(switch, "ip", "link", "add", "bridge", "type", "bridge")
-        _run_in(switch, "ip", "link", "set", "bridge", "up")
-        for node, holder in enumerate(holders):
-            port = f"port{node}"
-            _run_in(holder, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", str(switch))
-            _run_in(switch, "ip", "link", "set", port, "master", "bridge", "up")
-            _run_in(holder, "ip", "address", "add", f"10.77.0.{node + 1}/24", "dev", INTERFACE)
-            _run_in(holder, "ip", "link", "set", INTERFACE, "up")
-            _run_in(holder, "ip", "link", "set", "lo", "up")
-            for name, value in TCP.items():
-                _run_in(holder, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
-            limit = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
-            _run_in(holder, "tc", "qdisc", "add", "dev", INTERFACE, "root", *limit)
-        yield Network(holders)
+def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
+    """Four chunks per rank and eight micro-batches."""
+    setting = Setting(pipeline_ranks, 4, micro_batches=8, forward=0.005, backward=0.010, data_ranks=data_ranks)
+    compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
+    bytes_sent = SHARE * compute / sum(collectives(setting, 3)) * FASTEST
+    return setting._replace(parameters=round(bytes_sent / 4 / (data_ranks - 1)) * data_ranks - 1)
 
 
-@contextmanager
-def _namespace() -> Iterator[int]:
-    """A process in a network namespace of its own."""
-    try:
-        # It says a word once it is inside.
-        process = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo inside; exec cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except FileNotFoundError as error:
-        raise NetworkUnavailable(f"{error.filename} is not installed") from error
-    with process:
-        assert process.stdout is not None and process.stderr is not None
-        if not process.stdout.readline():
-            raise NetworkUnavailable(process.stderr.read().strip())
-        yield process.pid
+def collectives(setting: Setting, zero_stage: int, micro_batch_group: int | None = None) -> list[int]:
+    """Gathers and reductions of a step, of the rank that has most of them."""
+    program = build_program(spec_of("layered", setting, zero_stage, micro_batch_group=micro_batch_group))
+    counts = [[sum(action.kind is kind for action in actions) for kind in KINDS.values()] for actions in program]
+    return max(counts, key=sum)
 
 
-def _run_in(holder: int, *command: str) -> None:
-    try:
-        done = subprocess.run(
-            ["nsenter", f"--net=/proc/{holder}/ns/net", *command], capture_output=True, text=True, timeout=60
-        )
-    except FileNotFoundError as error:
-        raise NetworkUnavailable(f"{error.filename} is not installed") from error
-    if done.returncode:
-        raise NetworkUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+def run(
+    layouts: Sequence[tuple[int, int]] = LAYOUTS, rates: Sequence[str] = tuple(RATES), repetitions: int = REPETITIONS
+) -> Record:
+    """Measures every layout at every rate; says so where there can be no slow link."""
+    record = begin(NAME)
+    for layout in layouts:
+        setting = setting_of(*layout)
+        for rate in rates:
+            try:
+                with throttled_network(setting.pipeline_ranks * setting.data_ranks, rate) as network:
+                    found = measure(setting, repetitions, network.enter)
+            except NetworkUnavailable as reason:
+                record.machine["network"] = f"nothing measured: {reason}"
+                print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+                return record
+            enter(record, setting, rate, found)
+    return record
+
+
+def measure(setting: Setting, repetitions: int, enter_network: Callable[[int], None] | None = None) -> list[Found]:
+    """Runs all contenders in turns on one set of processes; by rank, what it found."""
+    ranks = setting.pipeline_ranks * setting.data_ranks
+    before = Start(enter_network)
+    return run_on_ranks(ranks, _measure_on_rank, setting, repetitions, before_init=before, seconds=SECONDS)
+
+
+def layered(zero_stage: int) -> str:
+    return f"{OURS}, ZeRO-{zero_stage}"
+
+
+def enter(record: Record, setting: Setting, rate: str, found: Sequence[Found]) -> None:
+    """The rows of one layout and rate, and their target."""
+    config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks, "rate": RATES[rate]}
+    record.machine["scheduling"] = scheduling(all(precise for _, _, precise in found))
+    # Of the rank that begins last.
+    alone = {kind: median(samples) for kind, samples in found[setting.data_ranks - 1][0].items()}
+    seconds = check_durations(setting, [steps for _, steps, _ in found])
+    compute = median(seconds[COMPUTE])
+    record.add(COMPUTE, config, "step", [step * 1000 for step in seconds[COMPUTE]], "ms")
+    ratios = []
+    for stage in STAGES:
+        network = sum(count * alone[kind] for count, kind in zip(collectives(setting, stage), KINDS))
+        bound = max(compute, network) + sum(alone.values())
+        record.add(layered(stage), config, "bound", [bound * 1000], "ms")
+        record.add(layered(stage), config, BOUND, [step / bound for step in seconds[layered(stage)]], "ratio")
+        ratios.append(median(seconds[layered(stage)]) / bound)
+    for name in (*map(layered, STAGES), OUTER):
+        record.add(name, config, "step", [step * 1000 for step in seconds[name]], "ms")
+    layout = f"{setting.pipeline_ranks} x {setting.data_ranks} ranks"
+    record.aim(f"largest {BOUND}, {layout}, {RATES[rate]}", max(ratios), LIMIT)
+
+
+def _measure_on_rank(setting: Setting, repetitions: int) -> Found:
+    alone = calibrate(setting)
+    contenders = {layered(stage): Executed(setting, "layered", stage) for stage in STAGES}
+    contenders[OUTER] = Executed(setting, "layered", 3, micro_batch_group=1)
+    contenders[COMPUTE] = Executed(setting._replace(parameters=0), "layered", alone=True)
+    gc.collect()
+    gc.freeze()
+    steps: dict[str, list[Step]] = {name: [] for name in contenders}
+    for _ in range(repetitions + 1):
+        for name, pipeline in contenders.items():
+            steps[name].append(time_step(pipeline))
+    return alone, steps, is_precise()

@@ -9,7 +9,6 @@ executor's stopwatch tells, of the rank that waits longest.
 """
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +17,20 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.network import NetworkUnavailable, throttled_network
+from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting, sleep_until
 from benchmarks.virtual.pipelines import Executed, data_group, spec_of
-from benchmarks.virtual.steps import Start, Step, begin_together, check_durations, time_step
+from benchmarks.virtual.steps import (
+    Start,
+    Step,
+    begin_together,
+    check_durations,
+    is_precise,
+    scheduling,
+    time_step,
+)
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
@@ -117,7 +124,7 @@ def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]],
     """The rows of one layout and its target."""
     config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks}
     precise = all(on_rank.precise for on_rank in found)
-    record.machine["scheduling"] = "real-time (SCHED_RR)" if precise else "time-sharing"
+    record.machine["scheduling"] = scheduling(precise)
     alone = {}
     for kind in KINDS:
         # Of the rank that begins last.
@@ -146,7 +153,7 @@ def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]],
 
 
 def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repetitions: int) -> OnRank:
-    alone = _calibrate(setting)
+    alone = calibrate(setting)
     pipelines = {name_of(*policy): Executed(setting, "layered", *policy) for policy in policies}
     pipelines[COMPUTE] = Executed(setting._replace(parameters=0), "layered", alone=True)
     gc.collect()
@@ -159,10 +166,10 @@ def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repe
             stopwatch.running = True
             steps[name].append(time_step(pipeline))
             waits[name].append(stopwatch.read())
-    return OnRank(alone, steps, waits, os.sched_getscheduler(0) == os.SCHED_RR)
+    return OnRank(alone, steps, waits, is_precise())
 
 
-def _calibrate(setting: Setting) -> dict[str, list[float]]:
+def calibrate(setting: Setting) -> dict[str, list[float]]:
     """Gathers and reductions of one chunk, each alone."""
     group = data_group(setting.data_ranks)
     part = torch.zeros(-(-(setting.parameters + 1) // setting.data_ranks))

@@ -21,6 +21,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "schedule-loopback": partial(tables.schedule, "loopback"),
         "schedule-slow": partial(tables.schedule, "1 Gbit/s"),
         "overlap": tables.overlap,
+        "network": tables.network,
         "overhead": tables.overhead,
         "programs": tables.programs,
         "checkpoint": tables.checkpoint,

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import median
 
-from benchmarks.network import NetworkUnavailable, throttled_network
+from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender
-from benchmarks.virtual.steps import Measured, measure
+from benchmarks.virtual.steps import Measured, measure, scheduling
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, simulate
 
@@ -70,7 +70,7 @@ def _enter(
     record: Record, link: str, contenders: Sequence[Contender], settings: Sequence[Setting], measured: Measured
 ) -> None:
     """The rows of one spawn and its target."""
-    record.machine["scheduling"] = "real-time (SCHED_RR)" if measured.precise else "time-sharing"
+    record.machine["scheduling"] = scheduling(measured.precise)
     ratios = []
     for setting, hop, seconds in zip(settings, measured.hops, measured.seconds):
         config = {

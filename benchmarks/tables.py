@@ -103,6 +103,21 @@ def overlap() -> str:
     return table([*header, "step / bound"], lines, numbers_from=2)
 
 
+def network() -> str:
+    """Of every layout, rate and order of work: how long a step takes, and of the layered order beside the bound."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in read("network").rows:
+        layout = "{pipeline_ranks} x {data_ranks}".format(**row.config)
+        found.setdefault((layout, str(row.config["rate"]), row.contender), {})[row.metric] = row
+    lines = []
+    for (layout, rate, contender), rows in found.items():
+        step = f"{rows['step'].median:.0f} ± {rows['step'].spread / 2:.0f}"
+        bound = f"{rows['bound'].median:.0f}" if "bound" in rows else ""
+        ratio = f"{rows['step / bound'].median:.3f}" if "step / bound" in rows else ""
+        lines.append([layout, rate, contender, step, bound, ratio])
+    return table(["P x W", "rate", "", "step, ms", "bound, ms", "step / bound"], lines, numbers_from=3)
+
+
 def overhead() -> str:
     """Every row of the record."""
     return table(

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.network import NetworkUnavailable
+from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.overlap import (
     BOUND,
     COMPUTE,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.network import NetworkUnavailable, throttled_network
+from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import ROOT
 from benchmarks.schedule import LIMIT, LOOPBACK, RATIO, SLOW, run, simulated
 from benchmarks.virtual.chunk import Setting, check_work, weight_of
@@ -137,7 +137,7 @@ def test_nothing_of_a_network_is_left_when_it_cannot_be_made(permitted):
 
 def test_nothing_of_a_network_is_left_by_a_process_that_is_killed(permitted):
     script = (
-        "import time; from benchmarks.network import throttled_network\n"
+        "import time; from benchmarks.namespaces import throttled_network\n"
         "with throttled_network(2, '1gbit') as network: print(*network.holders, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

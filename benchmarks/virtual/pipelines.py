@@ -64,8 +64,15 @@ class Contender(NamedTuple):
         return self.schedule not in SINGLE_CHUNK_SCHEDULES or setting.chunks_per_rank == 1
 
 
-def spec_of(schedule: str, setting: Setting, zero_stage: int = 0, resident_chunks: int = 2) -> ProgramSpec:
-    counts = setting.micro_batches, setting.micro_batches
+def spec_of(
+    schedule: str,
+    setting: Setting,
+    zero_stage: int = 0,
+    resident_chunks: int = 2,
+    micro_batch_group: int | None = None,
+) -> ProgramSpec:
+    """``micro_batch_group`` None is all of them."""
+    counts = setting.micro_batches, micro_batch_group or setting.micro_batches
     return ProgramSpec(setting.placement, schedule, *counts, zero_stage, resident_chunks)
 
 
@@ -83,11 +90,13 @@ class Executed:
         zero_stage: int = 0,
         resident_chunks: int = 2,
         alone: bool = False,
+        micro_batch_group: int | None = None,
     ) -> None:
         rank = dist.get_rank() // setting.data_ranks
         self.setting = setting
         self.chunks = setting.chunks_of(rank)
-        self.program = build_rank_program(spec_of(schedule, setting, zero_stage, resident_chunks), rank)
+        spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group)
+        self.program = build_rank_program(spec, rank)
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
         group = data_group(1 if alone else setting.data_ranks)
         partition = build_partition(parameters, [], group, zero_stage, resident_chunks, DEVICE)

@@ -101,7 +101,7 @@ def _measure_on_rank(
         for _ in range(repetitions + 1):
             for name, pipeline in pipelines.items():
                 steps[-1][name].append(time_step(pipeline))
-    return hops, steps, os.sched_getscheduler(0) == os.SCHED_RR
+    return hops, steps, is_precise()
 
 
 def time_step(pipeline: Pipeline) -> Step:
@@ -167,3 +167,13 @@ def check_durations(setting: Setting, on_ranks: Sequence[dict[str, list[Step]]])
             max(step.end for step in ranks) - min(step.start for step in ranks) for ranks in repetitions[1:]
         ]
     return durations
+
+
+def is_precise() -> bool:
+    """Whether this process has real-time priority."""
+    return os.sched_getscheduler(0) == os.SCHED_RR
+
+
+def scheduling(precise: bool) -> str:
+    """What a record says of it."""
+    return "real-time (SCHED_RR)" if precise else "time-sharing"

@@ -1,0 +1,101 @@
+"""A slow network on this machine: network namespaces joined by a bridge, their egress throttled.
+
+Needs the rights of root, and ``unshare``, ``nsenter``, ``ip`` and ``tc``. Nothing gets a name: every namespace belongs
+to a process that ends when its standard input does, so all of it vanishes with the context, or with the process that
+entered it, however that ends.
+"""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+INTERFACE = "eth0"
+BURST = "128kb"
+"""Packets that are larger than this, and offloading makes them 64 KiB and a header, would be cut to pieces in software,
+which keeps a core busy."""
+QUEUE = "4mb"
+"""What may wait for its turn on an egress, ahead of drops."""
+TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": 0}
+"""What makes a connection use the whole link at any time: others, such as bbr, pace themselves and probe. There is
+always reno."""
+_CLONE_NEWNET = 0x40000000
+
+
+class NetworkUnavailable(RuntimeError):
+    """This machine or user may not make network namespaces."""
+
+
+class Network(NamedTuple):
+    """Nodes that reach each other over a throttled link."""
+
+    holders: list[int]
+    """By node, the process its namespace belongs to."""
+
+    def enter(self, node: int) -> None:
+        """Moves this thread, and those it starts, into the namespace of ``node``; gloo uses its interface."""
+        namespace = os.open(f"/proc/{self.holders[node]}/ns/net", os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace of node {node}")
+        finally:
+            os.close(namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+@contextmanager
+def throttled_network(nodes: int, rate: str) -> Iterator[Network]:
+    """Nodes whose egress is limited to ``rate`` (as tc writes it, such as "1gbit").
+
+    Raises NetworkUnavailable where it cannot be made.
+    """
+    with ExitStack() as removal:
+        switch, *holders = (removal.enter_context(_namespace()) for _ in range(nodes + 1))
+        _run_in(switch, "ip", "link", "add", "bridge", "type", "bridge")
+        _run_in(switch, "ip", "link", "set", "bridge", "up")
+        for node, holder in enumerate(holders):
+            port = f"port{node}"
+            _run_in(holder, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", str(switch))
+            _run_in(switch, "ip", "link", "set", port, "master", "bridge", "up")
+            _run_in(holder, "ip", "address", "add", f"10.77.0.{node + 1}/24", "dev", INTERFACE)
+            _run_in(holder, "ip", "link", "set", INTERFACE, "up")
+            _run_in(holder, "ip", "link", "set", "lo", "up")
+            for name, value in TCP.items():
+                _run_in(holder, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
+            limit = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
+            _run_in(holder, "tc", "qdisc", "add", "dev", INTERFACE, "root", *limit)
+        yield Network(holders)
+
+
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """A process in a network namespace of its own."""
+    try:
+        # It says a word once it is inside.
+        process = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo inside; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except FileNotFoundError as error:
+        raise NetworkUnavailable(f"{error.filename} is not installed") from error
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        if not process.stdout.readline():
+            raise NetworkUnavailable(process.stderr.read().strip())
+        yield process.pid
+
+
+def _run_in(holder: int, *command: str) -> None:
+    try:
+        done = subprocess.run(
+            ["nsenter", f"--net=/proc/{holder}/ns/net", *command], capture_output=True, text=True, timeout=60
+        )
+    except FileNotFoundError as error:
+        raise NetworkUnavailable(f"{error.filename} is not installed") from error
+    if done.returncode:
+        raise NetworkUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")

@@ -1,0 +1,67 @@
+"""The benchmark of slow networks: what it bounds and how it tells."""
+
+import pytest
+
+from benchmarks.namespaces import NetworkUnavailable
+from benchmarks.network import (
+    BOUND,
+    FASTEST,
+    LAYOUTS,
+    LIMIT,
+    OUTER,
+    SHARE,
+    STAGES,
+    collectives,
+    enter,
+    layered,
+    measure,
+    run,
+    setting_of,
+)
+from benchmarks.overlap import COMPUTE
+from benchmarks.record import Record
+from benchmarks.virtual.chunk import Setting
+
+TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_take_their_share_of_compute_at_the_fastest_rate(layout):
+    setting = setting_of(*layout)
+    alone = (setting.parameters + 1) // setting.data_ranks * (setting.data_ranks - 1) * 4 / FASTEST
+    compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
+    assert sum(collectives(setting, 3)) * alone == pytest.approx(SHARE * compute, rel=1e-3)
+
+
+def test_one_micro_batch_at_a_time_gathers_and_reduces_as_often_as_there_are_micro_batches():
+    setting = setting_of(1, 2)
+    chunks, micro_batches, resident = setting.chunks_per_rank, setting.micro_batches, 2
+    assert collectives(setting, 1) == collectives(setting, 2) == [chunks, chunks]
+    assert collectives(setting, 3) == [2 * chunks - resident, chunks]
+    gathers = micro_batches * (2 * chunks - 2 * resident) + resident
+    assert collectives(setting, 3, micro_batch_group=1) == [gathers, micro_batches * chunks]
+
+
+def test_every_order_does_the_work_and_gets_its_rows():
+    found = measure(TINY, repetitions=2)
+    record = Record("network", {})
+    enter(record, TINY, "1gbit", found)
+    rows = {(row.contender, row.metric): row.median for row in record.rows}
+    assert {name for name, _ in rows} == {COMPUTE, OUTER, *map(layered, STAGES)}
+    for stage in STAGES:
+        name = layered(stage)
+        ratio = rows[name, "step"] / rows[name, "bound"]
+        assert rows[name, BOUND] == pytest.approx(ratio) and rows[name, "bound"] > rows[COMPUTE, "step"]
+    (target,) = record.targets
+    assert target.value == pytest.approx(max(rows[layered(stage), BOUND] for stage in STAGES))
+    assert target.limit == LIMIT
+
+
+def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys):
+    def no_network(nodes, rate):
+        raise NetworkUnavailable(f"{nodes} nodes are too many")
+
+    monkeypatch.setattr("benchmarks.network.throttled_network", no_network)
+    record = run(LAYOUTS[:1], repetitions=1)
+    assert not record.rows and record.machine["network"] == "nothing measured: 2 nodes are too many"
+    assert "nothing measured" in capsys.readouterr().err
