@@ -7,7 +7,7 @@ import pytest
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import count
-from benchmarks.memory import activation_bytes, predicted, least_peak
+from benchmarks.memory import activation_bytes, least_peak, predicted
 from benchmarks.model import ModelSize
 
 SCALAR_BYTES = 500
