@@ -4,6 +4,7 @@ Ours runs through ``deepspeed.initialize`` and is compared with the formula of `
 micro-batch takes on a chunk is an input of the formula, measured on a block by itself, in one process.
 """
 
+import statistics
 from collections.abc import Sequence
 from functools import cache
 
@@ -133,14 +134,14 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:
     """Of what ranks measured, from what the formula says, as a share of that."""
     return max(
-        abs(least_peak(counted, micro_batches) - expected) / expected
+        abs(typical_peak(counted, micro_batches) - expected) / expected
         for counted, expected in zip(on_ranks, formula, strict=True)
     )
 
 
-def least_peak(counted: Counted, micro_batches: int) -> float:
-    """Of all steps: in some, gloo's threads let go of a tensor only after its collective was awaited."""
-    return min(step.peak_bytes for step in counted.steps[micro_batches])
+def typical_peak(counted: Counted, micro_batches: int) -> float:
+    """The median of all steps: in some, gloo's threads let go of a tensor only after its collective was awaited."""
+    return statistics.median(step.peak_bytes for step in counted.steps[micro_batches])
 
 
 def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted]) -> None:

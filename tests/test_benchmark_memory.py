@@ -7,7 +7,7 @@ import pytest
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import count
-from benchmarks.memory import activation_bytes, least_peak, predicted
+from benchmarks.memory import activation_bytes, predicted
 from benchmarks.model import ModelSize
 
 SCALAR_BYTES = 500
@@ -39,7 +39,9 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
                 label = (
                     f"stage {stage}, {resident} resident, recompute {recompute}, {number} micro-batches, rank {rank}"
                 )
-                assert 0 <= least_peak(on_rank, number) - told.peak <= SCALAR_BYTES, label
+                # Of all steps the least: gloo's threads may let go of a tensor late.
+                least = min(step.peak_bytes for step in on_rank.steps[number])
+                assert 0 <= least - told.peak <= SCALAR_BYTES, label
 
 
 def test_what_a_block_takes_is_measured_alone():
