@@ -133,21 +133,12 @@ def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
         raise ConfigError(f"{BLOCK}: {error}") from None
 
 
-def program_spec(
-    settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int, forward_only: bool = False
-) -> ProgramSpec:
-    """What the programs of a training step, or of evaluation, are derived from.
-
-    Raises ConfigError if the batch does not fit the schedule.
-    """
-    group = micro_batches
-    if settings.micro_batch_group != "all" and not forward_only:
-        group = min(settings.micro_batch_group, micro_batches)
-    counts = micro_batches, group
+def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:
+    """What the programs of a training step are derived from. Raises ConfigError if the batch does not fit the
+    schedule."""
+    group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
     try:
-        return ProgramSpec(
-            placement, settings.schedule, *counts, zero_stage, settings.resident_chunks, forward_only=forward_only
-        )
+        return ProgramSpec(placement, settings.schedule, micro_batches, group, zero_stage, settings.resident_chunks)
     except ValueError as error:
         raise ConfigError(f"{BLOCK}: {error}") from None
 

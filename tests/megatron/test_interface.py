@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.batch import Batch
 from ds_lgamp.integrations.megatron.refusals import refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.several_chunks import share_embedding
-from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.links import SENDS_IN_FLIGHT
 from tests.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 from tests.ranks import run_on_ranks
@@ -235,6 +236,27 @@ def norms_with_the_heads_gradient_deferred(training):
     return at_once, deferred
 
 
+def odd_evaluation_and_what_follows_a_failure(_training):
+    """Comes last: another model takes the place of the first."""
+
+    def fail(iterator, model):
+        raise ArithmeticError("trouble")
+
+    training = Training(Place(2, 2, "interleaved_1f1b"))
+    call = training.call(0) | {"num_microbatches": 3}
+    with torch.no_grad():
+        reports = training.forward_backward(**call, forward_only=True)
+    failures: list[str] = []
+    if dist.get_rank() == 1:
+        # Its first action would wait for what never comes.
+        return len(reports), failures
+    for _ in range(2):
+        with pytest.raises(ActionError) as failure:
+            training.forward_backward(**training.call(0) | {"forward_step_func": fail})
+        failures.append(str(failure.value))
+    return len(reports), failures
+
+
 QUESTIONS = [
     norms_of_scaled_gradients,
     losses_of_training_and_evaluation,
@@ -249,6 +271,7 @@ QUESTIONS = [
     sent_outputs_alive,
     backward_passes_that_synchronise,
     norms_with_the_heads_gradient_deferred,
+    odd_evaluation_and_what_follows_a_failure,
 ]
 
 
@@ -314,6 +337,16 @@ def test_outputs_that_were_sent_are_deallocated(ranks):
         outputs, alive = found["sent_outputs_alive"]
         assert outputs >= (CHUNKS - 1) * MICRO_BATCHES
         assert alive <= SENDS_IN_FLIGHT
+
+
+def test_evaluation_takes_any_number_of_micro_batches_whatever_the_schedule(ranks):
+    assert [found["odd_evaluation_and_what_follows_a_failure"][0] for found in ranks] == [0, 3]
+
+
+def test_no_batch_follows_one_that_failed(ranks):
+    _, (first, second) = ranks[0]["odd_evaluation_and_what_follows_a_failure"]
+    assert "rank 0 (pipeline rank 0) failed at F0.0: ArithmeticError: trouble" in first
+    assert second == "a batch failed; its communication cannot be taken back, start anew"
 
 
 def test_only_the_last_backward_pass_of_a_chunk_synchronises_gradients(ranks):

@@ -119,8 +119,10 @@ class ForwardBackward:
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
     ) -> list[Action]:
         placement = place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)
-        spec = program_spec(self._settings, placement, micro_batches, self._zero_stage, forward_only)
-        return build_rank_program(spec, rank)
+        # Evaluation takes any number of micro-batches, training under some schedules only a multiple of the ranks.
+        trained = pipeline_ranks if forward_only else micro_batches
+        spec = program_spec(self._settings, placement, trained, self._zero_stage)
+        return build_rank_program(spec.evaluation(micro_batches) if forward_only else spec, rank)
 
     def _links_of(self, batch: Batch, shapes: tuple[Any, ...]) -> Links:
         """The links of this rank, opened with the first batch, by all ranks together unless there is one pipeline rank.
