@@ -6,6 +6,7 @@ NAMES = (
     "schedule",
     "overlap",
     "network",
+    "training",
     "overhead",
     "programs",
     "checkpoint",

@@ -93,7 +93,7 @@ def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes
 
 def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool) -> ChunkBytes:
     """What a micro-batch takes on one block, without ranks, chunks or a schedule."""
-    block = Block(0, size.width)
+    block = Block(0, size)
     hidden, labels = micro_batch(size, 0, 0)
     gradient = torch.ones(()) if is_last else torch.ones_like(hidden)
     parameters = list(block.parameters())

@@ -21,20 +21,25 @@ class ModelSize(NamedTuple):
     sequence: int = 32
     samples: int = 1
     """Sequences of a micro-batch."""
+    vocabulary: int = 0
+    """Of tokens, which the first block embeds and the last one predicts; 0: hidden states go in and out."""
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention; its weights depend on ``index`` alone.
+    """A pre-norm transformer block with causal attention; its weights depend on ``size`` and ``index`` alone. Where
+    there is a vocabulary, the first block begins with embeddings and the last one ends with a norm and a head.
 
     Args:
         index: which block of the model this is.
-        width: the hidden size; heads have 32.
+        size: of the model; heads have 32.
         recompute: whether its activations are computed again in the backward pass.
     """
 
-    def __init__(self, index: int, width: int, recompute: bool = False) -> None:
+    def __init__(self, index: int, size: ModelSize, recompute: bool = False) -> None:
         super().__init__()
+        width = size.width
         self.heads, self.recompute = width // 32, recompute
+        self.is_first, self.is_last = (size.vocabulary > 0 and index == end for end in (0, size.blocks - 1))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(index)
             self.norm_attention = nn.LayerNorm(width)
@@ -43,35 +48,49 @@ class Block(nn.Module):
             self.norm_feed_forward = nn.LayerNorm(width)
             self.expand = nn.Linear(width, 4 * width)
             self.contract = nn.Linear(4 * width, width)
+            if self.is_first:
+                self.embedding = nn.Embedding(size.vocabulary, width)
+                self.positions = nn.Parameter(torch.randn(size.sequence, width))
+            if self.is_last:
+                self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, size.vocabulary, bias=False))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[samples, sequence, width] to the same."""
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Hidden states [samples, sequence, width] to the same; with a vocabulary, the first block takes tokens
+        [samples, sequence], and the last one gives logits [samples, sequence, vocabulary]."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, hidden, use_reentrant=False)
-        return self._forward(hidden)
+            return checkpoint(self._forward, inputs, use_reentrant=False)
+        return self._forward(inputs)
 
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(inputs) + self.positions if self.is_first else inputs
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.mix(self.norm_attention(hidden)).chunk(3, dim=-1)
         )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.project(attended.transpose(1, 2).flatten(2))
-        return hidden + self.contract(nn.functional.gelu(self.expand(self.norm_feed_forward(hidden))))
+        hidden = hidden + self.contract(nn.functional.gelu(self.expand(self.norm_feed_forward(hidden))))
+        return self.head(hidden) if self.is_last else hidden
 
 
 def build_blocks(size: ModelSize, indices: Sequence[int], recompute: bool) -> list[Block]:
-    return [Block(index, size.width, recompute) for index in indices]
+    return [Block(index, size, recompute) for index in indices]
 
 
-def loss_function(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(hidden, target)
+def loss_function(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean loss of a micro-batch; targets are tokens or hidden states."""
+    if target.is_floating_point():
+        return nn.functional.mse_loss(output, target)
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def micro_batch(size: ModelSize, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``index``-th micro-batch of a step over all data-parallel ranks: input and target,
-    [samples, sequence, width] each."""
+    """The ``index``-th micro-batch of a step over all data-parallel ranks: input and target, tokens
+    [samples, sequence] each or, without a vocabulary, hidden states [samples, sequence, width]."""
     generator = torch.Generator().manual_seed(100_000 * step + index)
+    if size.vocabulary:
+        tokens = torch.randint(size.vocabulary, (size.samples, size.sequence + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
     shape = (size.samples, size.sequence, size.width)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 

@@ -6,7 +6,9 @@ same engine: ``micro_batch_group`` 1. A chunk has as many parameters as make the
 order at ZeRO stage 3 last about ``SHARE`` of its compute at the fastest rate.
 
 The bound of a step is the longer of its compute, measured without collectives, and its collectives, each of which takes
-as long as one that has the network for itself; and the first gather and the last reduction, which nothing can hide.
+as long as one that has the network for itself; and the first gather and the last reduction, which nothing can hide. It
+knows nothing of the order: gathers that take longer than a chunk's forward passes cannot hide behind those, whatever is idle
+later. The simulated step of the same program, given the same times, does.
 """
 
 import gc
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
-from benchmarks.overlap import COMPUTE, KINDS, calibrate
+from benchmarks.overlap import COMPUTE, KINDS, calibrate, simulated
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed, spec_of
@@ -101,6 +103,8 @@ def enter(record: Record, setting: Setting, rate: str, found: Sequence[Found]) -
         network = sum(count * alone[kind] for count, kind in zip(collectives(setting, stage), KINDS))
         bound = max(compute, network) + sum(alone.values())
         record.add(layered(stage), config, "bound", [bound * 1000], "ms")
+        timeline = simulated(setting, (stage, 2), setting.durations(**alone))
+        record.add(layered(stage), config, "simulated", [timeline.step_time * 1000], "ms")
         record.add(layered(stage), config, BOUND, [step / bound for step in seconds[layered(stage)]], "ratio")
         ratios.append(median(seconds[layered(stage)]) / bound)
     for name in (*map(layered, STAGES), OUTER):

@@ -7,7 +7,8 @@ is the engine's own time per action: what it costs that a program is executed. W
 such as copies of inputs and looking after the random generators, and where several pipeline ranks take part, so do its
 calls to send, receive and wait. Only the thread that executes the program counts. What passes while it sleeps until a
 message is there, and what the transport's own thread does meanwhile, is in the times by the clock, which are shown
-beside; how long the messages alone take, a third loop shows.
+beside. How long the messages alone take, a third loop shows, all of them under way at once; a fourth has them wait for
+each other as the program does.
 
 The executor looks after the generators it has under DeepSpeed: torch's, Python's and NumPy's. Compute is so small that
 absolute times are of this machine; what DeepSpeed's ``train_batch`` adds around a step is not measured.
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from benchmarks.virtual import bare, chunk
 from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import build_partition
@@ -38,7 +40,7 @@ from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
 from tests.ranks import run_on_ranks
 
 NAME = "overhead"
-BARE, MESSAGES = "bare loop", "bare messages"
+BARE, MESSAGES, PIPELINE = "bare loop", "bare messages", "bare pipeline"
 STEPS = 40
 """Steps that are timed together."""
 SIZE = 4
@@ -158,6 +160,7 @@ def _time_on_rank(spec: ProgramSpec, steps: int, repetitions: int) -> Timed:
     assert contenders[OURS]() == contenders[BARE](), "engine and bare loop compute different losses"
     if spec.pipeline_ranks > 1:
         contenders[MESSAGES] = message_step(spec, rank, program)
+        contenders[PIPELINE] = pipeline_step(spec)
     per_action = 1e6 / (steps * len(program))
     timed: dict[str, list[Time]] = {name: [] for name in contenders}
     for _ in range(repetitions + 1):
@@ -251,6 +254,22 @@ def message_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Ste
         for work in [start(tensor) for start, tensor in zip(messages, tensors)]:
             work.wait()
         return []
+
+    return step
+
+
+def pipeline_step(spec: ProgramSpec) -> Step:
+    """The calls of torch and gloo that the program needs without recomputation, in its order, every receive awaited
+    where its tensor is used: chunks that take no time leave what passes until messages have arrived."""
+    chunks_per_rank = spec.chunks // spec.pipeline_ranks
+    setting = chunk.Setting(
+        spec.pipeline_ranks, chunks_per_rank, spec.micro_batches, forward=0, backward=0, elements=SIZE
+    )
+    loop = bare.BareLoop(setting, spec)
+
+    def step() -> list[torch.Tensor]:
+        loop.step()
+        return loop.losses
 
     return step
 

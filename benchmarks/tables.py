@@ -112,10 +112,29 @@ def network() -> str:
     lines = []
     for (layout, rate, contender), rows in found.items():
         step = f"{rows['step'].median:.0f} ± {rows['step'].spread / 2:.0f}"
-        bound = f"{rows['bound'].median:.0f}" if "bound" in rows else ""
+        bound, simulated = (f"{rows[name].median:.0f}" if name in rows else "" for name in ("bound", "simulated"))
         ratio = f"{rows['step / bound'].median:.3f}" if "step / bound" in rows else ""
-        lines.append([layout, rate, contender, step, bound, ratio])
-    return table(["P x W", "rate", "", "step, ms", "bound, ms", "step / bound"], lines, numbers_from=3)
+        lines.append([layout, rate, contender, step, bound, ratio, simulated])
+    columns = ["P x W", "rate", "", "step, ms", "bound, ms", "step / bound", "simulated, ms"]
+    return table(columns, lines, numbers_from=3)
+
+
+def training(width: str, link: str) -> str:
+    """Seconds of a step and CPU seconds of all ranks, of every contender at one link, of the ``small`` or the ``wide``
+    model: with recomputation and, where it was measured, without."""
+    rows = [row for row in read("training").rows if row.config["link"] == link and row.unit == "s"]
+    widths = sorted({row.config["width"] for row in rows})
+    rows = [row for row in rows if row.config["width"] == widths[{"small": 0, "wide": -1}[width]]]
+    kinds = list(dict.fromkeys(row.config["recompute"] for row in rows))
+    found: dict[tuple, dict[tuple, str]] = {}
+    for row in rows:
+        layout = f"{row.config['pipeline_ranks']} x {row.config['data_ranks']}"
+        setting = (layout, row.config["parameters"], row.contender)
+        cell = f"{row.median:.3f} ± {row.spread / 2:.3f}" if row.metric == "step" else f"{row.median:.2f}"
+        found.setdefault(setting, {})[row.config["recompute"], row.metric] = cell
+    columns = {(kind, metric): f"{metric}, recompute {kind}" for kind in kinds for metric in ("step", "CPU")}
+    lines = [[*setting, *(cells.get(column, "") for column in columns)] for setting, cells in found.items()]
+    return table(["P x W", "parameters", "", *columns.values()], lines, numbers_from=3)
 
 
 def overhead() -> str:

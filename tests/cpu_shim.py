@@ -25,8 +25,12 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
-def install() -> None:
-    """Lets megatron run in this process; the thread that calls this is the one that may ask for tensors on "cuda"."""
+def install(everywhere: bool = True) -> None:
+    """Lets megatron run in this process; the thread that calls this is the one that may ask for tensors on "cuda".
+
+    Args:
+        everywhere: whether it may do so from now on, or within ``ToCpu()`` alone, which costs every call of torch.
+    """
     # Megatron refuses tensor parallelism without the first; its fused functions would be compiled without the second.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -35,11 +39,12 @@ def install() -> None:
     _share_random_state()
     _keep_sent_tensors()
     _spawn_without_the_script()
-    _ToCpu().__enter__()
+    if everywhere:
+        ToCpu().__enter__()
     sys.meta_path.insert(0, _NothingToCompile())
 
 
-class _ToCpu(TorchFunctionMode):
+class ToCpu(TorchFunctionMode):
     """What is asked of "cuda", or of a device by its number, is done on the CPU."""
 
     def __torch_function__(

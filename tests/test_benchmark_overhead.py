@@ -10,6 +10,7 @@ from benchmarks.overhead import (
     BARE,
     ENGINE,
     MESSAGES,
+    PIPELINE,
     SETTINGS,
     STARTS,
     Setting,
@@ -61,7 +62,7 @@ def test_the_record_has_every_contender_and_the_targets():
     assert rows == [
         *[(contender, 1, metric, "us") for contender in (OURS, BARE) for metric in STEP],
         *[(OURS, 1, metric, "us") for metric in ENGINE.values()],
-        *[(contender, 2, metric, "us") for contender in (OURS, BARE, MESSAGES) for metric in STEP],
+        *[(contender, 2, metric, "us") for contender in (OURS, BARE, MESSAGES, PIPELINE) for metric in STEP],
         *[(OURS, 2, metric, "us") for metric in ENGINE.values()],
         ("Python", None, "fresh interpreter", "s"),
     ]

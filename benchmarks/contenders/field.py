@@ -1,11 +1,15 @@
 """Who competes in which layout."""
 
+from collections.abc import Callable
 from functools import partial
 
-from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders import Contender, Layout, Training
+from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.fsdp import Accumulation
 from benchmarks.contenders.lgamp import Layered
+from benchmarks.contenders.megatron_core import MegatronCore
 from benchmarks.contenders.pipelining import Pipeline
+from benchmarks.contenders.stock_pipeline import StockPipeline
 from benchmarks.contenders.zero import Zero
 from benchmarks.record import OURS
 
@@ -53,3 +57,74 @@ def ours(layout: Layout) -> dict[tuple[int, int], Contender]:
 def peers(layout: Layout) -> list[Contender]:
     """Everybody else."""
     return DATA_PARALLEL if layout.pipeline_ranks == 1 else PIPELINED
+
+
+KEPT, SHARDED = "kept", "sharded"
+"""What becomes of parameters: every rank holds those of its chunks throughout, or only while they are needed."""
+BARE = "bare loop"
+
+
+def in_training(layout: Layout, recompute: bool) -> dict[str, list[Contender]]:
+    """Who trains whole steps against the clock, by what becomes of parameters; ours comes first.
+
+    Args:
+        recompute: whether everybody recomputes every block, or nobody anything.
+    """
+    pipelined, sharding = layout.pipeline_ranks > 1, layout.data_ranks > 1
+    kept = [
+        Contender(f"{OURS}, ZeRO-1", partial(_layered, zero_stage=1, recompute=recompute)),
+        *_with(recompute, _kept_in_pipeline(sharding) if pipelined else _kept_without_pipeline(sharding)),
+    ]
+    sharded = [
+        Contender(f"{OURS}, ZeRO-3", partial(_layered, zero_stage=3, recompute=recompute)),
+        *_with(recompute, _sharded_in_pipeline() if pipelined else _sharded_without_pipeline(sharding)),
+    ]
+    return {KEPT: kept, SHARDED: sharded} if sharding or not pipelined else {KEPT: kept}
+
+
+def _layered(layout: Layout, zero_stage: int, recompute: bool) -> Layered:
+    return Layered(layout, zero_stage, resident_chunks=2, recompute="full" if recompute else "none")
+
+
+def _with(recompute: bool, peers: dict[str, Callable[..., Training]]) -> list[Contender]:
+    return [Contender(name, partial(build, recompute=recompute)) for name, build in peers.items()]
+
+
+def _kept_without_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
+    peers: dict[str, Callable[..., Training]] = {
+        "DeepSpeed ZeRO-1": partial(Zero, stage=1),
+        "Megatron-core": MegatronCore,
+    }
+    if sharding:
+        return {"FSDP2, kept unsharded": partial(Accumulation, deferred_sync=True, kept=True), **peers}
+    return {BARE: Bare, **peers}
+
+
+def _sharded_without_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
+    zero = {"DeepSpeed ZeRO-3": partial(Zero, stage=3)}
+    if not sharding:
+        return dict(zero)
+    return {
+        "FSDP2": Accumulation,
+        "FSDP2, deferred sync": partial(Accumulation, deferred_sync=True),
+        **zero,
+        "DeepSpeed ZeRO-3, coalesced reduction": partial(Zero, stage=3, deferred_reduce=True),
+    }
+
+
+def _kept_in_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
+    suffix = " + FSDP2, no reshard" if sharding else ""
+    return {
+        "DeepSpeed 1F1B": StockPipeline,
+        f"torch LoopedBFS{suffix}": partial(Pipeline, schedule="looped_bfs", reshard=False),
+        f"torch 1F1B{suffix}": partial(Pipeline, schedule="1f1b", reshard=False),
+        "Megatron-core 1F1B": MegatronCore,
+        "Megatron-core interleaved": partial(MegatronCore, interleaved=True),
+    }
+
+
+def _sharded_in_pipeline() -> dict[str, Callable[..., Training]]:
+    return {
+        "torch LoopedBFS + FSDP2": partial(Pipeline, schedule="looped_bfs", reshard=True),
+        "torch 1F1B + FSDP2": partial(Pipeline, schedule="1f1b", reshard=True),
+    }

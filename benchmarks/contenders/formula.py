@@ -28,6 +28,6 @@ def program_of(
     group = micro_batch_group or micro_batches
     spec = ProgramSpec(placement, "layered", micro_batches, group, zero_stage, resident_chunks)
     pipeline_rank = rank // layout.data_ranks
-    stored = sum(aligned(parameter.numel()) for parameter in Block(0, layout.size.width).parameters())
+    stored = sum(aligned(parameter.numel()) for parameter in Block(0, layout.size).parameters())
     units = [UnitSize(stored, stored, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)]
     return build_rank_program(spec, pipeline_rank), units

@@ -11,17 +11,18 @@ from benchmarks.model import build_blocks, build_optimizer, loss_function, micro
 
 
 class Accumulation:
-    """One ``fully_shard`` group per block, every block recomputed.
+    """One ``fully_shard`` group per block.
 
     Args:
+        recompute: whether every block is computed again in the backward pass.
         deferred_sync: whether gradients are reduced after the last micro-batch only; full ones are held until then.
         kept: whether parameters, once gathered, stay until the end of the step.
     """
 
-    def __init__(self, layout: Layout, deferred_sync: bool = False, kept: bool = False) -> None:
+    def __init__(self, layout: Layout, deferred_sync: bool = False, kept: bool = False, recompute: bool = True) -> None:
         self.layout, self.deferred_sync, self.kept = layout, deferred_sync, kept
         mesh = init_device_mesh("cpu", (layout.data_ranks,))
-        blocks = build_blocks(layout.size, range(layout.size.blocks), recompute=True)
+        blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
         self.model = nn.Sequential(*blocks)
         for block in blocks:
             # The backward pass begins with the last block: to free that would only gather it again.

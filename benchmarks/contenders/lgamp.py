@@ -41,7 +41,7 @@ class Layered:
         }
         with quiet():
             module = PipelineModule(
-                [LayerSpec(Block, index, layout.size.width) for index in range(layout.size.blocks)],
+                [LayerSpec(Block, index, layout.size) for index in range(layout.size.blocks)],
                 num_stages=layout.pipeline_ranks,
                 loss_fn=loss_function,
             )

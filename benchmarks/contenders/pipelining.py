@@ -1,4 +1,4 @@
-"""PyTorch's pipeline schedules over FSDP2."""
+"""PyTorch's pipeline schedules, over FSDP2 where there is data parallelism."""
 
 from typing import Any
 
@@ -7,35 +7,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
 from benchmarks.contenders import Layout
 from benchmarks.contenders.fsdp import is_gathered
 from benchmarks.model import build_blocks, build_optimizer, loss_function, micro_batch
 
-SCHEDULES = {"looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B}
+SCHEDULES = {"looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B, "1f1b": Schedule1F1B}
 
 
 class Pipeline:
-    """One ``fully_shard`` group per block, every block recomputed.
-
-    A stage has one block, stage s is on rank s mod P.
+    """One ``fully_shard`` group per block. Stage s is on rank s mod P and has one block; at 1F1B, which has one stage
+    per rank, it has as many as there are for each.
 
     Args:
         schedule: a key of ``SCHEDULES``.
         reshard: whether the forward pass of every micro-batch frees the parameters it used.
+        recompute: whether every block is computed again in the backward pass.
     """
 
-    def __init__(self, layout: Layout, schedule: str, reshard: bool) -> None:
+    def __init__(self, layout: Layout, schedule: str, reshard: bool, recompute: bool = True) -> None:
         self.layout, self.schedule_name = layout, schedule
+        self.stages = layout.pipeline_ranks if schedule == "1f1b" else layout.size.blocks
+        blocks_per_stage = layout.size.blocks // self.stages
         shape = (layout.pipeline_ranks, layout.data_ranks)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data"))
         self.pipeline, self.data = mesh.get_group("pipeline"), mesh.get_group("data")
         self.modules: dict[int, nn.Sequential] = {}
-        for stage in range(dist.get_rank(self.pipeline), layout.size.blocks, layout.pipeline_ranks):
-            (block,) = build_blocks(layout.size, [stage], recompute=True)
-            fully_shard(block, mesh=mesh["data"], reshard_after_forward=reshard)
-            self.modules[stage] = fully_shard(nn.Sequential(block), mesh=mesh["data"], reshard_after_forward=reshard)
+        for stage in range(dist.get_rank(self.pipeline), self.stages, layout.pipeline_ranks):
+            first = stage * blocks_per_stage
+            blocks = build_blocks(layout.size, range(first, first + blocks_per_stage), recompute)
+            module = nn.Sequential(*blocks)
+            for sharded in (*blocks, module) if layout.data_ranks > 1 else ():
+                fully_shard(sharded, mesh=mesh["data"], reshard_after_forward=reshard)
+            self.modules[stage] = module
         self.optimizer = build_optimizer(nn.ModuleList(self.modules.values()).parameters())
         self.built_for = 0
 
@@ -49,7 +54,7 @@ class Pipeline:
             torch.cat([micro_batch(layout.size, step, first + index)[part] for index in range(micro_batches)])
             if stage in self.modules
             else None
-            for part, stage in enumerate((0, layout.size.blocks - 1))
+            for part, stage in enumerate((0, self.stages - 1))
         )
         losses: list[torch.Tensor] = []
         arguments = () if inputs is None else (inputs,)
@@ -67,14 +72,17 @@ class Pipeline:
         return sum(is_gathered(block) for module in self.modules.values() for block in module)
 
     def _build(self, micro_batches: int) -> Any:
-        stages = [self._stage(index, module) for index, module in self.modules.items()]
+        stages: Any = [self._stage(index, module) for index, module in self.modules.items()]
+        if self.schedule_name == "1f1b":
+            (stages,) = stages
         return SCHEDULES[self.schedule_name](stages, micro_batches, loss_fn=loss_function)
 
     def _stage(self, index: int, module: nn.Sequential) -> PipelineStage:
         size = self.layout.size
+        hidden = torch.empty(size.samples, size.sequence, size.width, device="meta", requires_grad=True)
         # With these the shapes need not be found in a trial run.
-        inputs, outputs = (
-            torch.empty(size.samples, size.sequence, size.width, device="meta", requires_grad=needed)
-            for needed in (index > 0, True)
-        )
-        return PipelineStage(module, index, size.blocks, torch.device("cpu"), inputs, outputs, group=self.pipeline)
+        inputs = hidden if index else micro_batch(size, 0, 0)[0].to("meta")
+        outputs = hidden
+        if size.vocabulary and index == self.stages - 1:
+            outputs = torch.empty(size.samples, size.sequence, size.vocabulary, device="meta", requires_grad=True)
+        return PipelineStage(module, index, self.stages, torch.device("cpu"), inputs, outputs, group=self.pipeline)

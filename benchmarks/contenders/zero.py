@@ -1,4 +1,4 @@
-"""Stock DeepSpeed's ZeRO stages 2 and 3 with gradient accumulation."""
+"""Stock DeepSpeed's ZeRO stages with gradient accumulation."""
 
 from contextlib import nullcontext
 
@@ -13,19 +13,25 @@ from benchmarks.model import build_blocks, build_optimizer, loss_function, micro
 
 
 class Zero:
-    """DeepSpeed's plain engine, every block recomputed.
+    """DeepSpeed's plain engine.
 
     Args:
-        stage: 2 or 3.
+        stage: 0 to 3.
         resident_chunks: at stage 3, how many blocks DeepSpeed is told to hold at most; None for its defaults.
         deferred_reduce: whether gradients are reduced after the last micro-batch only; full ones are held until then.
+        recompute: whether every block is computed again in the backward pass.
     """
 
     def __init__(
-        self, layout: Layout, stage: int, resident_chunks: int | None = None, deferred_reduce: bool = False
+        self,
+        layout: Layout,
+        stage: int,
+        resident_chunks: int | None = None,
+        deferred_reduce: bool = False,
+        recompute: bool = True,
     ) -> None:
         self.layout, self.deferred_reduce = layout, deferred_reduce
-        self.blocks = build_blocks(layout.size, range(layout.size.blocks), recompute=True)
+        self.blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
         elements = sum(parameter.numel() for parameter in self.blocks[0].parameters())
         zero: dict = {
             "stage": stage,
@@ -64,7 +70,7 @@ class Zero:
                 engine.set_gradient_accumulation_boundary(last)
                 inputs, target = micro_batch(layout.size, step, first + index)
                 # As behind an embedding: DeepSpeed reduces a leaf module's gradients when that of its input is there.
-                loss = loss_function(engine(inputs.requires_grad_()), target)
+                loss = loss_function(engine(inputs.requires_grad_(inputs.is_floating_point())), target)
                 engine.backward(loss)
                 total += loss.detach()
         engine.set_gradient_accumulation_boundary(True)

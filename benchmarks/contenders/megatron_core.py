@@ -1,0 +1,168 @@
+"""Megatron-core's training loop: its schedules, DistributedDataParallel and optimizer, around the same blocks."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.contenders import Layout
+from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function, micro_batch
+from tests import cpu_shim
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+
+
+class MegatronCore:
+    """1F1B, or interleaved with one block per chunk; without a pipeline, one micro-batch after the other. Where there
+    is data parallelism, the distributed optimizer's collectives run behind compute.
+
+    Args:
+        interleaved: whether a pipeline rank has a chunk for every block instead of one with all.
+        recompute: whether every block is computed again in the backward pass.
+    """
+
+    def __init__(self, layout: Layout, interleaved: bool = False, recompute: bool = True) -> None:
+        cpu_shim.install(everywhere=False)
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        self.layout = layout
+        self.virtual = layout.chunks_per_rank if interleaved else None
+        with cpu_shim.ToCpu():
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(1, layout.pipeline_ranks, self.virtual)
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            self.data = parallel_state.get_data_parallel_group()
+            self.config = self._config()
+            self.models = self._models(recompute)
+            self.optimizer = self._optimizer()
+            self.forward_backward = get_forward_backward_func()
+
+    def step(self, step: int, micro_batches: int) -> float | None:
+        layout, size = self.layout, self.layout.size
+        first = micro_batches * dist.get_rank(self.data)
+        iterators = [(micro_batch(size, step, first + index) for index in range(micro_batches)) for _ in self.models]
+        with cpu_shim.ToCpu():
+            for model in self.models:
+                model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses = self.forward_backward(
+                forward_step_func=_forward_step,
+                data_iterator=_one_or_all(iterators),
+                model=_one_or_all(self.models),
+                num_microbatches=micro_batches,
+                # Megatron's tensors are [sequence, samples, width], those of our blocks [samples, sequence, width].
+                seq_length=size.samples,
+                micro_batch_size=size.sequence,
+            )
+            self.optimizer.step()
+        if not losses:
+            return None
+        total = torch.stack(losses).sum()
+        dist.all_reduce(total, group=self.data)
+        return total.item() / (micro_batches * layout.data_ranks)
+
+    def held(self) -> int:
+        return self.layout.chunks_per_rank
+
+    def _config(self) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        layout = self.layout
+        return TransformerConfig(
+            num_layers=layout.size.blocks,
+            hidden_size=layout.size.width,
+            num_attention_heads=1,
+            use_cpu_initialization=True,
+            pipeline_model_parallel_size=layout.pipeline_ranks,
+            virtual_pipeline_model_parallel_size=self.virtual,
+            pipeline_dtype=torch.float32,
+            overlap_p2p_comm=self.virtual is not None,
+            batch_p2p_comm=self.virtual is None,
+            microbatch_group_size_per_vp_stage=layout.pipeline_ranks,
+        )
+
+    def _models(self, recompute: bool) -> list[Any]:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        layout, chunks = self.layout, self.virtual or 1
+        rank, blocks = parallel_state.get_pipeline_model_parallel_rank(), layout.chunks_per_rank // chunks
+        sharded = layout.data_ranks > 1
+        settings = DistributedDataParallelConfig(
+            overlap_grad_reduce=sharded, overlap_param_gather=sharded, use_distributed_optimizer=sharded
+        )
+        return [
+            DistributedDataParallel(self.config, settings, _Blocks(self.config, layout, first, blocks, recompute))
+            for first in range(blocks * rank, layout.size.blocks, blocks * layout.pipeline_ranks)
+        ]
+
+    def _optimizer(self) -> Any:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        sharded = self.layout.data_ranks > 1
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            adam_eps=ADAM_EPSILON,
+            clip_grad=0.0,
+            use_distributed_optimizer=sharded,
+            overlap_param_gather=sharded,
+        )
+        # By itself it would take weight decay from norms and biases.
+        optimizer = get_megatron_optimizer(settings, self.models, config_overrides={})
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if sharded:
+            self.config.no_sync_func = _one_or_all([model.no_sync for model in self.models])
+            if self.virtual is not None:
+                self.config.grad_sync_func = [model.start_grad_sync for model in self.models]
+                self.config.param_sync_func = [model.start_param_sync for model in self.models]
+        return optimizer
+
+
+class _Block(Block):
+    """What Megatron-core does needs the redirection to the CPU, what a block does would only be slowed by it."""
+
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return super()._forward(inputs)
+
+
+class _Blocks(nn.Module):
+    """A chunk as Megatron-core's schedules expect it."""
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, config: Any, layout: Layout, first: int, blocks: int, recompute: bool) -> None:
+        super().__init__()
+        from megatron.core.enums import ModelType
+
+        size = layout.size
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = first == 0, first + blocks == size.blocks
+        self.blocks = nn.Sequential(*(_Block(index, size, recompute) for index in range(first, first + blocks)))
+
+    def set_input_tensor(self, received: torch.Tensor | None) -> None:
+        self.received = received[0] if isinstance(received, list) else received
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.blocks(inputs if self.pre_process else self.received)
+
+
+def _forward_step(batch: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable]:
+    inputs, target = next(batch)
+    return model(inputs), partial(_loss, target)
+
+
+def _loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = loss_function(output, target)
+    # The schedule divides the loss in place.
+    return loss, loss.detach().clone()
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else items

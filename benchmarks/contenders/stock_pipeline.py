@@ -1,0 +1,48 @@
+"""Stock DeepSpeed's pipeline engine: 1F1B, one stage per rank."""
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+from benchmarks.contenders import Layout
+from benchmarks.model import Block, build_optimizer, loss_function, micro_batch
+from tests.engine.running import quiet
+
+
+class StockPipeline:
+    """ZeRO-1, the highest stage that it takes.
+
+    Args:
+        recompute: whether every block is computed again in the backward pass.
+    """
+
+    def __init__(self, layout: Layout, recompute: bool = True) -> None:
+        self.layout = layout
+        size = layout.size
+        with quiet():
+            module = PipelineModule(
+                [LayerSpec(Block, index, size, recompute) for index in range(size.blocks)],
+                num_stages=layout.pipeline_ranks,
+                loss_fn=loss_function,
+                partition_method="uniform",
+            )
+            self.engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=build_optimizer(module.parameters()),
+                config={
+                    "train_micro_batch_size_per_gpu": size.samples,
+                    "gradient_accumulation_steps": 1,
+                    "zero_optimization": {"stage": 1},
+                    "steps_per_print": 1 << 30,
+                },
+            )
+
+    def step(self, step: int, micro_batches: int) -> float:
+        layout = self.layout
+        self.engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
+        first = micro_batches * (dist.get_rank() % layout.data_ranks)
+        batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))
+        return self.engine.train_batch(batch).item()
+
+    def held(self) -> int:
+        return self.layout.chunks_per_rank

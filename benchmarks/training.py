@@ -1,0 +1,202 @@
+"""Whole training steps of small GPTs against the clock: ``python -m benchmarks run training``.
+
+Everybody trains the same model on real ranks, one after the other in every round. Beside the seconds of a step stand
+the CPU seconds of all ranks together: where there are more ranks than cores, those are what a contender costs. The
+wider model runs with ours and with whoever came closest at the small one.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders.field import BARE, in_training
+from benchmarks.counting import check_losses
+from benchmarks.model import ModelSize, reference_losses
+from benchmarks.namespaces import NetworkUnavailable, throttled_network
+from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from benchmarks.virtual.steps import begin_together
+from tests.engine.running import prepare_rank
+from tests.ranks import run_on_ranks
+
+NAME = "training"
+SMALL = ModelSize(blocks=8, width=256, sequence=128, vocabulary=1024)
+WIDE = SMALL._replace(width=4 * SMALL.width)
+LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
+"""Pipeline ranks and data-parallel ranks."""
+MICRO_BATCHES = 8
+SLOW_LAYOUTS = ((1, 2), (2, 2))
+SLOW_RATE, SLOW = "200mbit", "200 Mbit/s"
+LOOPBACK = "loopback"
+RECOMPUTE = {True: "full", False: "none"}
+WARM_UP = 1
+CHECKED = 2
+"""Steps whose loss is compared with one process's; those of later ones, with each other."""
+LIMIT, BARE_LIMIT = 1.0, 1.02
+"""Of our step to the fastest peer's, and to the bare loop's."""
+RATIO = "step / fastest peer's"
+SECONDS = 3600
+
+
+class Step(NamedTuple):
+    """One on one rank: when it began and ended (``time.monotonic``), CPU seconds of the process, and the loss if this
+    rank knows it."""
+
+    start: float
+    end: float
+    cpu: float
+    loss: float | None
+
+
+class Duration(NamedTuple):
+    """Of a step on all ranks: seconds from the first start to the last end, and CPU seconds together."""
+
+    wall: float
+    cpu: float
+
+
+Found = dict[str, dict[str, list[Duration]]]
+"""By what becomes of parameters and by contender, every step that counts."""
+
+
+def run(
+    small: ModelSize = SMALL,
+    wide: ModelSize = WIDE,
+    layouts: Sequence[tuple[int, int]] = LAYOUTS,
+    slow_layouts: Sequence[tuple[int, int]] = SLOW_LAYOUTS,
+    micro_batches: int = MICRO_BATCHES,
+    repetitions: int = REPETITIONS,
+) -> Record:
+    """Measures every layout on loopback, with and without recomputation, then those of the slow network."""
+    record = begin(NAME)
+    for pipeline_ranks, data_ranks in layouts:
+        layout = Layout(pipeline_ranks, data_ranks, small)
+        found = {again: compete(in_training(layout, again), layout, micro_batches, repetitions) for again in RECOMPUTE}
+        for again, groups in found.items():
+            enter(record, layout, micro_batches, again, LOOPBACK, groups)
+        aim(record, layout, LOOPBACK, list(found.values()))
+        layout = layout._replace(size=wide)
+        closest = {
+            held: [contender for contender in contenders if contender.name in _first_and_fastest(found[True][held])]
+            for held, contenders in in_training(layout, recompute=True).items()
+        }
+        groups = compete(closest, layout, micro_batches, repetitions)
+        enter(record, layout, micro_batches, True, LOOPBACK, groups)
+        aim(record, layout, LOOPBACK, [groups])
+    for pipeline_ranks, data_ranks in slow_layouts:
+        layout = Layout(pipeline_ranks, data_ranks, small)
+        try:
+            with throttled_network(pipeline_ranks * data_ranks, SLOW_RATE) as network:
+                groups = compete(in_training(layout, True), layout, micro_batches, repetitions, network.enter)
+        except NetworkUnavailable as reason:
+            record.machine["network"] = f"nothing measured at {SLOW}: {reason}"
+            print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+            break
+        enter(record, layout, micro_batches, True, SLOW, groups)
+        aim(record, layout, SLOW, [groups])
+    return record
+
+
+def compete(
+    groups: dict[str, list[Contender]],
+    layout: Layout,
+    micro_batches: int,
+    repetitions: int,
+    enter_network: Callable[[int], None] | None = None,
+) -> Found:
+    """Measures one group after the other, the contenders of each in turns on one set of processes.
+
+    Raises AssertionError if a contender trained something else than one process.
+    """
+    ranks = layout.pipeline_ranks * layout.data_ranks
+    found = {}
+    for held, contenders in groups.items():
+        arguments = contenders, layout, micro_batches, repetitions
+        on_ranks = run_on_ranks(ranks, _train_on_rank, *arguments, before_init=enter_network, seconds=SECONDS)
+        steps = {contender.name: list(zip(*(rank[contender.name] for rank in on_ranks))) for contender in contenders}
+        _check(layout, micro_batches, steps)
+        found[held] = {name: [_duration(ranks) for ranks in each[WARM_UP:]] for name, each in steps.items()}
+    return found
+
+
+def enter(record: Record, layout: Layout, micro_batches: int, recompute: bool, link: str, groups: Found) -> None:
+    """Every contender's rows of one layout; of ours, the ratio to the fastest peer too."""
+    for held, durations in groups.items():
+        config: Config = {
+            **layout.config(micro_batches),
+            "width": layout.size.width,
+            "recompute": RECOMPUTE[recompute],
+            "link": link,
+            "parameters": held,
+        }
+        for name, each in durations.items():
+            record.add(name, config, "step", [duration.wall for duration in each], "s")
+            record.add(name, config, "CPU", [duration.cpu for duration in each], "s")
+        own, peer = _first_and_fastest(durations)
+        record.add(own, config, RATIO, _ratios(durations, own, peer), "ratio")
+
+
+def aim(record: Record, layout: Layout, link: str, runs: Sequence[Found]) -> None:
+    """The targets of one layout: the worst of some runs, which differ in what is recomputed."""
+    where = f"{layout.pipeline_ranks} x {layout.data_ranks} ranks, width {layout.size.width}, {link}"
+    every = [durations for groups in runs for durations in groups.values()]
+    worst = max(median(_ratios(durations, *_first_and_fastest(durations))) for durations in every)
+    record.aim(f"largest {RATIO}, {where}", worst, LIMIT)
+    bare = [median(_ratios(durations, next(iter(durations)), BARE)) for durations in every if BARE in durations]
+    if bare:
+        record.aim(f"largest step / bare loop's, {where}", max(bare), BARE_LIMIT)
+
+
+def _first_and_fastest(durations: dict[str, list[Duration]]) -> tuple[str, str]:
+    """Ours and its closest peer."""
+    return next(iter(durations)), _fastest(durations)
+
+
+def _fastest(durations: dict[str, list[Duration]]) -> str:
+    """The peer with the shortest step."""
+    return min(
+        (name for name in durations if not name.startswith(OURS)),
+        key=lambda name: median(duration.wall for duration in durations[name]),
+    )
+
+
+def _ratios(durations: dict[str, list[Duration]], own: str, peer: str) -> list[float]:
+    """Of the steps of one round each."""
+    return [mine.wall / other.wall for mine, other in zip(durations[own], durations[peer])]
+
+
+def _train_on_rank(
+    contenders: Sequence[Contender], layout: Layout, micro_batches: int, repetitions: int
+) -> dict[str, list[Step]]:
+    prepare_rank()
+    trainings = {contender.name: contender.build(layout) for contender in contenders}
+    gc.collect()
+    gc.freeze()
+    steps: dict[str, list[Step]] = {name: [] for name in trainings}
+    for step in range(WARM_UP + repetitions):
+        for name, training in trainings.items():
+            begin_together()
+            start, cpu = time.monotonic(), time.process_time()
+            loss = training.step(step, micro_batches)
+            steps[name].append(Step(start, time.monotonic(), time.process_time() - cpu, loss))
+    return steps
+
+
+def _duration(ranks: Sequence[Step]) -> Duration:
+    wall = max(step.end for step in ranks) - min(step.start for step in ranks)
+    return Duration(wall, sum(step.cpu for step in ranks))
+
+
+def _check(layout: Layout, micro_batches: int, steps: dict[str, list[tuple[Step, ...]]]) -> None:
+    losses = {}
+    for name, each in steps.items():
+        known = [{step.loss for step in ranks} - {None} for ranks in each]
+        assert all(known), f"no rank knows a loss of {name}"
+        losses[name] = [max(found) for found in known]
+    first, *_ = losses.values()
+    alone = reference_losses(layout.size, layout.data_ranks, (micro_batches,) * min(CHECKED, len(first)))
+    for name, found in losses.items():
+        check_losses(name, found, [*alone, *first[len(alone) :]])

@@ -1,0 +1,100 @@
+"""The benchmark of whole training steps: who competes, that everybody trains the same, and what is told of it."""
+
+import pytest
+
+from benchmarks import training
+from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders.bare import Bare
+from benchmarks.contenders.field import BARE, KEPT, SHARDED, in_training
+from benchmarks.model import ModelSize
+from benchmarks.namespaces import NetworkUnavailable
+from benchmarks.record import OURS
+from benchmarks.training import LAYOUTS, LIMIT, RATIO, Duration, compete, run
+
+TINY = ModelSize(blocks=4, width=32, sequence=8, vocabulary=32)
+WIDE = TINY._replace(width=64)
+MICRO_BATCHES = 4
+
+
+@pytest.mark.parametrize(("layout", "held", "recompute"), [((2, 2), KEPT, True), ((1, 2), SHARDED, False)])
+def test_everybody_trains_what_one_process_does(layout, held, recompute):
+    layout = Layout(*layout, TINY)
+    contenders = in_training(layout, recompute)[held]
+    found = compete({held: contenders}, layout, MICRO_BATCHES, repetitions=2)[held]
+    assert list(found) == [contender.name for contender in contenders]
+    assert all(len(each) == 2 and min(map(min, each)) > 0 for each in found.values())
+
+
+class HalfTheBatch(Bare):
+    def step(self, step, micro_batches):
+        return super().step(step, micro_batches // 2)
+
+
+class OtherWeights(Bare):
+    """Reports what the bare loop does in the first steps, and trains something else."""
+
+    def step(self, step, micro_batches):
+        if step == training.CHECKED:
+            self.optimizer.param_groups[0]["lr"] = 0.0
+        return super().step(step, micro_batches)
+
+
+@pytest.mark.parametrize("cheat", [HalfTheBatch, OtherWeights])
+def test_who_trains_something_else_fails_the_run(cheat):
+    contenders = {KEPT: [Contender("honest", Bare), Contender("cheat", cheat)]}
+    with pytest.raises(AssertionError, match="cheat: loss"):
+        compete(contenders, Layout(1, 1, TINY), MICRO_BATCHES, repetitions=3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_ours_comes_first_and_names_are_unique(layout, recompute):
+    groups = in_training(Layout(*layout, TINY), recompute)
+    assert list(groups) == ([KEPT] if layout[0] > 1 and layout[1] == 1 else [KEPT, SHARDED])
+    for contenders in groups.values():
+        names = [contender.name for contender in contenders]
+        assert [name.startswith(OURS) for name in names] == [True] + [False] * (len(names) - 1)
+        assert len(set(names)) == len(names) > 1
+
+
+@pytest.fixture
+def competitions(monkeypatch):
+    """What was asked; contenders take as many seconds as they have predecessors, ours 4."""
+    asked = []
+
+    def timed(place, rounds):
+        return [Duration(wall=place or 4.0, cpu=1.0)] * rounds
+
+    def pretend(groups, layout, micro_batches, repetitions, enter_network=None):
+        asked.append((layout.size, {held: [one.name for one in contenders] for held, contenders in groups.items()}))
+        return {
+            held: {one.name: timed(place, repetitions) for place, one in enumerate(contenders)}
+            for held, contenders in groups.items()
+        }
+
+    def no_network(nodes, rate):
+        raise NetworkUnavailable(f"{nodes} nodes are too many")
+
+    monkeypatch.setattr(training, "compete", pretend)
+    monkeypatch.setattr(training, "throttled_network", no_network)
+    return asked
+
+
+def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(competitions, capsys):
+    record = run(TINY, WIDE, layouts=((1, 1),), slow_layouts=((1, 2),), micro_batches=MICRO_BATCHES, repetitions=2)
+    sizes, groups = zip(*competitions)
+    assert sizes == (TINY, TINY, WIDE)
+    assert groups[2] == {KEPT: [f"{OURS}, ZeRO-1", BARE], SHARDED: [f"{OURS}, ZeRO-3", "DeepSpeed ZeRO-3"]}
+    assert {row.median for row in record.rows if row.metric == RATIO} == {4.0}
+    assert {row.contender for row in record.rows if row.metric == RATIO} == {f"{OURS}, ZeRO-1", f"{OURS}, ZeRO-3"}
+    assert [(target.text.split(",")[0], target.value, target.limit) for target in record.targets] == [
+        (f"largest {RATIO}", 4.0, LIMIT),
+        ("largest step / bare loop's", 4.0, training.BARE_LIMIT),
+    ] * 2
+    assert record.machine["network"] == "nothing measured at 200 Mbit/s: 2 nodes are too many"
+    assert "nothing measured" in capsys.readouterr().err
+
+
+def test_a_step_lasts_from_the_first_start_to_the_last_end_on_the_cpus_of_all_ranks():
+    ranks = [training.Step(1.0, 3.0, 0.5, None), training.Step(1.5, 4.0, 0.25, 2.0)]
+    assert training._duration(ranks) == (3.0, 0.75)
