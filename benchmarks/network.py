@@ -7,8 +7,8 @@ order at ZeRO stage 3 last about ``SHARE`` of its compute at the fastest rate.
 
 The bound of a step is the longer of its compute, measured without collectives, and its collectives, each of which takes
 as long as one that has the network for itself; and the first gather and the last reduction, which nothing can hide. It
-knows nothing of the order: gathers that take longer than a chunk's forward passes cannot hide behind those, whatever is idle
-later. The simulated step of the same program, given the same times, does.
+knows nothing of the order: gathers that take longer than a chunk's forward passes cannot hide behind those, whatever is
+idle later. The simulated step of the same program, given the same times, does.
 """
 
 import gc
