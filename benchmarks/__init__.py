@@ -4,6 +4,7 @@ NAMES = (
     "communication",
     "memory",
     "schedule",
+    "latency",
     "overlap",
     "network",
     "overhead",

@@ -20,6 +20,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "memory-2": partial(tables.memory, 2),
         "schedule-loopback": partial(tables.schedule, "loopback"),
         "schedule-slow": partial(tables.schedule, "1 Gbit/s"),
+        "latency": tables.latency,
         "overlap": tables.overlap,
         "network": tables.network,
         "overhead": tables.overhead,

@@ -82,6 +82,21 @@ def schedule(link: str) -> str:
     return table(["P", "N", "M", *contenders], lines, numbers_from=0)
 
 
+def latency() -> str:
+    """The bubble of every contender at every length of compute, and how it compares with both simulations."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read("latency").rows:
+        lengths = "{forward_ms:g} + {backward_ms:g}".format(**row.config)
+        found.setdefault((lengths, row.contender), {})[row.metric] = row
+    metrics = ("bubble", "bubble / simulated bubble", "bubble / simulated bubble, one message after another")
+    lines = [
+        [*key, *(f"{rows[metric].median:.3f} ± {rows[metric].spread / 2:.3f}" for metric in metrics)]
+        for key, rows in found.items()
+        if "bubble" in rows
+    ]
+    return table(["forward + backward, ms", "", *metrics], lines, numbers_from=2)
+
+
 def overlap() -> str:
     """Of every policy in every layout: how long a step takes, and how long compute waits for collectives; what the
     simulation says of the waits behind it."""
