@@ -8,7 +8,7 @@ NAMES = (
     "overlap",
     "network",
     "overhead",
-    "programs",
+    "growth",
     "checkpoint",
     "megatron",
     "gpu",

@@ -1,9 +1,10 @@
 """The project's only clock: runs a program on paper.
 
 Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. What a rank sends follows
-one after another where :class:`Durations` says how long one occupies it. Gathers and reductions take time where it says
-so: those of a rank run one after another, as in one communicator, beside its compute. They begin where the program launches them and are awaited where ``ds_lgamp/partition`` awaits them.
-Data-parallel ranks are alike. Tied modules, which travel beside chunks, take no time.
+one after another where :class:`Durations` says how long one keeps the link busy. Gathers and reductions take time where
+it says so: those of a rank run one after another, as in one communicator, beside its compute. They begin where the
+program launches them and are awaited where ``ds_lgamp/partition`` awaits them. Data-parallel ranks are alike. Tied
+modules, which travel beside chunks, take no time.
 """
 
 from collections import defaultdict
