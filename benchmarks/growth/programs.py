@@ -3,7 +3,8 @@
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from benchmarks.growth.job import Axis, Job
@@ -38,7 +39,7 @@ def enter(record: Record, axes: Sequence[Axis], repetitions: int, largest: Job) 
     # Collections would look through the modules of all frameworks again and again.
     gc.collect()
     gc.freeze()
-    found = {job: measure(job, repetitions) for job in (*jobs, largest)}
+    found = measure([*jobs, largest], repetitions)
     gc.unfreeze()
     for axis in axes:
         for job in axis.jobs:
@@ -52,20 +53,29 @@ def enter(record: Record, axes: Sequence[Axis], repetitions: int, largest: Job) 
     record.aim("ranks with another number of actions than the formula's", sum(map(count_deviations, found)), 0)
 
 
-def measure(job: Job, repetitions: int) -> dict[str, list[float]]:
-    """By metric the samples; the one rank is one that has two neighbours, if there is any."""
-    spec = spec_of(job)
-    rank = job.pipeline_ranks // 2
+def measure(jobs: Iterable[Job], repetitions: int) -> dict[Job, dict[str, list[float]]]:
+    """By job and metric the samples; the jobs alternate."""
+    found: dict[Job, dict[str, list[float]]] = {job: defaultdict(list) for job in jobs}
+    for _ in range(repetitions):
+        for job, samples in found.items():
+            for metric, value in _sample(job).items():
+                samples[metric].append(value)
+    return found
+
+
+def _sample(job: Job) -> dict[str, float]:
+    """By metric; the one rank has two neighbours, if any has."""
+    spec, rank = spec_of(job), job.pipeline_ranks // 2
     own = len(build_rank_program(spec, rank))
-    build = _seconds(lambda: build_rank_program(spec, rank), max(1, ENOUGH // own), repetitions)
+    build = _seconds(lambda: build_rank_program(spec, rank), max(1, ENOUGH // own))
     program = build_program(spec)
     actions = sum(map(len, program))
-    proof = _seconds(lambda: validate(spec, program), max(1, ENOUGH // actions), repetitions)
+    proof = _seconds(lambda: validate(spec, program), max(1, ENOUGH // actions))
     return {
-        ACTIONS: [own],
-        BYTES: [bytes_per_action(spec, rank)],
-        BUILD: [seconds / own * 1e6 for seconds in build],
-        VALIDATE: [seconds / actions * 1e6 for seconds in proof],
+        ACTIONS: own,
+        BYTES: bytes_per_action(spec, rank),
+        BUILD: build / own * 1e6,
+        VALIDATE: proof / actions * 1e6,
         BUILD_ONE: build,
         VALIDATE_ALL: proof,
     }
@@ -111,12 +121,9 @@ def _enter_job(record: Record, axis: str, job: Job, found: dict[str, list[float]
         record.add(OURS, job.config(axis), metric, found[metric], unit)
 
 
-def _seconds(function: Callable[[], object], calls: int, repetitions: int) -> list[float]:
+def _seconds(function: Callable[[], object], calls: int) -> float:
     """CPU time of one call; ``calls`` are timed at once."""
-    samples = []
-    for _ in range(repetitions):
-        start = time.thread_time()
-        for _ in range(calls):
-            function()
-        samples.append((time.thread_time() - start) / calls)
-    return samples
+    start = time.thread_time()
+    for _ in range(calls):
+        function()
+    return (time.thread_time() - start) / calls

@@ -99,20 +99,17 @@ class Timed(NamedTuple):
 
 
 def _measure_on_rank(jobs: Sequence[Job], repetitions: int) -> tuple[list[Timed], bool]:
-    found = []
-    for job in jobs:
-        setting = setting_of(job)
-        sleeping = Executed(setting, "layered", zero_stage=3)
-        idle = Executed(setting._replace(forward=0.0, backward=0.0), "layered", zero_stage=3)
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        # The first of each is not counted.
-        timed = Timed({SLEEPING: [time_step(sleeping)], IDLE: [time_step(idle)]}, [])
-        for _ in range(repetitions):
-            timed.steps[SLEEPING].append(time_step(sleeping))
-            timed.cpu.append(_cpu_seconds(idle))
-        found.append(timed)
+    """The jobs alternate; the first step of each is not counted."""
+    settings = [setting_of(job) for job in jobs]
+    sleeping = [Executed(setting, "layered", zero_stage=3) for setting in settings]
+    idle = [Executed(setting._replace(forward=0.0, backward=0.0), "layered", zero_stage=3) for setting in settings]
+    gc.collect()
+    gc.freeze()
+    found = [Timed({SLEEPING: [time_step(long)], IDLE: [time_step(short)]}, []) for long, short in zip(sleeping, idle)]
+    for _ in range(repetitions):
+        for timed, long, short in zip(found, sleeping, idle):
+            timed.steps[SLEEPING].append(time_step(long))
+            timed.cpu.append(_cpu_seconds(short))
     return found, is_precise()
 
 
