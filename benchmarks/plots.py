@@ -77,5 +77,40 @@ def schedule(figure: Any) -> None:
         axes.legend(fontsize="x-small")
 
 
-PLOTS: dict[str, Callable[[Any], None]] = {"communication": communication, "memory": memory, "schedule": schedule}
+GROWTH = {
+    "CPU time per action": ("CPU us per action", 1),
+    "beyond simulated, per forward and backward": ("us beyond simulated", 1),
+    "peak memory": ("peak MB of a rank", 1e-6),
+    "validate all, per action": ("us to validate an action", 1),
+}
+"""By metric, the label and the factor of its row of panels."""
+AXES = {"N": "chunks_per_rank", "M": "micro_batches", "P": "pipeline_ranks", "W": "data_ranks"}
+
+
+def growth(figure: Any) -> None:
+    """A row of panels for every metric, a column for everything that grows."""
+    figure.set_size_inches(9, 8)
+    rows = read("growth").rows
+    panels = figure.subplots(len(GROWTH), len(AXES), sharey="row")
+    for panel_row, (metric, (label, factor)) in zip(panels, GROWTH.items()):
+        panel_row[0].set_ylabel(label, fontsize="small")
+        shown = [row for row in rows if row.metric == metric and row.config["axis"] in AXES]
+        panel_row[0].set_ylim(0, 1.1 * factor * max(row.median for row in shown))
+        for axes, (axis, field) in zip(panel_row, AXES.items()):
+            here = [row for row in shown if row.config["axis"] == axis]
+            if not here:
+                axes.set_axis_off()
+                continue
+            axes.plot([row.config[field] for row in here], [row.median * factor for row in here], marker="o")
+            axes.set_xlabel(field.replace("_", " "), fontsize="small")
+            axes.tick_params(labelsize="x-small")
+            axes.grid(alpha=0.3)
+
+
+PLOTS: dict[str, Callable[[Any], None]] = {
+    "communication": communication,
+    "memory": memory,
+    "schedule": schedule,
+    "growth": growth,
+}
 """By recorded run."""

@@ -13,16 +13,13 @@ from statistics import median
 
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import REPETITIONS, Record, begin
+from benchmarks.virtual.bubbles import MEGABYTE, SLOW, SLOW_RATE, enter_bubbles, enter_hop, simulated
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender
 from benchmarks.virtual.steps import Measured, measure, scheduling
-from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import Timeline, simulate
 
 NAME = "schedule"
-LOOPBACK, SLOW = "loopback", "1 Gbit/s"
-SLOW_RATE = "1gbit"
-MEGABYTE = 1 << 20
+LOOPBACK = "loopback"
 SETTINGS = [
     Setting(ranks, chunks, micro_batches) for ranks, chunks, micro_batches in product((4, 8), (1, 2, 4, 8), (8, 16))
 ]
@@ -54,12 +51,6 @@ def run(
     return record
 
 
-def simulated(contender: Contender, setting: Setting, hop: float = 0.0) -> Timeline:
-    """The order of ``contender`` on paper; ``hop`` in seconds."""
-    spec = contender.spec(setting)
-    return simulate(spec, build_program(spec), setting.durations(hop))
-
-
 def _by_ranks(settings: Sequence[Setting]) -> list[list[Setting]]:
     """One spawn's settings each."""
     numbers = dict.fromkeys(setting.pipeline_ranks for setting in settings)
@@ -79,15 +70,13 @@ def _enter(
             "micro_batches": setting.micro_batches,
             "link": link,
         }
-        record.add("gloo", config, "hop", [sample * 1000 for sample in hop.one_way], "ms")
-        record.add("gloo", config, "hop, both ways at once", [sample * 1000 for sample in hop.two_way], "ms")
+        enter_hop(record, config, hop)
         for contender in contenders:
             if contender.suits(setting):
                 timeline = simulated(contender, setting, median(hop.one_way) if link == SLOW else 0.0)
                 steps = seconds[contender.name]
                 record.add(contender.name, config, RATIO, [step / timeline.step_time for step in steps], "ratio")
-                record.add(contender.name, config, "bubble", [step / timeline.ideal - 1 for step in steps], "ratio")
-                record.add(contender.name, config, "simulated bubble", [timeline.bubble], "ratio")
+                enter_bubbles(record, contender.name, config, steps, timeline)
                 if contender.name == LAYERED.name:
                     ratios.append(median(steps) / timeline.step_time)
     ranks = settings[0].pipeline_ranks

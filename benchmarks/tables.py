@@ -1,6 +1,7 @@
 """Tables of the pages, as Markdown, from recorded runs."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import NAMES, ON_ACCELERATOR
@@ -80,6 +81,21 @@ def schedule(link: str) -> str:
         found.setdefault(setting, {})[row.contender] = f"{row.median:.3f} ± {row.spread / 2:.3f}"
     lines = [[*setting, *(cells.get(name, "") for name in contenders)] for setting, cells in found.items()]
     return table(["P", "N", "M", *contenders], lines, numbers_from=0)
+
+
+def latency() -> str:
+    """The bubble of every contender at every length of compute, and how it compares with both simulations."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read("latency").rows:
+        lengths = "{forward_ms:g} + {backward_ms:g}".format(**row.config)
+        found.setdefault((lengths, row.contender), {})[row.metric] = row
+    metrics = ("bubble", "bubble / simulated bubble", "bubble / simulated bubble, one message after another")
+    lines = [
+        [*key, *(f"{rows[metric].median:.3f} ± {rows[metric].spread / 2:.3f}" for metric in metrics)]
+        for key, rows in found.items()
+        if "bubble" in rows
+    ]
+    return table(["forward + backward, ms", "", *metrics], lines, numbers_from=2)
 
 
 def overlap() -> str:
@@ -232,13 +248,40 @@ def _gpu_cells(rows: dict[str, Row]) -> list[str]:
     ]
 
 
-def programs() -> str:
+def growth(metrics: Mapping[str, tuple[str, float, str]]) -> str:
+    """Of every job along every axis: by metric a heading, a factor and a format."""
+    found: dict[tuple, dict[str, Row]] = {}
+    for row in read("growth").rows:
+        if row.metric in metrics:
+            found.setdefault(tuple(row.config.values()), {})[row.metric] = row
+    lines = [
+        [*map(str, job), *(format(rows[metric].median * factor, form) for metric, (_, factor, form) in metrics.items())]
+        for job, rows in found.items()
+    ]
+    headings = [heading for heading, _, _ in metrics.values()]
+    return table(["grows", "P", "W", "N", "M", *headings], lines, numbers_from=1)
+
+
+GROWTH: dict[str, Mapping[str, tuple[str, float, str]]] = {
+    "steps": {
+        "CPU time per action": ("CPU time per action, us", 1, ".1f"),
+        "beyond simulated, per forward and backward": ("beyond simulated, per forward and backward, us", 1, ".0f"),
+    },
+    "memory": {"peak memory": ("peak, MB", 1e-6, ".2f")},
+    "programs": {
+        "actions of one rank": ("actions of one rank", 1, ".0f"),
+        "memory of one rank's, per action": ("bytes per action", 1, ".1f"),
+        "build one rank's, per action": ("build, us per action", 1, ".2f"),
+        "validate all, per action": ("validate, us per action", 1, ".2f"),
+    },
+}
+"""By part of the benchmark, what its table shows."""
+
+
+def launch() -> str:
     """Seconds to build and to validate the programs of a large job."""
-    return table(
-        ["", "median, s", "spread, s"],
-        [[row.metric, f"{row.median:.2f}", f"{row.spread:.2f}"] for row in read("programs").rows],
-        numbers_from=1,
-    )
+    lines = [[row.metric, f"{row.median:.2f}", f"{row.spread:.2f}"] for row in read("growth").rows if row.unit == "s"]
+    return table(["", "median, s", "spread, s"], lines, numbers_from=1)
 
 
 def quickstart() -> str:

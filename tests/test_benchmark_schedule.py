@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import ROOT
-from benchmarks.schedule import LIMIT, LOOPBACK, RATIO, SLOW, run, simulated
+from benchmarks.schedule import LIMIT, LOOPBACK, RATIO, run
+from benchmarks.virtual.bubbles import SLOW, simulated
 from benchmarks.virtual.chunk import Setting, check_work, weight_of
 from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender, Executed
 from benchmarks.virtual.steps import measure

@@ -19,8 +19,6 @@ from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import Counted, Step, check_losses
 from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
-from benchmarks.programs import BUILD_SECONDS, VALIDATE_SECONDS
-from benchmarks.programs import run as run_programs
 from benchmarks.record import OURS, RESULTS, ROOT, TYPICAL, Record, finish, is_recorded, machine, read
 from benchmarks.report import BLOCKS, with_blocks
 
@@ -77,12 +75,6 @@ def test_what_is_sent_is_what_the_formula_says_and_no_peer_sends_less(ranks):
     assert [target.text for target in record.targets if target.value and "formula" in target.text] == []
     assert [target.text for target in record.targets if target.value and "send less" in target.text] == []
     assert {row.spread for row in record.rows} == {0}
-
-
-def test_programs_are_timed():
-    record = run_programs(ranks=4, chunks_per_rank=2, micro_batches=8, repetitions=2)
-    assert [row.metric for row in record.rows] == ["build one rank", "validate all ranks"]
-    assert [target.limit for target in record.targets] == [BUILD_SECONDS, VALIDATE_SECONDS]
 
 
 def test_counts_that_differ_from_the_formula_are_counted():
@@ -162,17 +154,17 @@ def test_the_command_line_lists_the_benchmarks():
 def test_with_json_stdout_is_the_record_whatever_others_write(results, monkeypatch, capfd):
     def run():
         os.write(1, b"a framework's word")
-        record = Record("programs", {})
+        record = Record("growth", {})
         record.add("ds_lgamp", {}, "time", [1.0], "seconds")
         return record
 
-    monkeypatch.setitem(sys.modules, "benchmarks.programs", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "benchmarks.growth", SimpleNamespace(run=run))
     for words in (["--json"], []):
-        monkeypatch.setattr(sys, "argv", ["benchmarks", "run", "programs", *words])
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "run", "growth", *words])
         main()
         captured = capfd.readouterr()
         assert "a framework's word" in captured.err
         if words:
-            assert captured.out.strip() == (results / "programs.json").read_text().strip()
+            assert captured.out.strip() == (results / "growth.json").read_text().strip()
         else:
             assert captured.out.splitlines()[1].split() == ["ds_lgamp", "time", "1", "0", "seconds"]

@@ -40,8 +40,8 @@ class Setting(NamedTuple):
     def placement(self) -> Placement:
         return place_chunks("modular", self.chunks, self.pipeline_ranks)
 
-    def durations(self, hop: float = 0.0, gather: float = 0.0, reduce: float = 0.0) -> Durations:
-        return Durations(self.forward, self.backward, hop, gather, reduce)
+    def durations(self, hop: float = 0.0, gather: float = 0.0, reduce: float = 0.0, message: float = 0.0) -> Durations:
+        return Durations(self.forward, self.backward, hop, gather, reduce, message)
 
     def chunks_of(self, rank: int) -> dict[int, "VirtualChunk"]:
         """The chunks of a pipeline rank, ascending."""

@@ -229,9 +229,10 @@ def data_group(ranks: int) -> dist.ProcessGroup:
 
 
 LAYERED = Contender(f"{OURS} layered", "layered", partial(Executed, schedule="layered"))
+INTERLEAVED = Contender(f"{OURS} interleaved_1f1b", "interleaved_1f1b", partial(Executed, schedule="interleaved_1f1b"))
 CONTENDERS = (
     LAYERED,
-    Contender(f"{OURS} interleaved_1f1b", "interleaved_1f1b", partial(Executed, schedule="interleaved_1f1b")),
+    INTERLEAVED,
     Contender(f"{OURS} 1f1b", "1f1b", partial(Executed, schedule="1f1b")),
     # LoopedBFS differs in its backward, which takes the last micro-batch first; equal chunks make that equally long.
     Contender("torch LoopedBFS", "layered", partial(Torch, schedule=ScheduleLoopedBFS)),

@@ -1,9 +1,10 @@
 """The project's only clock: runs a program on paper.
 
-Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. Gathers and reductions
-take time where :class:`Durations` says so: those of a rank run one after another, as in one communicator, beside its
-compute. They begin where the program launches them and are awaited where ``ds_lgamp/partition`` awaits them.
-Data-parallel ranks are alike. Tied modules, which travel beside chunks, take no time.
+Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. What a rank sends follows
+one after another where :class:`Durations` says how long one keeps the link busy. Gathers and reductions take time where
+it says so: those of a rank run one after another, as in one communicator, beside its compute. They begin where the
+program launches them and are awaited where ``ds_lgamp/partition`` awaits them. Data-parallel ranks are alike. Tied
+modules, which travel beside chunks, take no time.
 """
 
 from collections import defaultdict
@@ -16,14 +17,15 @@ from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching
 
 
 class Durations(NamedTuple):
-    """Time of one chunk's forward and backward for one micro-batch, of a tensor's way to the next rank, and of one
-    chunk's gather and reduction."""
+    """Time of one chunk's forward and backward for one micro-batch, of a tensor's way to the next rank, of one chunk's
+    gather and reduction, and for which a tensor on its way keeps the sender's link busy."""
 
     forward: float = 1.0
     backward: float = 2.0
     hop: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
+    message: float = 0.0
 
 
 UNIT_DURATIONS = Durations()
@@ -171,12 +173,14 @@ class _Run:
     def __init__(self, spec: ProgramSpec, program: Program, durations: Durations, blocking_sends: bool) -> None:
         self.spec = spec
         self.program = program
-        self.hop = durations.hop
+        self.hop, self.message = durations.hop, durations.message
         self.cost = {Kind.FORWARD: durations.forward, Kind.BACKWARD: durations.backward}
         self.lanes = [_Lane(spec, durations) for _ in program]
         self.blocking_sends = blocking_sends
         self.position = [0] * len(program)
         self.now = [0.0] * len(program)
+        self.link_free = [0.0] * len(program)
+        """When the next tensor of a rank can start on its way."""
         self.spans: list[list[Span]] = [[] for _ in program]
         self.finished: dict[Action, float] = {}
         """End of every compute action whose result its consumer can use."""
@@ -207,7 +211,9 @@ class _Run:
                 if self.blocking_sends and receive not in self.posted:
                     self.waiting[receive].append(rank)
                     break
-                self.finish(self.sent_compute(action), self.now[rank] + self.hop, woken)
+                start = max(self.now[rank], self.link_free[rank])
+                self.link_free[rank] = start + self.message
+                self.finish(self.sent_compute(action), start + self.hop, woken)
             elif kind in RECEIVES:
                 self.posted.add(action)
                 woken.extend(self.waiting.pop(action, ()))

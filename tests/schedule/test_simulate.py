@@ -48,6 +48,11 @@ def test_a_hop_delays_the_receiver_only():
     assert timeline("gpipe", 2, 1, 3, Durations(1, 2, 5)).step_time == 1 * 3 + 2 * 3 + (1 + 2) + 2 * 5
 
 
+def test_tensors_follow_one_another_where_one_keeps_the_link_busy():
+    """Activations start at 1, 5 and 9, arrive 5 later, and the gradients of those follow 4 apart from 17 on."""
+    assert timeline("gpipe", 2, 1, 3, Durations(1, 2, 5, message=4)).step_time == (17 + 2 * 4) + 5 + 2
+
+
 def test_layered_without_a_pipeline_has_no_bubble():
     assert timeline("layered", 1, 6, 4).bubble == 0
 
