@@ -2,8 +2,9 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differenti
 from ds_lgamp.runtime.graph import begin_graph, end_graph
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import Draws, RandomSource
+from ds_lgamp.runtime.saved_tensors import SavedTensors
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
@@ -62,6 +64,20 @@ class Timing(Protocol):
     def time(self, kind: str) -> AbstractContextManager[Any]:
         """Times the block as ``kind``, one of COMPUTE or EXPOSED_WAITS."""
         ...
+
+
+class Graph(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    beginning: Tensors
+    """The chunk's input as leaves; with recomputation their data are what the chunk is computed from again, else they
+    have none. Chunk 0: with recomputation, its input."""
+    end: Any
+    """Like the result, without its data; for the last chunk, the loss."""
+    saved: SavedTensors | None
+    """Those that are to be recomputed."""
+    buffers: Buffers
+    """Those that forwards change, as they were before."""
 
 
 def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
@@ -135,8 +151,8 @@ class Executor:
             raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
-        self._saved: dict[tuple[int, int], tuple[Any, Any]] = {}
-        """By chunk and micro-batch: the input and the buffers, or where the graph begins and ends if it is kept."""
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        """By chunk and micro-batch."""
         self._results: dict[tuple[Kind, int, int], Any] = {}
         self._labels: dict[int, Any] = {}
         self.losses = []
@@ -178,18 +194,21 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         beginning: Tensors = ()
-        if self._training and self.recompute:
+        saved = SavedTensors() if self._training and self.recompute else None
+        if saved is not None:
             self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
+            beginning = inputs = _as_leaves(inputs) if chunk > 0 else inputs
         elif self._training and chunk > 0:
             # What another rank sent is read by nobody else; a result on this rank may be saved by the graph it ends.
             beginning, inputs = begin_graph(_cloned(inputs) if self.placement[chunk - 1] == self.rank else inputs)
-        with self.timing.time("forward"), torch.set_grad_enabled(self._training and not self.recompute):
+        hooks = nullcontext() if saved is None else saved.dropped()
+        with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
-        if self._training and self.recompute:
-            self._saved[chunk, micro_batch] = inputs, self.chunks[chunk].changed(buffers)
-        elif self._training:
-            self._saved[chunk, micro_batch] = beginning, result if chunk == self._last_chunk else end_graph(result)
+        if self._training:
+            end = result if chunk == self._last_chunk else end_graph(result)
+            changed = [] if saved is None else self.chunks[chunk].changed(buffers)
+            self._graphs[chunk, micro_batch] = Graph(beginning, end, saved, changed)
         if chunk == self._last_chunk:
             self.losses.append(_loss_alone(result))
             if not self._training:
@@ -204,24 +223,23 @@ class Executor:
         with self.timing.time("reduce"):
             self.partition.wait_room(chunk)
         self.partition.begin_backward(chunk)
-        inputs, stored = self._saved.pop((chunk, micro_batch))
-        result: Any = stored
+        graph = self._graphs.pop((chunk, micro_batch))
         buffers: Buffers = []
-        if self.recompute:
+        if graph.saved is not None:
             with self.timing.time("backward"):
-                inputs, result, buffers = self._recomputed(chunk, micro_batch, inputs, stored)
+                buffers = self._recompute(chunk, micro_batch, graph, graph.saved)
         if chunk == self._last_chunk:
             self._labels.pop(micro_batch, None)
-        gradients = self._take_gradients(chunk, micro_batch, result)
+        gradients = self._take_gradients(chunk, micro_batch, graph.end)
         with self.timing.time("backward"):
-            roots = [(root, grad) for root, grad in zip(differentiable(result), gradients) if root.requires_grad]
+            roots = [(root, grad) for root, grad in zip(differentiable(graph.end), gradients) if root.requires_grad]
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         # Only now: autograd may have saved them.
         self.chunks[chunk].write_buffers(buffers)
         if chunk > 0:
             self._results[Kind.BACKWARD, chunk, micro_batch] = [
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(inputs)
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(graph.beginning)
             ]
 
     def send_forward(self, action: Action) -> None:
@@ -291,16 +309,15 @@ class Executor:
         cut = tuple(member.clone() if self.partition.owns(chunk, member) else member for member in members)
         return cut if isinstance(result, tuple) else cut[0]
 
-    def _recomputed(
-        self, chunk: int, micro_batch: int, inputs: Tensors, buffers: Buffers
-    ) -> tuple[Tensors, Any, Buffers]:
-        """Input and result of a chunk's second forward pass, connected by autograd, and the buffers as they were before
-        it. It starts from the random states and buffers of the first."""
-        inputs = _as_leaves(inputs) if chunk > 0 else inputs
+    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Buffers:
+        """Brings back what autograd saved, from the input, random states and buffers of the first forward; returns the
+        buffers as they were before."""
+        inputs = _as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         current = self.chunks[chunk].read_buffers()
-        self.chunks[chunk].write_buffers(buffers)
-        with torch.enable_grad(), self.draws.again(chunk, micro_batch):
-            return inputs, self._compute(chunk, micro_batch, inputs), current
+        self.chunks[chunk].write_buffers(graph.buffers)
+        with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
+            saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
+        return current
 
     def _take_gradients(self, chunk: int, micro_batch: int, result: Any) -> Sequence[torch.Tensor]:
         """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""

@@ -94,21 +94,22 @@ class Draws:
         self._visits[chunk, micro_batch] = visit
 
     @contextmanager
-    def again(self, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Draws inside the block what the forward drew, then goes on as if nothing had been drawn. Raises RuntimeError
-        if a layer draws more or less often than in its forward, where that cannot be made good."""
+    def again(self, chunk: int, micro_batch: int) -> Iterator[bool]:
+        """Draws inside the block what the forward drew, then goes on as if nothing had been drawn. Gives whether the
+        block has to draw all of it. Raises RuntimeError if a layer draws more or less often than in its forward, where
+        that cannot be made good."""
         self._close()
         visit = self._visits.pop((chunk, micro_batch))
         if visit.repeated is None:
             visit.repeated = self._differing(visit)
         states = {**visit.states.pop(micro_batch), **visit.repeated}
         if not states:
-            yield
+            yield False
             return
         sources = [self.sources[index] for index in states]
         with undisturbed(sources):
             write_states(sources, list(states.values()))
-            yield
+            yield bool(visit.repeated)
             visit.repeated = {index: self.sources[index].read() for index in visit.repeated}
         if not visit.states:
             self._check(visit)
