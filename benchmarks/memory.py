@@ -6,7 +6,7 @@ micro-batch takes on a chunk is an input of the formula, measured on a block by 
 
 import statistics
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -16,9 +16,10 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, count
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
-from ds_lgamp.runtime.graph import begin_graph, end_graph
+from ds_lgamp.runtime.graph import begin_graph, end_graph, end_with_loss
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.random_state import default_sources, read_states
+from ds_lgamp.runtime.saved_tensors import SavedTensors
 from ds_lgamp.schedule.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.schedule.memory import ElementBytes, Memory, rank_memory
 
@@ -108,11 +109,14 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
     with PeakMemory(existing) as memory:
         before = memory.live()
         if recompute:
-            with torch.no_grad():
-                result = compute(hidden)
-            forward, memory.peak = memory.peak - before, 0
+            saved = SavedTensors()
+            with saved.dropped():
+                result = compute(hidden.requires_grad_(not is_first))
+            forward = memory.peak - before
+            root = end_with_loss(result) if is_last else end_graph(result)
             del result
-            root = compute(hidden.requires_grad_(not is_first))
+            memory.peak = 0
+            saved.restore(partial(compute, hidden.detach().requires_grad_(not is_first)), completely=False)
             torch.autograd.backward(root, gradient)
             return ChunkBytes(handed_on, forward, memory.peak - before)
         copy = hidden.clone()
@@ -120,15 +124,15 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
         del copy
         result = compute(inputs)
         forward = memory.peak - before - hidden.nbytes
-        root = result if is_last else end_graph(result)
+        root = end_with_loss(result) if is_last else end_graph(result)
         del inputs
         with_result = memory.live()
         del result
         kept, memory.peak = memory.live() - before, 0
         keeps_result = not is_last and before + kept == with_result
         torch.autograd.backward(root, gradient)
-    saved = kept - handed_on if keeps_result else kept
-    return ChunkBytes(handed_on, forward, memory.peak - before - kept, saved, keeps_result)
+    kept_by_autograd = kept - handed_on if keeps_result else kept
+    return ChunkBytes(handed_on, forward, memory.peak - before - kept, kept_by_autograd, keeps_result)
 
 
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:

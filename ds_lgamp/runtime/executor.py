@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
-from ds_lgamp.runtime.graph import begin_graph, end_graph
+from ds_lgamp.runtime.graph import begin_graph, end_graph, end_with_loss
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.saved_tensors import SavedTensors
@@ -206,11 +206,12 @@ class Executor:
         with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
         if self._training:
-            end = result if chunk == self._last_chunk else end_graph(result)
+            end = end_with_loss(result) if chunk == self._last_chunk else end_graph(result)
             changed = [] if saved is None else self.chunks[chunk].changed(buffers)
             self._graphs[chunk, micro_batch] = Graph(beginning, end, saved, changed)
         if chunk == self._last_chunk:
-            self.losses.append(_loss_alone(result))
+            # In evaluation it may be the model's output.
+            self.losses.append(_detached(end_with_loss(result)))
             if not self._training:
                 self._labels.pop(micro_batch, None)
         else:
@@ -353,13 +354,6 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_cloned, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _loss_alone(result: Any) -> Any:
-    """The loss without its graph, and without the memory that a scalar may be a view of. In evaluation it may be the
-    model's output."""
-    detached = _detached(result)
-    return detached.clone() if isinstance(detached, torch.Tensor) and detached.numel() == 1 else detached
 
 
 def _detached(value: Any) -> Any:

@@ -24,6 +24,12 @@ def end_graph(result: Tensors) -> Tensors:
     return tuple(map(_end, result)) if isinstance(result, tuple) else _end(result)
 
 
+@torch.enable_grad()
+def end_with_loss(loss: Any) -> Any:
+    """A loss without the memory it may be a view of, that of all the terms of a mean. What is no scalar stays."""
+    return loss.clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
+
+
 def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     leaf = _placeholder(member)
     if not member.is_floating_point():
