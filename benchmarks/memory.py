@@ -16,7 +16,7 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, count
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
-from ds_lgamp.runtime.graph import begin_graph, end_graph, end_with_loss
+from ds_lgamp.runtime.graph import begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.random_state import default_sources, read_states
 from ds_lgamp.runtime.saved_tensors import SavedTensors
@@ -113,24 +113,24 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
             with saved.dropped():
                 result = compute(hidden.requires_grad_(not is_first))
             forward = memory.peak - before
-            root = end_with_loss(result) if is_last else end_graph(result)
+            ends = [own_loss(result)] if is_last else end_graph(result)
             del result
             memory.peak = 0
             saved.restore(partial(compute, hidden.detach().requires_grad_(not is_first)), completely=False)
-            torch.autograd.backward(root, gradient)
+            torch.autograd.backward(ends, [gradient])
             return ChunkBytes(handed_on, forward, memory.peak - before)
         copy = hidden.clone()
         leaf, inputs = (None, copy) if is_first else begin_graph(copy)
         del copy
         result = compute(inputs)
         forward = memory.peak - before - hidden.nbytes
-        root = end_with_loss(result) if is_last else end_graph(result)
+        ends = [own_loss(result)] if is_last else end_graph(result)
         del inputs
         with_result = memory.live()
         del result
         kept, memory.peak = memory.live() - before, 0
         keeps_result = not is_last and before + kept == with_result
-        torch.autograd.backward(root, gradient)
+        torch.autograd.backward(ends, [gradient])
     kept_by_autograd = kept - handed_on if keeps_result else kept
     return ChunkBytes(handed_on, forward, memory.peak - before - kept, kept_by_autograd, keeps_result)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
-from ds_lgamp.runtime.graph import begin_graph, end_graph, end_with_loss
+from ds_lgamp.runtime.graph import begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.saved_tensors import SavedTensors
@@ -73,7 +73,7 @@ class Graph(NamedTuple):
     """The chunk's input as leaves; with recomputation their data are what the chunk is computed from again, else they
     have none. Chunk 0: with recomputation, its input."""
     end: Any
-    """Like the result, without its data; for the last chunk, the loss."""
+    """What :func:`end_graph` gives of the result; for the last chunk, the loss."""
     saved: SavedTensors | None
     """Those that are to be recomputed."""
     buffers: Buffers
@@ -205,13 +205,15 @@ class Executor:
         hooks = nullcontext() if saved is None else saved.dropped()
         with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
+            if chunk == self._last_chunk:
+                result = own_loss(result)
         if self._training:
-            end = end_with_loss(result) if chunk == self._last_chunk else end_graph(result)
+            end = result if chunk == self._last_chunk else end_graph(result)
             changed = [] if saved is None else self.chunks[chunk].changed(buffers)
             self._graphs[chunk, micro_batch] = Graph(beginning, end, saved, changed)
         if chunk == self._last_chunk:
             # In evaluation it may be the model's output.
-            self.losses.append(_detached(end_with_loss(result)))
+            self.losses.append(_detached(result))
             if not self._training:
                 self._labels.pop(micro_batch, None)
         else:
@@ -231,11 +233,12 @@ class Executor:
                 buffers = self._recompute(chunk, micro_batch, graph, graph.saved)
         if chunk == self._last_chunk:
             self._labels.pop(micro_batch, None)
+        ends = [_checked_loss(graph.end)] if chunk == self._last_chunk else graph.end
         gradients = self._take_gradients(chunk, micro_batch, graph.end)
         with self.timing.time("backward"):
-            roots = [(root, grad) for root, grad in zip(differentiable(graph.end), gradients) if root.requires_grad]
-            if roots:
-                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
+            if starts:
+                torch.autograd.backward([end for end, _ in starts], [gradient for _, gradient in starts])
         # Only now: autograd may have saved them.
         self.chunks[chunk].write_buffers(buffers)
         if chunk > 0:
@@ -320,18 +323,22 @@ class Executor:
             saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
         return current
 
-    def _take_gradients(self, chunk: int, micro_batch: int, result: Any) -> Sequence[torch.Tensor]:
+    def _take_gradients(self, chunk: int, micro_batch: int, end: Any) -> Sequence[torch.Tensor]:
         """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""
         if chunk == self._last_chunk:
-            if not isinstance(result, torch.Tensor) or result.numel() != 1:
-                raise ValueError("the loss is no tensor of one element; the loss function must return one")
-            if not result.requires_grad:
-                raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
-            return [self.loss_gradient(result, self._micro_batches)]
+            return [self.loss_gradient(end, self._micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self.timing.time("gradient"):
             return self.links.take_gradients(chunk, micro_batch)
+
+
+def _checked_loss(result: Any) -> torch.Tensor:
+    if not isinstance(result, torch.Tensor) or result.numel() != 1:
+        raise ValueError("the loss is no tensor of one element; the loss function must return one")
+    if not result.requires_grad:
+        raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
+    return result
 
 
 _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {

@@ -4,8 +4,9 @@ cross there, shapes and gradients are kept, data only as far as autograd saved t
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ds_lgamp.runtime.chunk import Tensors
+from ds_lgamp.runtime.chunk import Tensors, differentiable
 
 
 @torch.enable_grad()
@@ -18,14 +19,13 @@ def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
     return _begin(inputs)
 
 
-@torch.enable_grad()
-def end_graph(result: Tensors) -> Tensors:
-    """What a backward pass starts from in place of ``result``."""
-    return tuple(map(_end, result)) if isinstance(result, tuple) else _end(result)
+def end_graph(result: Tensors) -> list[GradientEdge | None]:
+    """What a backward pass starts from in place of the floating-point members of ``result``: where gradients enter the
+    graph, None for those that need none."""
+    return [get_gradient_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
-@torch.enable_grad()
-def end_with_loss(loss: Any) -> Any:
+def own_loss(loss: Any) -> Any:
     """A loss without the memory it may be a view of, that of all the terms of a mean. What is no scalar stays."""
     return loss.clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
@@ -35,11 +35,6 @@ def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not member.is_floating_point():
         return leaf, member
     return leaf, _Follow.apply(leaf.requires_grad_(), member)
-
-
-def _end(member: torch.Tensor) -> torch.Tensor:
-    placeholder = _placeholder(member)
-    return _Follow.apply(member, placeholder) if member.requires_grad else placeholder
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
