@@ -5,10 +5,10 @@ that nobody can do without: each chunk's forward pass without graph, its recompu
 same number and order. They alternate. The difference of their CPU times, divided by the actions of the rank's program,
 is the engine's own time per action: what it costs that a program is executed. What the engine does to be exact counts,
 such as copies of inputs and looking after the random generators, and where several pipeline ranks take part, so do its
-calls to send, receive and wait. Only the thread that executes the program counts. What passes while it sleeps until a
-message is there, and what the transport's own thread does meanwhile, is in the times by the clock, which are shown
-beside. How long the messages alone take, a third loop shows, all of them under way at once; a fourth has them wait for
-each other as the program does.
+calls to send, receive and wait. Beside both, the same passes go through PyTorch's own recomputation. Only the thread
+that executes the program counts. What passes while it sleeps until a message is there, and what the transport's own
+thread does meanwhile, is in the times by the clock, which are shown beside. How long the messages alone take, a third
+loop shows, all of them under way at once; a fourth has them wait for each other as the program does.
 
 The executor looks after the generators it has under DeepSpeed: torch's, Python's and NumPy's. Compute is so small that
 absolute times are of this machine; what DeepSpeed's ``train_batch`` adds around a step is not measured.
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual import bare, chunk
@@ -40,7 +41,7 @@ from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
 from tests.ranks import run_on_ranks
 
 NAME = "overhead"
-BARE, MESSAGES, PIPELINE = "bare loop", "bare messages", "bare pipeline"
+BARE, CHECKPOINT, MESSAGES, PIPELINE = "bare loop", "torch.utils.checkpoint", "bare messages", "bare pipeline"
 STEPS = 40
 """Steps that are timed together."""
 SIZE = 4
@@ -158,6 +159,7 @@ def _time_on_rank(spec: ProgramSpec, steps: int, repetitions: int) -> Timed:
     program = build_rank_program(spec, rank)
     contenders = {OURS: engine_step(spec, rank, program), BARE: bare_step(spec, rank)}
     assert contenders[OURS]() == contenders[BARE](), "engine and bare loop compute different losses"
+    contenders[CHECKPOINT] = checkpoint_step(spec, rank)
     if spec.pipeline_ranks > 1:
         contenders[MESSAGES] = message_step(spec, rank, program)
         contenders[PIPELINE] = pipeline_step(spec)
@@ -234,6 +236,31 @@ def bare_step(spec: ProgramSpec, rank: int) -> Step:
                 torch.autograd.backward(layer(leaves[-1]), received)
             gradients = [leaf.grad for leaf in leaves]
         return results if rank == spec.loss_rank else []
+
+    return step
+
+
+def checkpoint_step(spec: ProgramSpec, rank: int) -> Step:
+    """The same through PyTorch's own recomputation, which restores torch's random states alone."""
+    layers = [
+        (chunk > 0, partial(_multiplied, parameter, chunk == spec.chunks - 1))
+        for chunk, parameter in _parameters(spec, rank).items()
+    ]
+    inputs = torch.ones(SIZE)
+    gradient = torch.ones(() if rank == spec.loss_rank else SIZE)
+
+    def step() -> list[torch.Tensor]:
+        stored, results = [], [inputs] * spec.micro_batches
+        for needs_gradient, layer in layers:
+            leaves = [value.detach().requires_grad_(needs_gradient) for value in results]
+            results = [checkpoint(layer, leaf, use_reentrant=False) for leaf in leaves]
+            stored.append((leaves, results))
+        losses, gradients = results, [gradient] * spec.micro_batches
+        for leaves, results in reversed(stored):
+            for result, received in zip(results, gradients):
+                torch.autograd.backward(result, received)
+            gradients = [leaf.grad for leaf in leaves]
+        return [loss.detach() for loss in losses] if rank == spec.loss_rank else []
 
     return step
 

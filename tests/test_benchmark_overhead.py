@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.overhead import (
     BARE,
+    CHECKPOINT,
     ENGINE,
     MESSAGES,
     PIPELINE,
@@ -26,9 +27,9 @@ from tests.ranks import run_on_ranks
 TINY = (Setting("alone", 1, 2, 2, limit=1e9), Setting("in two", 2, 1, 2, limit=0))
 STEP = ("whole step per action", "CPU time per action")
 ATTEMPTS = 3
-LIMIT = 4
+LIMIT = 6
 """CPU time of whole steps to that of bare loops. It was nine times as long while random states were read for every
-micro-batch, then less than three times."""
+micro-batch, then less than three times; since a recomputation ends early, which such chunks have nothing from, four."""
 
 
 class Calls(TorchDispatchMode):
@@ -60,9 +61,13 @@ def test_the_record_has_every_contender_and_the_targets():
     record = run(TINY, steps=2, starts=starts, repetitions=2)
     rows = [(row.contender, row.config.get("pipeline_ranks"), row.metric, row.unit) for row in record.rows]
     assert rows == [
-        *[(contender, 1, metric, "us") for contender in (OURS, BARE) for metric in STEP],
+        *[(contender, 1, metric, "us") for contender in (OURS, BARE, CHECKPOINT) for metric in STEP],
         *[(OURS, 1, metric, "us") for metric in ENGINE.values()],
-        *[(contender, 2, metric, "us") for contender in (OURS, BARE, MESSAGES, PIPELINE) for metric in STEP],
+        *[
+            (contender, 2, metric, "us")
+            for contender in (OURS, BARE, CHECKPOINT, MESSAGES, PIPELINE)
+            for metric in STEP
+        ],
         *[(OURS, 2, metric, "us") for metric in ENGINE.values()],
         ("Python", None, "fresh interpreter", "s"),
     ]
@@ -73,18 +78,21 @@ def test_the_record_has_every_contender_and_the_targets():
 
 def test_the_bare_loop_computes_what_the_engine_computes():
     engine, bare = run_on_ranks(1, calls_of_a_step)[0]
-    # The gradient of each of 16 losses is a product, which may be infinite in half precision.
-    assert engine == {**bare, "mul": bare["mul"] + 16}
+    # A recomputation ends with the factors of the product; neither it nor the sum at the end is computed again. The
+    # gradient of each of 16 losses is a product, which may be infinite in half precision.
+    assert engine == {"mul": bare["mul"] - 8 * 16 + 16, "sum": bare["sum"] - 16}
     assert bare["mul"] == 8 * 16 * 4 - 16
 
 
 @pytest.mark.timing
-def test_the_engine_takes_little_beside_the_calls_of_torch():
-    ratios = []
+def test_the_engine_takes_little_beside_the_calls_of_torch_and_less_than_its_recomputation():
+    found = []
     for _ in range(ATTEMPTS):
         contenders = time_setting(SETTINGS[0], steps=10, repetitions=3).contenders
-        whole, bare = (statistics.median(time.cpu for time in contenders[name]) for name in (OURS, BARE))
-        ratios.append(whole / bare)
-        if ratios[-1] < LIMIT:
+        whole, bare, checkpoint = (
+            statistics.median(time.cpu for time in contenders[name]) for name in (OURS, BARE, CHECKPOINT)
+        )
+        found.append((whole / bare, whole / checkpoint))
+        if whole < LIMIT * bare and whole < checkpoint:
             return
-    pytest.fail(f"whole steps take {ratios} times as long as bare loops, more than {LIMIT}")
+    pytest.fail(f"whole steps take {found} times as long as bare loops and as torch.utils.checkpoint")
