@@ -202,16 +202,14 @@ def test_a_chunk_that_leaves_a_generator_as_it_found_it_leaves_no_seed_behind():
         assert source.state == state == 102
 
 
-def test_one_that_begins_to_draw_has_to_draw_all_of_it_again():
+def test_only_one_that_begins_to_draw_has_to_draw_all_of_it_again():
     drawer = Drawer()
     drawer.batch(drawing=())
-    drawer.forward(0, 0, count=0)
-    drawer.forward(1, 0, count=2)
-    for chunk, asked in ((1, True), (0, False)):
-        with drawer.draws.again(chunk, 0) as completely:
-            assert completely == asked
-            again = [drawer.source.draw() for _ in drawer.drawn[chunk, 0]]
-        assert again == drawer.drawn[chunk, 0]
+    for count in (0, 2):
+        drawer.forward(0, 0, count)
+        with drawer.draws.again(0, 0) as completely:
+            assert completely == (count > 0)
+            assert [drawer.source.draw() for _ in range(count)] == drawer.drawn[0, 0]
 
 
 def test_one_that_begins_to_draw_and_not_alike_in_both_passes_is_refused():
