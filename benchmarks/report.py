@@ -10,7 +10,12 @@ from docs.blocks import with_block
 from docs.versions import versions_table
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"quickstart": tables.quickstart, "peers": tables.peers, "versions": versions_table},
+    "README.md": {
+        "quickstart": tables.quickstart,
+        "peers": tables.peers,
+        "training-slow": partial(tables.training, "small", "200 Mbit/s"),
+        "versions": versions_table,
+    },
     "docs/benchmarks.md": {
         "targets": tables.targets,
         **{f"machine-{name}": partial(tables.machine, name) for name in NAMES if name != ON_ACCELERATOR},

@@ -5,6 +5,7 @@ the CPU seconds of all ranks together: where there are more ranks than cores, th
 wider model runs with ours and with whoever came closest at the small one.
 """
 
+import ctypes
 import gc
 import sys
 import time
@@ -39,6 +40,8 @@ LIMIT, BARE_LIMIT = 1.0, 1.02
 """Of our step to the fastest peer's, and to the bare loop's."""
 RATIO = "step / fastest peer's"
 SECONDS = 3600
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Of glibc's mallopt."""
 
 
 class Step(NamedTuple):
@@ -172,6 +175,7 @@ def _train_on_rank(
     contenders: Sequence[Contender], layout: Layout, micro_batches: int, repetitions: int
 ) -> dict[str, list[Step]]:
     prepare_rank()
+    keep_memory()
     trainings = {contender.name: contender.build(layout) for contender in contenders}
     gc.collect()
     gc.freeze()
@@ -183,6 +187,15 @@ def _train_on_rank(
             loss = training.step(step, micro_batches)
             steps[name].append(Step(start, time.monotonic(), time.process_time() - cpu, loss))
     return steps
+
+
+def keep_memory() -> None:
+    """Lets this process keep the memory it once had, as torch's allocators on GPUs do. By itself, glibc gives large
+    tensors back to the system, and whoever has large ones spends a part of every step in touching new pages."""
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        adjust(_MMAP_MAX, 0)
+        adjust(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _duration(ranks: Sequence[Step]) -> Duration:
