@@ -47,12 +47,12 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
 def test_what_a_block_takes_is_measured_alone():
     """Its forward takes most when GELU has run: the sum with the attention's output, query, key and value, what they
     attended to, and twice a four times wider hidden state. Autograd keeps those, the input, what both norms return, and
-    for every token two numbers of each norm and one of each of the two heads; beside it are stored an element where the
-    graph begins and one where it ends."""
+    for every token two numbers of each norm and one of each of the two heads; beside it is stored an element where the
+    graph begins."""
     size = ModelSize(4, WIDTH, SEQUENCE, SAMPLES)
     _, middle, _, last = activation_bytes(size).chunks
     assert (middle.result, last.result) == (ACTIVATION, 0)
     assert (middle.forward, middle.saved) == ((1 + 3 + 1 + 4 + 4) * ACTIVATION, 0)
     kept = activation_bytes(size, recompute=False).chunks[1]
-    assert kept.saved == (1 + 2 + 1 + 3 + 1 + 4 + 4) * ACTIVATION + 4 * (2 + 2 + 2) * SEQUENCE * SAMPLES + 2 * 4
+    assert kept.saved == (1 + 2 + 1 + 3 + 1 + 4 + 4) * ACTIVATION + 4 * (2 + 2 + 2) * SEQUENCE * SAMPLES + 4
     assert not kept.keeps_result, "a sum needs none of its terms"
