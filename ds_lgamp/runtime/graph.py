@@ -1,4 +1,4 @@
-"""Where the graph of a chunk begins and ends, if it is kept from the forward to the backward pass: of the tensors that
+"""Where the graph of a chunk, which is kept from the forward to the backward pass, begins and ends: of the tensors that
 cross there, shapes and gradients are kept, data only as far as autograd saved them."""
 
 from typing import Any
@@ -19,10 +19,11 @@ def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
     return _begin(inputs)
 
 
+@torch.enable_grad()
 def end_graph(result: Tensors) -> list[GradientEdge | None]:
     """What a backward pass starts from in place of the floating-point members of ``result``: where gradients enter the
     graph, None for those that need none."""
-    return [get_gradient_edge(member) if member.requires_grad else None for member in differentiable(result)]
+    return [_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
 def own_loss(loss: Any) -> Any:
@@ -35,6 +36,11 @@ def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not member.is_floating_point():
         return leaf, member
     return leaf, _Follow.apply(leaf.requires_grad_(), member)
+
+
+def _edge(member: torch.Tensor) -> GradientEdge:
+    # Through a view, whose node is none of a Python function: those live only as long as what they returned.
+    return get_gradient_edge(member.view_as(member))
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

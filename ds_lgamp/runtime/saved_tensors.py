@@ -7,7 +7,7 @@ stop).
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,13 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 class _Slot:
     """The place of one saved tensor; it lives as long as the graph needs the tensor."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "kind", "tensor", "version")
 
-    tensor: torch.Tensor | None
     version: int
 
-    def __init__(self) -> None:
-        self.tensor = None
+    def __init__(self, kind: tuple[torch.Size, torch.dtype]) -> None:
+        self.kind = kind
+        self.tensor: torch.Tensor | None = None
 
 
 class _Complete(BaseException):
@@ -43,54 +43,63 @@ class SavedTensors:
         """Calls ``compute``, the same forward, for the tensors of the places.
 
         Args:
-            completely: whether it has to run to its end.
+            completely: whether it has to run to its end. So it does where nothing was saved.
 
-        Raises RuntimeError if it saves fewer tensors than the first forward did.
+        Raises RuntimeError if it saves other tensors than the first forward did.
         """
         slots, self._slots = self._slots, []
-        while slots and slots[-1]() is None:
-            slots.pop()
-        if not slots and not completely:
-            return
         filled = 0
 
         def fill(tensor: torch.Tensor) -> None:
             nonlocal filled
-            if filled < len(slots):
-                slot = slots[filled]()
-                if slot is not None:
-                    slot.tensor, slot.version = tensor.detach(), tensor._version
+            slot = slots[filled]() if filled < len(slots) else None
+            if slot is not None:
+                if slot.kind != (tensor.shape, tensor.dtype):
+                    raise RuntimeError(_OTHER.format(slot.kind, (tensor.shape, tensor.dtype)))
+                slot.tensor, slot.version = tensor.detach() if tensor.requires_grad else tensor, tensor._version
             filled += 1
             if filled == len(slots) and not completely:
                 raise _Complete
 
         try:
-            with saved_tensors_hooks(fill, _nothing):
+            with saved_tensors_hooks(fill, _refuse_early_backward):
                 compute()
         except _Complete:
             pass
-        if filled < len(slots):
-            raise RuntimeError(
-                f"a chunk saved {len(slots)} tensors in its forward and {filled} when it was recomputed; let its "
-                "layers do the same in both, or set ds_lgamp.recompute to 'none'"
-            )
+        if filled != len(slots):
+            raise RuntimeError(_OTHER.format(f"{len(slots)} tensors", filled))
 
-    def _drop(self, _: torch.Tensor) -> _Slot:
-        slot = _Slot()
+    def _drop(self, tensor: torch.Tensor) -> _Slot:
+        slot = _Slot((tensor.shape, tensor.dtype))
         self._slots.append(weakref.ref(slot))
         return slot
 
 
+_OTHER = (
+    "a chunk saved {} in its forward and {} when it was recomputed; let its layers do the same both times, or set "
+    "ds_lgamp.recompute to 'none'"
+)
+
+
 def _fetch(slot: _Slot) -> torch.Tensor:
     tensor = slot.tensor
-    assert tensor is not None, "a backward pass follows a recomputation"
+    if tensor is None:
+        _refuse_early_backward()
     if tensor._version != slot.version:
         raise RuntimeError(
             "a tensor that the backward pass needs was changed in place after it was saved; let the layer that changes "
             "it work on a copy"
         )
+    if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+        raise RuntimeError(
+            "the memory of a tensor that the backward pass needs was freed when the chunk was recomputed; let layers "
+            "not recompute parts of themselves in this way, or set ds_lgamp.recompute to 'selective'"
+        )
     return tensor
 
 
-def _nothing(_: Any) -> torch.Tensor:
-    raise AssertionError("nobody runs the graph of a recomputation")
+def _refuse_early_backward(_: Any = None) -> NoReturn:
+    raise RuntimeError(
+        "gradients were asked for before the backward pass of a chunk, inside a forward or through another chunk's "
+        "graph; set ds_lgamp.recompute to 'none'"
+    )

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ds_lgamp.runtime.graph import end_graph
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.saved_tensors import SavedTensors
 
@@ -84,7 +85,9 @@ def test_what_follows_the_last_saved_tensor_is_not_computed_again(completely, pr
     assert operations.names.count("addmm") == products
 
 
-def test_nothing_is_computed_again_for_a_graph_that_saved_nothing():
+def test_a_forward_that_saves_nothing_runs_to_its_end():
+    """What its backward needs may be elsewhere."""
+
     def double(inputs):
         calls.append(inputs)
         return inputs * 2
@@ -92,7 +95,7 @@ def test_nothing_is_computed_again_for_a_graph_that_saved_nothing():
     calls = []
     saved, result = forward(double, example())
     saved.restore(partial(double, example()), completely=False)
-    assert len(calls) == 1
+    assert len(calls) == 2
     result.sum().backward()
 
 
@@ -114,16 +117,43 @@ def test_a_first_forward_holds_nothing_and_a_backward_frees_as_it_goes():
     assert held == [pytest.approx(result.nbytes * (1 + 1), rel=0.05)]
 
 
-def test_a_forward_that_saves_less_the_second_time_is_refused():
-    layers = build()
-    saved, result = forward(layers, example())
-    with pytest.raises(
-        RuntimeError, match="saved 7 tensors in its forward and 1 when .* set ds_lgamp.recompute to 'no"
-    ):
-        saved.restore(partial(nn.Tanh(), example()), completely=False)
+@pytest.mark.parametrize(
+    ("layers", "completely", "difference"),
+    [
+        (nn.Tanh(), False, "7 tensors in its forward and 1 when"),
+        (
+            nn.Sequential(nn.Tanh(), build()),
+            True,
+            r"\(torch.Size\(\[8, 8\]\), torch.float32\) in its forward and .*1000, .*when",
+        ),
+        (nn.Sequential(build(), nn.Tanh()), True, "7 tensors in its forward and 8 when"),
+    ],
+)
+def test_a_forward_that_saves_others_the_second_time_is_refused(layers, completely, difference):
+    saved, result = forward(build(), example())
+    with pytest.raises(RuntimeError, match=f"a chunk saved {difference} .* set ds_lgamp.recompute to 'none'"):
+        saved.restore(partial(layers, example()), completely)
 
 
-def test_a_restored_tensor_that_was_changed_is_refused():
+def test_gradients_inside_a_forward_are_refused():
+    def layers(inputs):
+        return torch.autograd.grad(inputs.exp().sum(), inputs)
+
+    with pytest.raises(RuntimeError, match="gradients were asked for before the backward pass of a chunk"):
+        forward(layers, example())
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda tensor: tensor.mul_(2), "was changed in place after it was saved"),
+        (
+            lambda tensor: tensor.untyped_storage().resize_(0),
+            "memory of a tensor .* was freed when the chunk was recomp",
+        ),
+    ],
+)
+def test_a_restored_tensor_that_is_no_longer_what_it_was_is_refused(change, complaint):
     def layers(inputs):
         results.append(inputs.exp())
         return results[-1] * 2
@@ -132,6 +162,30 @@ def test_a_restored_tensor_that_was_changed_is_refused():
     saved, result = forward(layers, example())
     saved.restore(partial(layers, example()), completely=True)
     with torch.no_grad():
-        results[-1].mul_(2)
-    with pytest.raises(RuntimeError, match="was changed in place after it was saved"):
+        change(results[-1])
+    with pytest.raises(RuntimeError, match=complaint):
         result.sum().backward()
+
+
+class Doubling(torch.autograd.Function):
+    """Saves its input, doubled."""
+
+    @staticmethod
+    def forward(context, inputs):
+        context.save_for_backward(inputs * 2)
+        return inputs**2
+
+    @staticmethod
+    def backward(context, gradient):
+        (factor,) = context.saved_tensors
+        return gradient * factor
+
+
+def test_a_graph_that_ends_with_a_function_of_python_lives_without_its_result():
+    inputs = example()
+    saved, result = forward(Doubling.apply, inputs)
+    ends = end_graph(result)
+    del result
+    saved.restore(partial(Doubling.apply, example()), completely=False)
+    torch.autograd.backward(ends, [torch.ones(TOKENS, WIDTH)])
+    assert torch.equal(inputs.grad, 2 * inputs)
