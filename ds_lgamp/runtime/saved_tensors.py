@@ -5,7 +5,6 @@ comes after it, such as the product of a last linear layer, is not computed agai
 stop).
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Slot:
-    """The place of one saved tensor; it lives as long as the graph needs the tensor."""
+    """The place of one saved tensor, which the graph holds."""
 
-    __slots__ = ("__weakref__", "kind", "tensor", "version")
+    __slots__ = ("kind", "tensor", "version")
 
     version: int
 
@@ -33,7 +32,7 @@ class SavedTensors:
     """Those of one forward."""
 
     def __init__(self) -> None:
-        self._slots: list[weakref.ref[_Slot]] = []
+        self._slots: list[_Slot] = []
 
     def dropped(self) -> saved_tensors_hooks:
         """A context for the first forward: its graph saves places instead of tensors."""
@@ -47,13 +46,14 @@ class SavedTensors:
 
         Raises RuntimeError if it saves other tensors than the first forward did.
         """
+        # From now on the graph alone holds the places, and gives each up when it has used it.
         slots, self._slots = self._slots, []
         filled = 0
 
         def fill(tensor: torch.Tensor) -> None:
             nonlocal filled
-            slot = slots[filled]() if filled < len(slots) else None
-            if slot is not None:
+            if filled < len(slots):
+                slot = slots[filled]
                 if slot.kind != (tensor.shape, tensor.dtype):
                     raise RuntimeError(_OTHER.format(slot.kind, (tensor.shape, tensor.dtype)))
                 slot.tensor, slot.version = tensor.detach() if tensor.requires_grad else tensor, tensor._version
@@ -71,7 +71,7 @@ class SavedTensors:
 
     def _drop(self, tensor: torch.Tensor) -> _Slot:
         slot = _Slot((tensor.shape, tensor.dtype))
-        self._slots.append(weakref.ref(slot))
+        self._slots.append(slot)
         return slot
 
 

@@ -43,7 +43,7 @@ class Catching(nn.Linear):
         try:
             return super().forward(inputs)
         except Exception:
-            return inputs
+            return inputs.tanh()
 
 
 def build(last=nn.Linear):
