@@ -206,9 +206,10 @@ class Executor:
         with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
             if chunk == self._last_chunk:
-                result = own_loss(result)
+                end = result = own_loss(result)
+            else:
+                end = end_graph(result)
         if self._training:
-            end = result if chunk == self._last_chunk else end_graph(result)
             changed = [] if saved is None else self.chunks[chunk].changed(buffers)
             self._graphs[chunk, micro_batch] = Graph(beginning, end, saved, changed)
         if chunk == self._last_chunk:

@@ -19,10 +19,9 @@ def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
     return _begin(inputs)
 
 
-@torch.enable_grad()
 def end_graph(result: Tensors) -> list[GradientEdge | None]:
-    """What a backward pass starts from in place of the floating-point members of ``result``: where gradients enter the
-    graph, None for those that need none."""
+    """Where graphs are made: what a backward pass starts from in place of the floating-point members of ``result``, the
+    place where gradients enter the graph; None for those that need none."""
     return [_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
