@@ -206,9 +206,8 @@ class Executor:
         with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
             if chunk == self._last_chunk:
-                end = result = own_loss(result)
-            else:
-                end = end_graph(result)
+                result = own_loss(result)
+            end = result if chunk == self._last_chunk or not self._training else end_graph(result)
         if self._training:
             changed = [] if saved is None else self.chunks[chunk].changed(buffers)
             self._graphs[chunk, micro_batch] = Graph(beginning, end, saved, changed)
