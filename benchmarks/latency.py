@@ -6,7 +6,6 @@ once. Compute is virtual (every chunk sleeps) and of several lengths, messages o
 as long as one message's way alone, calibrated in the same run, and with links that carry one message after another too.
 """
 
-import sys
 from collections.abc import Sequence
 from statistics import median
 
@@ -36,8 +35,7 @@ def run(settings: Sequence[Setting] = SETTINGS, repetitions: int = REPETITIONS) 
         with throttled_network(settings[0].pipeline_ranks, SLOW_RATE) as network:
             measured = measure(settings, LOOPED, repetitions, network.enter)
     except NetworkUnavailable as reason:
-        record.machine["network"] = f"nothing measured at {SLOW}: {reason}"
-        print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+        record.lack_network(f"nothing measured at {SLOW}", reason)
     else:
         enter(record, settings, measured)
     return record

@@ -12,7 +12,6 @@ idle later. The simulated step of the same program, given the same times, does.
 """
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -71,8 +70,7 @@ def run(
                 with throttled_network(setting.pipeline_ranks * setting.data_ranks, rate) as network:
                     found = measure(setting, repetitions, network.enter)
             except NetworkUnavailable as reason:
-                record.machine["network"] = f"nothing measured: {reason}"
-                print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+                record.lack_network("nothing measured", reason)
                 return record
             enter(record, setting, rate, found)
     return record

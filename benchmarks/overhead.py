@@ -215,12 +215,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
 
 def bare_step(spec: ProgramSpec, rank: int) -> Step:
     """What a rank's chunks compute in one batch. What other ranks would send is made up."""
-    layers = [
-        (chunk > 0, partial(_multiplied, parameter, chunk == spec.chunks - 1))
-        for chunk, parameter in _parameters(spec, rank).items()
-    ]
-    inputs = torch.ones(SIZE)
-    gradient = torch.ones(() if rank == spec.loss_rank else SIZE)
+    layers, inputs, gradient = _loop(spec, rank)
 
     def step() -> list[torch.Tensor]:
         stored, results = [], [inputs] * spec.micro_batches
@@ -242,12 +237,7 @@ def bare_step(spec: ProgramSpec, rank: int) -> Step:
 
 def checkpoint_step(spec: ProgramSpec, rank: int) -> Step:
     """The same through PyTorch's own recomputation, which restores torch's random states alone."""
-    layers = [
-        (chunk > 0, partial(_multiplied, parameter, chunk == spec.chunks - 1))
-        for chunk, parameter in _parameters(spec, rank).items()
-    ]
-    inputs = torch.ones(SIZE)
-    gradient = torch.ones(() if rank == spec.loss_rank else SIZE)
+    layers, inputs, gradient = _loop(spec, rank)
 
     def step() -> list[torch.Tensor]:
         stored, results = [], [inputs] * spec.micro_batches
@@ -299,6 +289,18 @@ def pipeline_step(spec: ProgramSpec) -> Step:
         return loop.losses
 
     return step
+
+
+def _loop(
+    spec: ProgramSpec, rank: int
+) -> tuple[list[tuple[bool, Callable[[torch.Tensor], torch.Tensor]]], torch.Tensor, torch.Tensor]:
+    """What a loop without engine works on: the rank's layers, each with whether its input needs a gradient; an input,
+    and the gradient of a result."""
+    layers = [
+        (chunk > 0, partial(_multiplied, parameter, chunk == spec.chunks - 1))
+        for chunk, parameter in _parameters(spec, rank).items()
+    ]
+    return layers, torch.ones(SIZE), torch.ones(() if rank == spec.loss_rank else SIZE)
 
 
 def _parameters(spec: ProgramSpec, rank: int) -> dict[int, Parameter]:

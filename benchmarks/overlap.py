@@ -9,7 +9,6 @@ executor's stopwatch tells, of the rank that waits longest.
 """
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -92,8 +91,7 @@ def run(
             with throttled_network(setting.pipeline_ranks * setting.data_ranks, RATE) as network:
                 found = measure(setting, policies, repetitions, network.enter)
         except NetworkUnavailable as reason:
-            record.machine["network"] = f"nothing measured at {RATE}: {reason}"
-            print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+            record.lack_network(f"nothing measured at {RATE}", reason)
             break
         enter(record, setting, policies, found)
     return record

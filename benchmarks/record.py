@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -78,6 +79,11 @@ class Record:
     def fail(self, contender: str, config: Config, reason: str) -> None:
         """Enters that ``contender`` could not be measured."""
         self.failures.append(Failure(contender, config, reason))
+
+    def lack_network(self, lack: str, reason: object) -> None:
+        """Enters, and says on stderr, that there could be no slow network: what is lacking, and why."""
+        self.machine["network"] = f"{lack}: {reason}"
+        print(f"{self.name}: {self.machine['network']}", file=sys.stderr)
 
     def to_json(self) -> str:
         """One row per line; failures only where there are any."""

@@ -6,7 +6,6 @@ counts as one message's way alone, calibrated in the same run. What a message wa
 receiver is ready, is left to the contenders; messages both ways at once are calibrated beside it.
 """
 
-import sys
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
@@ -44,8 +43,7 @@ def run(
             with throttled_network(members[0].pipeline_ranks, SLOW_RATE) as network:
                 measured = measure(members, contenders, repetitions, network.enter)
         except NetworkUnavailable as reason:
-            record.machine["network"] = f"nothing measured at {SLOW}: {reason}"
-            print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+            record.lack_network(f"nothing measured at {SLOW}", reason)
             break
         _enter(record, SLOW, contenders, members, measured)
     return record

@@ -7,7 +7,6 @@ wider model runs with ours and with whoever came closest at the small one.
 
 import ctypes
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -18,7 +17,7 @@ from benchmarks.contenders.field import BARE, in_training
 from benchmarks.counting import check_losses
 from benchmarks.model import ModelSize, reference_losses
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
-from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from benchmarks.record import REPETITIONS, Config, Record, begin
 from benchmarks.virtual.steps import begin_together
 from tests.engine.running import prepare_rank
 from tests.ranks import run_on_ranks
@@ -95,8 +94,7 @@ def run(
             with throttled_network(pipeline_ranks * data_ranks, SLOW_RATE) as network:
                 groups = compete(in_training(layout, True), layout, micro_batches, repetitions, network.enter)
         except NetworkUnavailable as reason:
-            record.machine["network"] = f"nothing measured at {SLOW}: {reason}"
-            print(f"{NAME}: {record.machine['network']}", file=sys.stderr)
+            record.lack_network(f"nothing measured at {SLOW}", reason)
             break
         enter(record, layout, micro_batches, True, SLOW, groups)
         aim(record, layout, SLOW, [groups])
@@ -154,16 +152,9 @@ def aim(record: Record, layout: Layout, link: str, runs: Sequence[Found]) -> Non
 
 
 def _first_and_fastest(durations: dict[str, list[Duration]]) -> tuple[str, str]:
-    """Ours and its closest peer."""
-    return next(iter(durations)), _fastest(durations)
-
-
-def _fastest(durations: dict[str, list[Duration]]) -> str:
-    """The peer with the shortest step."""
-    return min(
-        (name for name in durations if not name.startswith(OURS)),
-        key=lambda name: median(duration.wall for duration in durations[name]),
-    )
+    """Ours, which comes first, and the peer with the shortest step."""
+    own, *peers = durations
+    return own, min(peers, key=lambda name: median(duration.wall for duration in durations[name]))
 
 
 def _ratios(durations: dict[str, list[Duration]], own: str, peer: str) -> list[float]:

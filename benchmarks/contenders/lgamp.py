@@ -1,12 +1,12 @@
 """ds_lgamp through ``deepspeed.initialize``, as a script uses it."""
 
 import deepspeed
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_lgamp
 from benchmarks.contenders import Layout
-from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function, micro_batch
+from benchmarks.contenders.stock_pipeline import train_batch
+from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function
 from tests.engine.running import quiet
 
 
@@ -48,11 +48,7 @@ class Layered:
             self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
 
     def step(self, step: int, micro_batches: int) -> float:
-        layout = self.layout
-        self.engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
-        first = micro_batches * (dist.get_rank() % layout.data_ranks)
-        batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))
-        return self.engine.train_batch(batch).item()
+        return train_batch(self.engine, self.layout, step, micro_batches)
 
     def held(self) -> int:
         return sum(unit.resident for unit in self.engine.optimizer.partition.units)

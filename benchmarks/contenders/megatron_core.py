@@ -17,7 +17,8 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 class MegatronCore:
     """1F1B, or interleaved with one block per chunk; without a pipeline, one micro-batch after the other. Where there
-    is data parallelism, the distributed optimizer's collectives run behind compute.
+    is data parallelism, with the distributed optimizer, whose collectives overlap with compute as far as the default
+    size of buckets lets them.
 
     Args:
         interleaved: whether a pipeline rank has a chunk for every block instead of one with all.

@@ -3,6 +3,7 @@
 import deepspeed
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from benchmarks.contenders import Layout
 from benchmarks.model import Block, build_optimizer, loss_function, micro_batch
@@ -38,11 +39,15 @@ class StockPipeline:
             )
 
     def step(self, step: int, micro_batches: int) -> float:
-        layout = self.layout
-        self.engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
-        first = micro_batches * (dist.get_rank() % layout.data_ranks)
-        batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))
-        return self.engine.train_batch(batch).item()
+        return train_batch(self.engine, self.layout, step, micro_batches)
 
     def held(self) -> int:
         return self.layout.chunks_per_rank
+
+
+def train_batch(engine: PipelineEngine, layout: Layout, step: int, micro_batches: int) -> float:
+    """One batch through a pipeline engine of DeepSpeed; its mean loss."""
+    engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
+    first = micro_batches * (dist.get_rank() % layout.data_ranks)
+    batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))
+    return engine.train_batch(batch).item()

@@ -72,8 +72,8 @@ class Graph(NamedTuple):
     beginning: Tensors
     """The chunk's input as leaves; with recomputation their data are what the chunk is computed from again, else they
     have none. Chunk 0: with recomputation, its input."""
-    end: Any
-    """What :func:`end_graph` gives of the result; for the last chunk, the loss."""
+    ends: Sequence[Any]
+    """What :func:`end_graph` gives of the result; for the last chunk, the loss alone."""
     saved: SavedTensors | None
     """Those that are to be recomputed."""
     buffers: Buffers
@@ -207,10 +207,10 @@ class Executor:
             result = self._compute(chunk, micro_batch, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
-            end = result if chunk == self._last_chunk or not self._training else end_graph(result)
-        if self._training:
-            changed = [] if saved is None else self.chunks[chunk].changed(buffers)
-            self._graphs[chunk, micro_batch] = Graph(beginning, end, saved, changed)
+            if self._training:
+                ends = [result] if chunk == self._last_chunk else end_graph(result)
+                changed = [] if saved is None else self.chunks[chunk].changed(buffers)
+                self._graphs[chunk, micro_batch] = Graph(beginning, ends, saved, changed)
         if chunk == self._last_chunk:
             # In evaluation it may be the model's output.
             self.losses.append(_detached(result))
@@ -233,10 +233,9 @@ class Executor:
                 buffers = self._recompute(chunk, micro_batch, graph, graph.saved)
         if chunk == self._last_chunk:
             self._labels.pop(micro_batch, None)
-        ends = [_checked_loss(graph.end)] if chunk == self._last_chunk else graph.end
-        gradients = self._take_gradients(chunk, micro_batch, graph.end)
+        gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         with self.timing.time("backward"):
-            starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
+            starts = [(end, gradient) for end, gradient in zip(graph.ends, gradients) if end is not None]
             if starts:
                 torch.autograd.backward([end for end, _ in starts], [gradient for _, gradient in starts])
         # Only now: autograd may have saved them.
@@ -323,10 +322,10 @@ class Executor:
             saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
         return current
 
-    def _take_gradients(self, chunk: int, micro_batch: int, end: Any) -> Sequence[torch.Tensor]:
+    def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor]:
         """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""
         if chunk == self._last_chunk:
-            return [self.loss_gradient(end, self._micro_batches)]
+            return [self.loss_gradient(_checked_loss(ends[0]), self._micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self.timing.time("gradient"):
