@@ -8,4 +8,5 @@ install_ds_lgamp megatron,transformers,plot,test,dev
 ruff check .
 ruff format --check .
 python -m mypy
-python -m pytest "$@"
+# A file stays with one process: its tests share what its fixtures spawned.
+python -m pytest --numprocesses 2 --dist loadfile "$@"
