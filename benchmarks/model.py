@@ -77,6 +77,11 @@ def build_blocks(size: ModelSize, indices: Sequence[int], recompute: bool) -> li
     return [Block(index, size, recompute) for index in indices]
 
 
+def block_elements(size: ModelSize) -> int:
+    """The parameters of a block, without those of embeddings and head."""
+    return sum(parameter.numel() for parameter in Block(0, size._replace(vocabulary=0)).parameters())
+
+
 def loss_function(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The mean loss of a micro-batch; targets are tokens or hidden states."""
     if target.is_floating_point():
@@ -96,7 +101,7 @@ def micro_batch(size: ModelSize, step: int, index: int) -> tuple[torch.Tensor, t
 
 
 def build_optimizer(parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON, fused=True)
 
 
 @lru_cache

@@ -51,9 +51,10 @@ def test_who_trains_something_else_fails_the_run(cheat):
 def test_ours_comes_first_and_names_are_unique(layout, recompute):
     groups = in_training(Layout(*layout, TINY), recompute)
     assert list(groups) == ([KEPT] if layout[0] > 1 and layout[1] == 1 else [KEPT, SHARDED])
-    for contenders in groups.values():
+    for held, contenders in groups.items():
         names = [contender.name for contender in contenders]
-        assert [name.startswith(OURS) for name in names] == [True] + [False] * (len(names) - 1)
+        own = [f"{OURS}, ZeRO-1", f"{OURS}, ZeRO-1, 1F1B"][: min(layout[0], 2)] if held == KEPT else [f"{OURS}, ZeRO-3"]
+        assert [name for name in names if name.startswith(OURS)] == names[: len(own)] == own
         assert len(set(names)) == len(names) > 1
 
 
@@ -93,6 +94,14 @@ def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(compe
     ] * 2
     assert record.machine["network"] == "nothing measured at 200 Mbit/s: 2 nodes are too many"
     assert "nothing measured" in capsys.readouterr().err
+
+
+def test_in_a_pipeline_the_faster_of_ours_meets_the_target(competitions):
+    record = run(TINY, WIDE, layouts=((2, 1),), slow_layouts=(), micro_batches=MICRO_BATCHES, repetitions=2)
+    own = [f"{OURS}, ZeRO-1", f"{OURS}, ZeRO-1, 1F1B"]
+    assert competitions[-1] == (WIDE, {KEPT: [*own, "DeepSpeed 1F1B"]})
+    assert [(row.contender, row.median) for row in record.rows if row.metric == RATIO] == [*zip(own, (2.0, 0.5))] * 3
+    assert [(target.value, target.limit) for target in record.targets] == [(0.5, LIMIT)] * 2
 
 
 def test_a_step_lasts_from_the_first_start_to_the_last_end_on_the_cpus_of_all_ranks():

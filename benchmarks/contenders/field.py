@@ -71,19 +71,22 @@ def in_training(layout: Layout, recompute: bool) -> dict[str, list[Contender]]:
         recompute: whether everybody recomputes every block, or nobody anything.
     """
     pipelined, sharding = layout.pipeline_ranks > 1, layout.data_ranks > 1
+    one_chunk = partial(_own, zero_stage=1, schedule="1f1b", recompute=recompute)
     kept = [
-        Contender(f"{OURS}, ZeRO-1", partial(_layered, zero_stage=1, recompute=recompute)),
+        Contender(f"{OURS}, ZeRO-1", partial(_own, zero_stage=1, recompute=recompute)),
+        *([Contender(f"{OURS}, ZeRO-1, 1F1B", one_chunk)] if pipelined else []),
         *_with(recompute, _kept_in_pipeline(sharding) if pipelined else _kept_without_pipeline(sharding)),
     ]
     sharded = [
-        Contender(f"{OURS}, ZeRO-3", partial(_layered, zero_stage=3, recompute=recompute)),
+        Contender(f"{OURS}, ZeRO-3", partial(_own, zero_stage=3, recompute=recompute)),
         *_with(recompute, _sharded_in_pipeline() if pipelined else _sharded_without_pipeline(sharding)),
     ]
     return {KEPT: kept, SHARDED: sharded} if sharding or not pipelined else {KEPT: kept}
 
 
-def _layered(layout: Layout, zero_stage: int, recompute: bool) -> Layered:
-    return Layered(layout, zero_stage, resident_chunks=2, recompute="full" if recompute else "none")
+def _own(layout: Layout, zero_stage: int, recompute: bool, schedule: str = "layered") -> Layered:
+    recompute_key = "full" if recompute else "none"
+    return Layered(layout, zero_stage, resident_chunks=2, recompute=recompute_key, schedule=schedule)
 
 
 def _with(recompute: bool, peers: dict[str, Callable[..., Training]]) -> list[Contender]:

@@ -11,7 +11,11 @@ from tests.engine.running import quiet
 
 
 class Layered:
-    """Layered schedule, modular placement, one block per chunk."""
+    """One block per chunk, modular placement.
+
+    Args:
+        schedule: the block's; "1f1b" has one chunk per rank.
+    """
 
     def __init__(
         self,
@@ -20,6 +24,7 @@ class Layered:
         resident_chunks: int,
         recompute: str = "full",
         micro_batch_group: int | str = "all",
+        schedule: str = "layered",
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -30,10 +35,12 @@ class Layered:
             "zero_optimization": {"stage": zero_stage},
             "optimizer": {
                 "type": "AdamW",
-                "params": {"lr": LEARNING_RATE, "eps": ADAM_EPSILON, "weight_decay": 0.01, "torch_adam": True},
+                # The block's AdamW is torch's fused one.
+                "params": {"lr": LEARNING_RATE, "eps": ADAM_EPSILON, "weight_decay": 0.01},
             },
             "ds_lgamp": {
-                "layers_per_chunk": 1,
+                "schedule": schedule,
+                **({} if schedule == "1f1b" else {"layers_per_chunk": 1}),
                 "resident_chunks": resident_chunks,
                 "recompute": recompute,
                 "micro_batch_group": micro_batch_group,
@@ -44,6 +51,7 @@ class Layered:
                 [LayerSpec(Block, index, layout.size) for index in range(layout.size.blocks)],
                 num_stages=layout.pipeline_ranks,
                 loss_fn=loss_function,
+                partition_method="uniform",
             )
             self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
 

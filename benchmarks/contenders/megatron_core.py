@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.contenders import Layout
-from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function, micro_batch
+from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, block_elements, loss_function, micro_batch
 from tests import cpu_shim
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -17,8 +17,8 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 class MegatronCore:
     """1F1B, or interleaved with one block per chunk; without a pipeline, one micro-batch after the other. Where there
-    is data parallelism, with the distributed optimizer, whose collectives overlap with compute as far as the default
-    size of buckets lets them.
+    is data parallelism, with the distributed optimizer, whose collectives overlap with compute: a bucket is a block, as
+    in every other contender.
 
     Args:
         interleaved: whether a pipeline rank has a chunk for every block instead of one with all.
@@ -94,7 +94,10 @@ class MegatronCore:
         rank, blocks = parallel_state.get_pipeline_model_parallel_rank(), layout.chunks_per_rank // chunks
         sharded = layout.data_ranks > 1
         settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=sharded, overlap_param_gather=sharded, use_distributed_optimizer=sharded
+            overlap_grad_reduce=sharded,
+            overlap_param_gather=sharded,
+            use_distributed_optimizer=sharded,
+            bucket_size=block_elements(layout.size),
         )
         return [
             DistributedDataParallel(self.config, settings, _Blocks(self.config, layout, first, blocks, recompute))
@@ -116,6 +119,8 @@ class MegatronCore:
         )
         # By itself it would take weight decay from norms and biases.
         optimizer = get_megatron_optimizer(settings, self.models, config_overrides={})
+        for group in optimizer.param_groups:
+            group["fused"] = True
         self.config.finalize_model_grads_func = finalize_model_grads
         if sharded:
             self.config.no_sync_func = _one_or_all([model.no_sync for model in self.models])

@@ -6,6 +6,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from benchmarks.contenders import Layout
+from benchmarks.contenders.zero import by_blocks
 from benchmarks.model import Block, build_optimizer, loss_function, micro_batch
 from tests.engine.running import quiet
 
@@ -33,7 +34,7 @@ class StockPipeline:
                 config={
                     "train_micro_batch_size_per_gpu": size.samples,
                     "gradient_accumulation_steps": 1,
-                    "zero_optimization": {"stage": 1},
+                    "zero_optimization": {"stage": 1, **by_blocks(size)},
                     "steps_per_print": 1 << 30,
                 },
             )

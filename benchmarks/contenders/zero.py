@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from benchmarks.contenders import Layout
-from benchmarks.model import build_blocks, build_optimizer, loss_function, micro_batch
+from benchmarks.model import ModelSize, block_elements, build_blocks, build_optimizer, loss_function, micro_batch
 
 
 class Zero:
@@ -32,20 +32,14 @@ class Zero:
     ) -> None:
         self.layout, self.deferred_reduce = layout, deferred_reduce
         self.blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
-        elements = sum(parameter.numel() for parameter in self.blocks[0].parameters())
         zero: dict = {
             "stage": stage,
-            # One block, as in every other contender. The defaults of 5e8 elements are made for models that are larger
-            # than such a bucket; here they would be a buffer of 2 GB.
-            "reduce_bucket_size": elements,
-            "allgather_bucket_size": elements,
-            # Gradients go to the rank that owns them; the default all-reduces, which sends twice as much.
-            "use_multi_rank_bucket_allreduce": False,
+            **by_blocks(layout.size),
             # The default keeps tensors of up to 1e5 elements on all ranks; in a small model that is every one.
             "stage3_param_persistence_threshold": 0,
         }
         if resident_chunks is not None:
-            zero |= hold_at_most(resident_chunks, elements)
+            zero |= hold_at_most(resident_chunks, block_elements(layout.size))
         model = nn.Sequential(*self.blocks)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -80,6 +74,19 @@ class Zero:
 
     def held(self) -> int:
         return sum(any(map(is_gathered, block.parameters())) for block in self.blocks)
+
+
+def by_blocks(size: ModelSize) -> dict:
+    """DeepSpeed's configuration to communicate block by block, as every other contender."""
+    elements = block_elements(size)
+    return {
+        # The defaults of 5e8 elements are made for models that are larger than such a bucket; here they would be a
+        # buffer of 2 GB.
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+        # Gradients go to the rank that owns them; the default all-reduces, which sends twice as much.
+        "use_multi_rank_bucket_allreduce": False,
+    }
 
 
 def hold_at_most(chunks: int, elements: int) -> dict:
