@@ -248,24 +248,3 @@ def _refuse_thawed(unit: Unit) -> None:
     for entry in unit.parameters:
         if entry.parameter.requires_grad:
             raise ValueError(f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that")
-
-
-def global_norm(
-    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
-) -> torch.Tensor:
-    """The 2-norm of the gradients of all ranks together (fp64, no elements copied to the host).
-
-    Args:
-        gradients: this rank's.
-        group: all ranks; None if this one is alone.
-    """
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 for gradient in gradients]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients are multiplied with so that their norm is at most ``limit`` (as torch's clip_grad_norm_)."""
-    return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -17,8 +17,8 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.module import global_names, over_data, over_pipeline
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.partition.exact_norm import exact_norm
-from ds_lgamp.partition.zero_partition import ZeroPartition, clip_factor, global_norm
+from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm
+from ds_lgamp.partition.zero_partition import ZeroPartition
 
 
 class PartitionedOptimizer(DeepSpeedOptimizer):

@@ -1,4 +1,4 @@
-"""The norm of a gradient does not depend on where it is cut, and is the norm."""
+"""The norm of a gradient is the norm; one of two ways to it does not depend on where the gradient is cut."""
 
 import math
 from fractions import Fraction
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.exact_norm import exact_norm
+from ds_lgamp.partition.norms import exact_norm, global_norm
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -69,3 +69,23 @@ def norm_on_a_rank():
 
 def test_ranks_have_the_norm_of_one():
     assert run_on_ranks(2, norm_on_a_rank) == [exact_norm([numbers(6)], None, CPU).item()] * 2
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 1 << 23])
+def test_the_usual_norm_is_as_good_as_one_of_sums_in_fp64(count):
+    values = numbers(4, count)
+    parts = cut(values, 3, 1) if count > 3 else [values]
+    assert global_norm(parts, None, CPU).item() == pytest.approx(values.double().norm().item(), rel=1e-6)
+
+
+def test_the_usual_norm_of_nothing_is_zero_and_others_are_told():
+    assert global_norm([], None, CPU).item() == 0.0
+    assert math.isnan(global_norm([torch.tensor([1.0, math.nan])], None, CPU).item())
+    assert global_norm([torch.tensor([1.0, math.inf])], None, CPU).item() == math.inf
+
+
+def test_the_usual_norm_copies_no_gradient():
+    values = numbers(4, 1 << 20)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        global_norm([values], None, CPU)
+    assert 0 < max(event.cpu_memory_usage for event in profile.events()) < values.nbytes / 100

@@ -1,15 +1,12 @@
-"""A norm that does not depend on where gradients are cut or in which order their squares are added.
-
-Squares of fp32 numbers are exact in fp64. Each is cut into whole numbers of a few fixed units, the largest of which the
-greatest gradient decides, and whole numbers add up without rounding. After J. Demmel and H. D. Nguyen, "Parallel
-Reproducible Summation", IEEE Transactions on Computers 64(7), 2015, with integers for their bins.
-"""
+"""Norms of the gradient of all ranks together."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+_ROW = 4096
+"""Elements whose squares :func:`global_norm` adds up in fp32."""
 _BITS, _CUTS = 22, 3
 """Of a square, the 66 bits below the greatest one's first are counted, 22 at a time: as many as 2^41 numbers of 22 bits
 add up in an int64, and what is left out of them is less than 2^-25 of the greatest square."""
@@ -18,10 +15,38 @@ _CPU_BLOCK, _BLOCK = 1 << 16, 1 << 24
 call has its price."""
 
 
+def global_norm(
+    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """The 2-norm of the gradients of all ranks together, fp64; rows of it are rounded to fp32.
+
+    Nothing is copied to the host, nor to another type: torch's norm with an fp64 result copies what it is taken of. A
+    gradient above 1.8e19, whose square fp32 does not hold, makes it infinite.
+
+    Args:
+        gradients: this rank's, flat.
+        group: all ranks; None if this one is alone.
+    """
+    squares = [norms.double().square().sum() for gradient in gradients for norms in _norms(gradient)]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients are multiplied with so that their norm is at most ``limit`` (as torch's clip_grad_norm_)."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
 def exact_norm(
     gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    """The 2-norm of the gradients of all ranks together, fp64, the same to the bit however they are spread.
+    """The 2-norm of the gradients of all ranks together, fp64, the same to the bit however they are cut and spread.
+
+    Squares of fp32 numbers are exact in fp64. Each is cut into whole numbers of a few fixed units, the largest of which
+    the greatest gradient decides, and whole numbers add up without rounding. After J. Demmel and H. D. Nguyen,
+    "Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015, with integers for their bins.
 
     Not a number where one of them is infinite or none.
 
@@ -53,6 +78,15 @@ def exact_norm(
     for cut in reversed(range(_CUTS)):
         total += counts[cut].double() * 2.0 ** (-_BITS * (cut + 1))
     return torch.where(greatest.isfinite(), (total * unit).sqrt(), torch.nan)
+
+
+def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Those of short rows, whose squares add up in the gradient's own type without losing much."""
+    rows = gradient.numel() // _ROW
+    if rows:
+        yield torch.linalg.vector_norm(gradient[: rows * _ROW].view(rows, _ROW), dim=1)
+    if gradient.numel() > rows * _ROW:
+        yield torch.linalg.vector_norm(gradient[rows * _ROW :])
 
 
 def _blocks(gradients: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
