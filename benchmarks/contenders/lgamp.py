@@ -14,6 +14,7 @@ class Layered:
     """One block per chunk, modular placement.
 
     Args:
+        recompute: the block's; "blocks" leaves it to the model's blocks, which are smaller than a chunk at "1f1b".
         schedule: the block's; "1f1b" has one chunk per rank.
     """
 
@@ -42,13 +43,13 @@ class Layered:
                 "schedule": schedule,
                 **({} if schedule == "1f1b" else {"layers_per_chunk": 1}),
                 "resident_chunks": resident_chunks,
-                "recompute": recompute,
+                "recompute": "none" if recompute == "blocks" else recompute,
                 "micro_batch_group": micro_batch_group,
             },
         }
         with quiet():
             module = PipelineModule(
-                [LayerSpec(Block, index, layout.size) for index in range(layout.size.blocks)],
+                [LayerSpec(Block, index, layout.size, recompute == "blocks") for index in range(layout.size.blocks)],
                 num_stages=layout.pipeline_ranks,
                 loss_fn=loss_function,
                 partition_method="uniform",
