@@ -27,9 +27,8 @@ NAME = "memory"
 SIZE = ModelSize()
 MICRO_BATCHES = (1, 8)
 LARGEST_DEVIATION = 0.01
-ADAMW = ElementBytes(weights=4, gradients=4, optimizer=8, update=12)
-"""In fp32 without ``foreach``: two moments; a square root, what it is divided to, and the latter of the shard before,
-which torch's loop still holds: chunks are equal here, and a rank has several."""
+ADAMW = ElementBytes(weights=4, gradients=4, optimizer=8)
+"""In fp32, fused: two moments, and nothing for the moment."""
 
 
 def run(

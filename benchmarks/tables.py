@@ -24,7 +24,7 @@ def machine(name: str) -> str:
 def targets() -> str:
     """What was aimed at and what was reached, of all benchmarks."""
     rows = [
-        [name, target.text, f"{target.value:.4g}", f"{target.limit:.4g}", "yes" if target.met else "**no**"]
+        [name, target.text, f"{target.value:.5g}", f"{target.limit:.5g}", "yes" if target.met else "**no**"]
         for name in NAMES
         if name != ON_ACCELERATOR or is_recorded(name)
         for target in read(name).targets

@@ -2,7 +2,7 @@
 
 Everybody trains the same model on real ranks, one after the other in every round. Beside the seconds of a step stand
 the CPU seconds of all ranks together: where there are more ranks than cores, those are what a contender costs. The
-wider model runs with ours and with the fastest peer at the small one.
+wider model runs with ours, the bare loop and the peers that were about as fast as the fastest at the small one.
 """
 
 import ctypes
@@ -38,6 +38,8 @@ CHECKED = 2
 LIMIT, BARE_LIMIT = 1.0, 1.02
 """Of our fastest step to the fastest peer's, and to the bare loop's."""
 RATIO = "step / fastest peer's"
+CLOSE = 1.05
+"""Of a peer's step to the fastest peer's, at the small model: up to here it runs at the wider one too."""
 SECONDS = 3600
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Of glibc's mallopt."""
@@ -82,7 +84,7 @@ def run(
         aim(record, layout, LOOPBACK, list(found.values()))
         layout = layout._replace(size=wide)
         closest = {
-            held: [one for one in contenders if one.name in [*_ours(found[True][held]), _peer(found[True][held])]]
+            held: [one for one in contenders if one.name in _closest(found[True][held])]
             for held, contenders in in_training(layout, recompute=True).items()
         }
         groups = compete(closest, layout, micro_batches, repetitions)
@@ -124,7 +126,7 @@ def compete(
 
 
 def enter(record: Record, layout: Layout, micro_batches: int, recompute: bool, link: str, groups: Found) -> None:
-    """Every contender's rows of one layout; of ours, the ratios to the fastest peer too."""
+    """Every contender's rows of one layout."""
     for held, durations in groups.items():
         config: Config = {
             **layout.config(micro_batches),
@@ -136,39 +138,38 @@ def enter(record: Record, layout: Layout, micro_batches: int, recompute: bool, l
         for name, each in durations.items():
             record.add(name, config, "step", [duration.wall for duration in each], "s")
             record.add(name, config, "CPU", [duration.cpu for duration in each], "s")
-        for own in _ours(durations):
-            record.add(own, config, RATIO, _ratios(durations, own, _peer(durations)), "ratio")
 
 
 def aim(record: Record, layout: Layout, link: str, runs: Sequence[Found]) -> None:
     """The targets of one layout: the worst of some runs, which differ in what is recomputed."""
     where = f"{layout.pipeline_ranks} x {layout.data_ranks} ranks, width {layout.size.width}, {link}"
-    every = [durations for groups in runs for durations in groups.values()]
-    worst = max(_least_ratio(durations, _peer(durations)) for durations in every)
+    every = [_medians(durations) for groups in runs for durations in groups.values()]
+    worst = max(_ours(walls) / min(_peers(walls).values()) for walls in every)
     record.aim(f"largest {RATIO}, {where}", worst, LIMIT)
-    bare = [_least_ratio(durations, BARE) for durations in every if BARE in durations]
+    bare = [_ours(walls) / walls[BARE] for walls in every if BARE in walls]
     if bare:
         record.aim(f"largest step / bare loop's, {where}", max(bare), BARE_LIMIT)
 
 
-def _ours(durations: dict[str, list[Duration]]) -> list[str]:
-    return [name for name in durations if name.startswith(OURS)]
+def _medians(durations: dict[str, list[Duration]]) -> dict[str, float]:
+    return {name: median(duration.wall for duration in each) for name, each in durations.items()}
 
 
-def _peer(durations: dict[str, list[Duration]]) -> str:
-    """The one with the shortest step."""
-    peers = durations.keys() - _ours(durations)
-    return min(peers, key=lambda name: median(duration.wall for duration in durations[name]))
+def _ours(walls: dict[str, float]) -> float:
+    """Who needs a fast step takes the faster of ours."""
+    return min(wall for name, wall in walls.items() if name.startswith(OURS))
 
 
-def _least_ratio(durations: dict[str, list[Duration]], peer: str) -> float:
-    """Of ours: who needs a fast step takes the faster one."""
-    return min(median(_ratios(durations, own, peer)) for own in _ours(durations))
+def _peers(walls: dict[str, float]) -> dict[str, float]:
+    return {name: wall for name, wall in walls.items() if not name.startswith(OURS)}
 
 
-def _ratios(durations: dict[str, list[Duration]], own: str, peer: str) -> list[float]:
-    """Of the steps of one round each."""
-    return [mine.wall / other.wall for mine, other in zip(durations[own], durations[peer])]
+def _closest(durations: dict[str, list[Duration]]) -> set[str]:
+    """Ours, the bare loop and the peers that were about as fast as the fastest."""
+    walls = _medians(durations)
+    peers = _peers(walls)
+    slow = {name for name, wall in peers.items() if wall > CLOSE * min(peers.values()) and name != BARE}
+    return walls.keys() - slow
 
 
 def _train_on_rank(
@@ -207,8 +208,8 @@ def _check(layout: Layout, micro_batches: int, steps: dict[str, list[tuple[Step,
     losses = {}
     for name, each in steps.items():
         known = [{step.loss for step in ranks} - {None} for ranks in each]
-        assert all(known), f"no rank knows a loss of {name}"
-        losses[name] = [max(found) for found in known]
+        assert all(len(found) == 1 for found in known), f"ranks of {name} know no loss or different ones"
+        losses[name] = [found.pop() for found in known]
     first, *_ = losses.values()
     alone = reference_losses(layout.size, layout.data_ranks, (micro_batches,) * min(CHECKED, len(first)))
     for name, found in losses.items():

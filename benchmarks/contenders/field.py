@@ -120,6 +120,7 @@ def _kept_in_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
     return {
         "DeepSpeed 1F1B": StockPipeline,
         f"torch LoopedBFS{suffix}": partial(Pipeline, schedule="looped_bfs", reshard=False),
+        f"torch Interleaved1F1B{suffix}": partial(Pipeline, schedule="interleaved_1f1b", reshard=False),
         f"torch 1F1B{suffix}": partial(Pipeline, schedule="1f1b", reshard=False),
         "Megatron-core 1F1B": MegatronCore,
         "Megatron-core interleaved": partial(MegatronCore, interleaved=True),
@@ -129,5 +130,6 @@ def _kept_in_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
 def _sharded_in_pipeline() -> dict[str, Callable[..., Training]]:
     return {
         "torch LoopedBFS + FSDP2": partial(Pipeline, schedule="looped_bfs", reshard=True),
+        "torch Interleaved1F1B + FSDP2": partial(Pipeline, schedule="interleaved_1f1b", reshard=True),
         "torch 1F1B + FSDP2": partial(Pipeline, schedule="1f1b", reshard=True),
     }

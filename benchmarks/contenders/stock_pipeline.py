@@ -34,6 +34,7 @@ class StockPipeline:
                 config={
                     "train_micro_batch_size_per_gpu": size.samples,
                     "gradient_accumulation_steps": 1,
+                    "gradient_clipping": 0.0,
                     "zero_optimization": {"stage": 1, **by_blocks(size)},
                     "steps_per_print": 1 << 30,
                 },

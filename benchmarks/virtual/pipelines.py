@@ -183,6 +183,7 @@ class Stock:
                 config={
                     "train_micro_batch_size_per_gpu": 1,
                     "gradient_accumulation_steps": setting.micro_batches,
+                    "gradient_clipping": 0.0,
                     "steps_per_print": 1 << 30,
                 },
             )

@@ -20,15 +20,15 @@ def global_norm(
 ) -> torch.Tensor:
     """The 2-norm of the gradients of all ranks together, fp64; rows of it are rounded to fp32.
 
-    Nothing is copied to the host, nor to another type: torch's norm with an fp64 result copies what it is taken of. A
-    gradient above 1.8e19, whose square fp32 does not hold, makes it infinite.
+    Nothing is copied to the host, and no gradient to another type: torch's norm with an fp64 result copies what it is
+    taken of. The norm is infinite where fp32 does not hold the squares of a row, as of elements of 3e17.
 
     Args:
         gradients: this rank's, flat.
         group: all ranks; None if this one is alone.
     """
-    squares = [norms.double().square().sum() for gradient in gradients for norms in _norms(gradient)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    norms = [norm for gradient in gradients for norm in _norms(gradient)]
+    total = torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if group is not None and group.size() > 1:
         dist.all_reduce(total, group=group)
     return total.sqrt()
@@ -86,7 +86,7 @@ def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
     if rows:
         yield torch.linalg.vector_norm(gradient[: rows * _ROW].view(rows, _ROW), dim=1)
     if gradient.numel() > rows * _ROW:
-        yield torch.linalg.vector_norm(gradient[rows * _ROW :])
+        yield torch.linalg.vector_norm(gradient[rows * _ROW :].view(1, -1), dim=1)
 
 
 def _blocks(gradients: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -93,7 +93,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         scale = self.loss_scale
         gradients = self.partition.counted_gradients()
         self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) / scale
-        # The one place where a step waits for the device; the norm is finite if and only if every gradient is.
+        # The one place where a step waits for the device. A gradient that is infinite or no number makes the norm so.
         self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
