@@ -16,19 +16,16 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
-from benchmarks.overlap import COMPUTE, KINDS, calibrate, simulated
+from benchmarks.overlap import COMPUTE, KINDS, calibrate, collectives, simulated, sized
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
-from benchmarks.virtual.pipelines import Executed, spec_of
+from benchmarks.virtual.pipelines import Executed
 from benchmarks.virtual.steps import Start, Step, check_durations, is_precise, scheduling, time_step
-from ds_lgamp.schedule.program import build_program
 from tests.ranks import run_on_ranks
 
 NAME = "network"
 RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
 """As tc writes them, and as people do; the fastest first."""
-FASTEST = 125e6
-"""Bytes per second."""
 SHARE = 0.16
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
@@ -46,16 +43,7 @@ had real-time priority."""
 def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
     """Four chunks per rank and eight micro-batches."""
     setting = Setting(pipeline_ranks, 4, micro_batches=8, forward=0.005, backward=0.010, data_ranks=data_ranks)
-    compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
-    bytes_sent = SHARE * compute / sum(collectives(setting, 3)) * FASTEST
-    return setting._replace(parameters=round(bytes_sent / 4 / (data_ranks - 1)) * data_ranks - 1)
-
-
-def collectives(setting: Setting, zero_stage: int, micro_batch_group: int | None = None) -> list[int]:
-    """Gathers and reductions of a step, of the rank that has most of them."""
-    program = build_program(spec_of("layered", setting, zero_stage, micro_batch_group=micro_batch_group))
-    counts = [[sum(action.kind is kind for action in actions) for kind in KINDS.values()] for actions in program]
-    return max(counts, key=sum)
+    return sized(setting, SHARE)
 
 
 def run(

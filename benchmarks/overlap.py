@@ -69,13 +69,23 @@ class OnRank(NamedTuple):
 
 def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
     """Four chunks per rank and four micro-batches, with as many parameters as ``SHARE`` asks for."""
-    setting = Setting(pipeline_ranks, chunks_per_rank=4, micro_batches=4, data_ranks=data_ranks)
-    chunks = setting.chunks_per_rank
-    compute = chunks * setting.micro_batches * (setting.forward + setting.backward)
-    collectives = (2 * chunks - 2) + chunks
-    bytes_sent = SHARE * compute / collectives * BYTES_PER_SECOND
+    return sized(Setting(pipeline_ranks, chunks_per_rank=4, micro_batches=4, data_ranks=data_ranks), SHARE)
+
+
+def sized(setting: Setting, share: float) -> Setting:
+    """``setting`` with as many parameters as make the collectives of a step at ZeRO stage 3 with two resident chunks
+    last ``share`` of its compute, at the full rate."""
+    compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
+    bytes_sent = share * compute / sum(collectives(setting, 3)) * BYTES_PER_SECOND
     # A rank sends a part to, or for, every other one.
-    return setting._replace(parameters=round(bytes_sent / 4 / (data_ranks - 1)) * data_ranks - 1)
+    return setting._replace(parameters=round(bytes_sent / 4 / (setting.data_ranks - 1)) * setting.data_ranks - 1)
+
+
+def collectives(setting: Setting, zero_stage: int, micro_batch_group: int | None = None) -> list[int]:
+    """Gathers and reductions of a step, of the rank that has most of them."""
+    program = build_program(spec_of("layered", setting, zero_stage, micro_batch_group=micro_batch_group))
+    counts = [[sum(action.kind is kind for action in actions) for kind in KINDS.values()] for actions in program]
+    return max(counts, key=sum)
 
 
 def run(

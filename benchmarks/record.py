@@ -132,9 +132,16 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
-        "commit": _output_of("sh", "-c", "git describe --always --dirty") or "unknown",
+        "commit": _commit(),
         "load_before": load(),
     }
+
+
+def _commit() -> str:
+    """Marked where code is not as it was committed; pages and results of other runs are not measured."""
+    changed = _output_of("git", "status", "--porcelain", "--", "*.py", "*.toml", "*.sh")
+    commit = _output_of("git", "rev-parse", "--short", "HEAD")
+    return f"{commit or 'unknown'}{'-dirty' if changed else ''}"
 
 
 def _processor() -> str:

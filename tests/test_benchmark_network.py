@@ -5,20 +5,18 @@ import pytest
 from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.network import (
     BOUND,
-    FASTEST,
     LAYOUTS,
     LIMIT,
     OUTER,
     SHARE,
     STAGES,
-    collectives,
     enter,
     layered,
     measure,
     run,
     setting_of,
 )
-from benchmarks.overlap import COMPUTE
+from benchmarks.overlap import BYTES_PER_SECOND, COMPUTE, collectives
 from benchmarks.record import Record
 from benchmarks.virtual.chunk import Setting
 
@@ -28,7 +26,7 @@ TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_take_their_share_of_compute_at_the_fastest_rate(layout):
     setting = setting_of(*layout)
-    alone = (setting.parameters + 1) // setting.data_ranks * (setting.data_ranks - 1) * 4 / FASTEST
+    alone = (setting.parameters + 1) // setting.data_ranks * (setting.data_ranks - 1) * 4 / BYTES_PER_SECOND
     compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
     assert sum(collectives(setting, 3)) * alone == pytest.approx(SHARE * compute, rel=1e-3)
 

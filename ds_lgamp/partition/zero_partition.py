@@ -163,18 +163,14 @@ class ZeroPartition:
                     unit.release()
 
     def _make_room(self, unit: Unit) -> None:
-        if unit in self._reducing:
-            self._finish_reductions_until(unit)
+        while unit in self._reducing:
+            self._finish_oldest_reduction()
         if not unit.tied:
             while self._reducing and self._gradients_held() >= self._gradient_buffers:
                 self._finish_oldest_reduction()
 
     def _gradients_held(self) -> int:
         return sum(unit.holds_gradient for unit in self.units if unit.partitioned and not unit.tied)
-
-    def _finish_reductions_until(self, unit: Unit) -> None:
-        while unit in self._reducing:
-            self._finish_oldest_reduction()
 
     def _finish_oldest_reduction(self) -> None:
         unit = self._reducing.popleft()

@@ -1,16 +1,47 @@
 """A chunk at run time: consecutive layers that are called one after another."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Module
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """What layers hand to each other: a tensor or a tuple of tensors."""
 
 
-Buffers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Buffers of layers, and a copy of each."""
+class Buffer(NamedTuple):
+    """A buffer of a layer at some moment: a forward may change the tensor, or put another in its place."""
+
+    module: Module
+    name: str
+    tensor: torch.Tensor | None
+    value: torch.Tensor | None
+    """A copy of the tensor."""
+
+    @classmethod
+    def read(cls, module: Module, name: str) -> "Buffer":
+        """The buffer as it is now."""
+        tensor = module._buffers[name]
+        return cls(module, name, tensor, None if tensor is None else tensor.clone())
+
+    def write(self) -> None:
+        """Puts tensor and value back."""
+        self.module._buffers[self.name] = self.tensor
+        if self.tensor is not None and self.value is not None:
+            self.tensor.copy_(self.value)
+
+    @property
+    def moved(self) -> bool:
+        """Whether it is something else now."""
+        now = self.module._buffers[self.name]
+        if now is None or self.value is None:
+            return now is not self.tensor
+        # By value: native batch norm writes without a new version.
+        return now is not self.tensor or not torch.equal(now, self.value)
+
+
+Buffers = list[Buffer]
 
 
 class Chunk:
@@ -34,28 +65,36 @@ class Chunk:
         self.first_layer = first_layer
         self.before_layer = before_layer
         self.between_layers = between_layers
-        self._buffers = [
-            buffer for layer in self.layers if isinstance(layer, torch.nn.Module) for buffer in layer.buffers()
-        ]
-        """Those that a forward changes, such as running statistics of a batch norm; all of them before the first."""
-        self._sorted_out = False
+        modules = [module for layer in self.layers if isinstance(layer, Module) for module in layer.modules()]
+        self._owners = [module for module in modules if module._buffers]
+        self._modes: list[bool] = []
+        """Which owners were in training mode when buffers were sorted out: a batch norm moves its own in it alone."""
+        self._moving: list[tuple[Module, str]] | None = []
+        """The buffers that forwards move, such as running statistics; None until a forward has told."""
 
+    @torch.no_grad()
     def read_buffers(self) -> Buffers:
-        """Copies of the buffers a forward changes, as far as is known."""
-        return [(buffer, buffer.clone()) for buffer in self._buffers]
+        """The buffers that forwards move; all, while that is unknown."""
+        modes = [module.training for module in self._owners]
+        if modes != self._modes:
+            self._modes, self._moving = modes, None
+        moving = self._moving
+        if moving is None:
+            moving = [(module, name) for module in self._owners for name in module._buffers]
+        return [Buffer.read(module, name) for module, name in moving]
 
-    def changed(self, before: Buffers) -> Buffers:
-        """Those of ``before`` that forwards change."""
-        if not self._sorted_out:
-            # By value: native batch norm writes without a new version.
-            before = [(buffer, value) for buffer, value in before if not torch.equal(buffer, value)]
-            self._buffers, self._sorted_out = [buffer for buffer, _ in before], True
+    def moved(self, before: Buffers) -> Buffers:
+        """After a forward: those of ``before`` that forwards move."""
+        if self._moving is None:
+            before = [buffer for buffer in before if buffer.moved]
+            self._moving = [(buffer.module, buffer.name) for buffer in before]
         return before
 
     @staticmethod
-    def write_buffers(values: Buffers) -> None:
-        for buffer, value in values:
-            buffer.copy_(value)
+    @torch.no_grad()
+    def write_buffers(buffers: Buffers) -> None:
+        for buffer in buffers:
+            buffer.write()
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
         for index, layer in enumerate(self.layers, self.first_layer):

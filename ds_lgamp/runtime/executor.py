@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
-from ds_lgamp.runtime.graph import begin_graph, end_graph, own_loss
+from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.saved_tensors import SavedTensors
@@ -77,7 +77,7 @@ class Graph(NamedTuple):
     saved: SavedTensors | None
     """Those that are to be recomputed."""
     buffers: Buffers
-    """Those that forwards change, as they were before."""
+    """Those that forwards move, as they were before."""
 
 
 def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
@@ -209,8 +209,8 @@ class Executor:
                 result = own_loss(result)
             if self._training:
                 ends = [result] if chunk == self._last_chunk else end_graph(result)
-                changed = [] if saved is None else self.chunks[chunk].changed(buffers)
-                self._graphs[chunk, micro_batch] = Graph(beginning, ends, saved, changed)
+                moved = [] if saved is None else self.chunks[chunk].moved(buffers)
+                self._graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
         if chunk == self._last_chunk:
             # In evaluation it may be the model's output.
             self.losses.append(_detached(result))
@@ -235,9 +235,7 @@ class Executor:
             self._labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         with self.timing.time("backward"):
-            starts = [(end, gradient) for end, gradient in zip(graph.ends, gradients) if end is not None]
-            if starts:
-                torch.autograd.backward([end for end, _ in starts], [gradient for _, gradient in starts])
+            backpropagate(graph.ends, gradients)
         # Only now: autograd may have saved them.
         self.chunks[chunk].write_buffers(buffers)
         if chunk > 0:

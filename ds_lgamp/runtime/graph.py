@@ -1,9 +1,11 @@
 """Where the graph of a chunk, which is kept from the forward to the backward pass, begins and ends: of the tensors that
 cross there, shapes and gradients are kept, data only as far as autograd saved them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_lgamp.runtime.chunk import Tensors, differentiable
@@ -25,16 +27,29 @@ def end_graph(result: Tensors) -> list[GradientEdge | None]:
     return [_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
+def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
+    """A backward pass from ``ends`` with their ``gradients``, as torch.autograd.backward without its checks, which the
+    engine of autograd repeats: they take longer than the pass through a small layer. Megatron-core does likewise."""
+    starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
+    if starts:
+        run_backward = Variable._execution_engine.run_backward
+        run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def own_loss(loss: Any) -> Any:
     """A loss without the memory it may be a view of, that of all the terms of a mean. What is no scalar stays."""
     return loss.clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 
 def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = _placeholder(member)
     if not member.is_floating_point():
-        return leaf, member
-    return leaf, _Follow.apply(leaf.requires_grad_(), member)
+        return _placeholder(member), member
+    leaf = member.detach().requires_grad_()
+    # No view, so that it can be changed in place; its gradient passes as it is.
+    follower = torch.ops.aten._unsafe_view(leaf, leaf.shape)
+    # The graph needs the leaf's shape and gradient alone.
+    leaf.data = _placeholder(member)
+    return leaf, follower
 
 
 def _edge(member: torch.Tensor) -> GradientEdge:
@@ -45,16 +60,3 @@ def _edge(member: torch.Tensor) -> GradientEdge:
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like ``tensor`` with memory for one element."""
     return tensor.new_empty(()).expand(tensor.shape)
-
-
-class _Follow(torch.autograd.Function):
-    """The data of the second tensor follow the first in the graph, which saves neither: gradients pass as they are."""
-
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        # Another tensor with the same memory: one that is returned as it came cannot be changed in place.
-        return data.detach()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None

@@ -22,24 +22,62 @@ def test_what_a_link_cannot_carry_is_refused(value, words):
 
 
 class Counting(nn.Module):
-    def __init__(self):
+    """Counts calls in training mode, in place or not."""
+
+    def __init__(self, in_place):
         super().__init__()
+        self.in_place = in_place
         self.register_buffer("calls", torch.zeros(1))
         self.register_buffer("constant", torch.ones(1000))
+        self.register_buffer("nothing", None)
 
     def forward(self, inputs):
-        self.calls += 1
+        if self.training and self.in_place:
+            self.calls += 1
+        elif self.training:
+            self.calls = self.calls + 1
         return inputs * self.constant[0]
 
 
-def test_only_buffers_that_a_forward_moves_are_copied():
-    layer = Counting()
+def called(chunk):
+    """Names of the buffers read ahead of a forward, and of those that it moves, whose state before it is the third."""
+    before = chunk.read_buffers()
+    chunk(torch.ones(1), 0)
+    moved = chunk.moved(before)
+    return [buffer.name for buffer in before], [buffer.name for buffer in moved], moved
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_only_buffers_that_a_forward_moves_are_copied(in_place):
+    layer = Counting(in_place)
     chunk = Chunk([layer])
     for call in range(3):
-        before = chunk.read_buffers()
-        assert len(before) == (2 if call == 0 else 1)
-        chunk(torch.ones(1), 0)
-        ((buffer, value),) = chunk.changed(before)
-        assert buffer is layer.calls and value == call
-    chunk.write_buffers(before)
-    assert layer.calls == 2
+        before, moved, state = called(chunk)
+        assert before == (["calls", "constant", "nothing"] if call == 0 else ["calls"])
+        assert moved == ["calls"] and layer.calls == call + 1
+    chunk.write_buffers(state)
+    assert layer.calls == 2 and layer.state_dict()["calls"] == 2
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_that_move_in_training_mode_alone_are_found_when_it_begins(in_place):
+    layer = Counting(in_place).eval()
+    chunk = Chunk([layer])
+    assert [called(chunk)[1] for _ in range(2)] == [[], []]
+    layer.train()
+    before, moved, state = called(chunk)
+    assert before == ["calls", "constant", "nothing"] and moved == ["calls"]
+    chunk.write_buffers(state)
+    assert layer.calls == 0
+
+
+def test_a_buffer_that_a_forward_makes_is_taken_away_again():
+    layer = Counting(in_place=True)
+    chunk = Chunk([layer, lambda inputs: setattr(layer, "nothing", inputs) or inputs])
+    *_, state = called(chunk)
+    chunk.write_buffers(state)
+    assert layer.nothing is None
+
+
+def test_a_chunk_without_buffers_reads_none():
+    assert called(Chunk([nn.Linear(1, 1)])) == ([], [], [])

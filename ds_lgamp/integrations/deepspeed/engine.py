@@ -316,7 +316,7 @@ class LgampEngine(PipelineEngine):
             self._step_monitor.begin()
         try:
             loss = super().train_batch(data_iter)
-        except (StopIteration, ConfigError):
+        except Exception:
             self.timers(TRAIN_BATCH_TIMER).stop()
             raise
         if self._step_monitor is not None:
@@ -328,10 +328,22 @@ class LgampEngine(PipelineEngine):
         train_iterator = self.data_iterator
         try:
             return super().eval_batch(data_iter, *arguments, **options)
-        except (StopIteration, ConfigError):
+        except Exception:
             self.set_dataiterator(train_iterator)
             self.eval_return_logits = False
             raise
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """As PipelineEngine's, which has ranks without the loss wait for their device."""
+        if self.is_last_stage():
+            return super()._aggregate_total_loss()
+        additional = self.module.get_additional_losses()
+        losses = torch.zeros(2 + len(additional or ()), device=self.device)
+        dist.broadcast(losses, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss, loss, *others = (member.clone() for member in losses)
+        if additional is not None:
+            self.agg_additional_losses = OrderedDict(zip(additional, others))
+        return loss
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec

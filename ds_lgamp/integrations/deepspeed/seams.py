@@ -23,6 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.keep_in_fp32": ("keep_in_fp32_pattern",),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_INSTRUCTION_MAP",
+        "_aggregate_total_loss",
         "_broadcast_model",
         "_build_data_iter",
         "_cast_module_mixed_precision",
@@ -102,9 +103,11 @@ NAMES: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_compute_loss",
+        "agg_additional_losses",
         "data_iterator",
         "data_parallel_group",
         "device",
+        "dp_group_loss",
         "dp_world_size",
         "eval_return_logits",
         "fwd_outputs",
