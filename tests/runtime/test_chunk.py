@@ -79,5 +79,11 @@ def test_a_buffer_that_a_forward_makes_is_taken_away_again():
     assert layer.nothing is None
 
 
+def test_a_buffer_that_is_replaced_has_moved_whatever_its_value():
+    layer = Counting(in_place=True).eval()
+    chunk = Chunk([layer, lambda inputs: setattr(layer, "constant", layer.constant.clone()) or inputs])
+    assert called(chunk)[1] == ["constant"]
+
+
 def test_a_chunk_without_buffers_reads_none():
     assert called(Chunk([nn.Linear(1, 1)])) == ([], [], [])
