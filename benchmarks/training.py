@@ -32,6 +32,8 @@ SLOW_LAYOUTS = ((1, 2), (2, 2))
 SLOW_RATE, SLOW = "200mbit", "200 Mbit/s"
 LOOPBACK = "loopback"
 RECOMPUTE = {True: "full", False: "none"}
+SMALL_REPETITIONS = 11
+"""Its steps take a second, and their times scatter by more than the targets allow."""
 WARM_UP = 1
 CHECKED = 2
 """Steps whose loss is compared with one process's; those of later ones, with each other."""
@@ -73,12 +75,19 @@ def run(
     slow_layouts: Sequence[tuple[int, int]] = SLOW_LAYOUTS,
     micro_batches: int = MICRO_BATCHES,
     repetitions: int = REPETITIONS,
+    small_repetitions: int = SMALL_REPETITIONS,
 ) -> Record:
-    """Measures every layout on loopback, with and without recomputation, then those of the slow network."""
+    """Measures every layout on loopback, with and without recomputation, then those of the slow network.
+
+    Args:
+        small_repetitions: those of the small model on loopback.
+    """
     record = begin(NAME)
     for pipeline_ranks, data_ranks in layouts:
         layout = Layout(pipeline_ranks, data_ranks, small)
-        found = {again: compete(in_training(layout, again), layout, micro_batches, repetitions) for again in RECOMPUTE}
+        found = {
+            again: compete(in_training(layout, again), layout, micro_batches, small_repetitions) for again in RECOMPUTE
+        }
         for again, groups in found.items():
             enter(record, layout, micro_batches, again, LOOPBACK, groups)
         aim(record, layout, LOOPBACK, list(found.values()))

@@ -71,10 +71,9 @@ def in_training(layout: Layout, recompute: bool) -> dict[str, list[Contender]]:
         recompute: whether everybody recomputes every block, or nobody anything.
     """
     pipelined, sharding = layout.pipeline_ranks > 1, layout.data_ranks > 1
-    one_chunk = partial(_own, zero_stage=1, schedule="1f1b", recompute=recompute)
     kept = [
         Contender(f"{OURS}, ZeRO-1", partial(_own, zero_stage=1, recompute=recompute)),
-        *([Contender(f"{OURS}, ZeRO-1, 1F1B", one_chunk)] if pipelined else []),
+        Contender(f"{OURS}, ZeRO-1, 1F1B", partial(_own, zero_stage=1, schedule="1f1b", recompute=recompute)),
         *_with(recompute, _kept_in_pipeline(sharding) if pipelined else _kept_without_pipeline(sharding)),
     ]
     sharded = [
