@@ -96,7 +96,15 @@ def competitions(monkeypatch):
 
 
 def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(competitions, capsys):
-    record = run(TINY, WIDE, ((1, 1),), ((1, 2),), MICRO_BATCHES, repetitions=2, small_repetitions=3)
+    record = run(
+        TINY,
+        WIDE,
+        layouts=((1, 1),),
+        slow_layouts=((1, 2),),
+        micro_batches=MICRO_BATCHES,
+        repetitions=2,
+        small_repetitions=3,
+    )
     sizes, rounds, groups = zip(*competitions)
     assert sizes == (TINY, TINY, WIDE)
     assert rounds == (3, 3, 2)
@@ -117,7 +125,7 @@ def test_the_wide_model_meets_ours_the_bare_loop_and_close_peers():
 
 
 def test_the_faster_of_ours_meets_the_target(competitions):
-    record = run(TINY, WIDE, ((2, 1),), (), MICRO_BATCHES, repetitions=2)
+    record = run(TINY, WIDE, layouts=((2, 1),), slow_layouts=(), micro_batches=MICRO_BATCHES, repetitions=2)
     own = [f"{OURS}, ZeRO-1", f"{OURS}, ZeRO-1, 1F1B"]
     assert competitions[-1] == (WIDE, 2, {KEPT: [*own, "DeepSpeed 1F1B"]})
     assert [(target.value, target.limit) for target in record.targets] == [(0.5, LIMIT)] * 2
