@@ -59,6 +59,9 @@ def _add_schedule_command(commands) -> None:
     command.add_argument("--hop", type=float, default=0.0, help="time of a tensor's way to the next rank")
     command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
     command.add_argument("--reduce", type=float, default=0.0, help="the same for its reduction")
+    command.add_argument(
+        "--recompute", type=float, default=0.0, help="by which a backward takes longer if its chunk is recomputed"
+    )
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
     command.set_defaults(run=_schedule)
 
@@ -235,7 +238,8 @@ def _positive(text: str) -> int:
 
 
 def _durations(options: argparse.Namespace) -> Durations:
-    durations = Durations(options.forward, options.backward, options.hop, options.gather, options.reduce)
+    names = ("forward", "backward", "hop", "gather", "reduce", "recompute")
+    durations = Durations(**{name: getattr(options, name) for name in names})
     for name, duration in durations._asdict().items():
         if not 0 <= duration < float("inf"):
             raise ValueError(f"--{name} is {duration:g}; a duration is finite and not negative")

@@ -98,7 +98,7 @@ class Executor:
         apply_step: the optimizer step, called when every gradient is final.
         random_sources: restored around recomputation.
         recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
-            otherwise what autograd saved in the forward pass is kept.
+            otherwise what autograd saved in the forward pass is kept, as it is on a last chunk that turns at once.
         trace: where actions are recorded as they start; None records nothing.
         loss_gradient: where a backward pass starts: of (the loss of one micro-batch, how many there are), the gradient
             with regard to that loss.
@@ -136,7 +136,11 @@ class Executor:
 
     @contextmanager
     def batch(
-        self, micro_batches: int, load: Callable[[int], tuple[Any, Any]], training: bool = True
+        self,
+        micro_batches: int,
+        load: Callable[[int], tuple[Any, Any]],
+        training: bool = True,
+        turns_at_once: bool = False,
     ) -> Iterator[None]:
         """Everything executed inside belongs to one batch of ``micro_batches``.
 
@@ -144,6 +148,8 @@ class Executor:
             load: gives a micro-batch, (inputs of the first chunk, labels), by its number; called once for each, on
                 ranks that own an end of the model.
             training: whether backward passes follow.
+            turns_at_once: whether the last chunk's backwards follow its forwards at once, so that recomputing it would
+                save no memory.
 
         Raises ActionError if an action fails. What was under way then cannot be taken back: no batch follows.
         """
@@ -151,6 +157,7 @@ class Executor:
             raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         self._broken = True
         self._micro_batches, self._load, self._training = micro_batches, load, training
+        self._turns_at_once = turns_at_once
         self._graphs: dict[tuple[int, int], Graph] = {}
         """By chunk and micro-batch."""
         self._results: dict[tuple[Kind, int, int], Any] = {}
@@ -173,7 +180,11 @@ class Executor:
     @property
     def recomputing(self) -> bool:
         """Whether a chunk is computed for the second time."""
-        return self.recompute and self.current is not None and self.current.kind is Kind.BACKWARD
+        return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
+
+    def _recomputes(self, chunk: int) -> bool:
+        """Whether ``chunk`` is computed again in its backward pass."""
+        return self._training and self.recompute and not (self._turns_at_once and chunk == self._last_chunk)
 
     def run(self, program: Sequence[Action]) -> None:
         """Executes ``program``."""
@@ -194,14 +205,17 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         beginning: Tensors = ()
-        saved = SavedTensors() if self._training and self.recompute else None
+        saved = SavedTensors() if self._recomputes(chunk) else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
             beginning = inputs = _as_leaves(inputs) if chunk > 0 else inputs
-        elif self._training and chunk > 0:
-            # What another rank sent is read by nobody else; a result on this rank may be saved by the graph it ends.
-            beginning, inputs = begin_graph(_cloned(inputs) if self.placement[chunk - 1] == self.rank else inputs)
+        else:
+            self.draws.leave()
+            if self._training and chunk > 0:
+                # Nobody else reads what another rank sent; the graph that ends in a result of this rank may save it.
+                saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
+                beginning, inputs = begin_graph(_cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
         with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
@@ -290,7 +304,7 @@ class Executor:
 
     def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
         """The chunk's result; for the last chunk, the loss."""
-        if chunk == 0 or (self._training and self.recompute):
+        if chunk == 0 or self._recomputes(chunk):
             # A layer that works in place must not change what a backward pass starts from, nor the user's batch.
             inputs = _cloned(inputs)
         result = self.chunks[chunk](inputs, micro_batch)
@@ -300,7 +314,7 @@ class Executor:
         if self.loss_function is None:
             return result
         labels = self._labels[micro_batch]
-        return self.loss_function(result, _cloned(labels) if self._training and self.recompute else labels)
+        return self.loss_function(result, _cloned(labels) if self._recomputes(chunk) else labels)
 
     def _independent(self, chunk: int, result: Tensors) -> Tensors:
         """``result`` without views of the chunk's parameters: those are gone when the chunk is released."""

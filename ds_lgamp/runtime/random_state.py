@@ -84,7 +84,7 @@ class Draws:
         """Before a forward that will be recomputed."""
         visit = self._open
         if visit is None or visit.chunk != chunk:
-            before = self._close() or self._read()
+            before = self.leave() or self._read()
             visit = self._open = _Visit(chunk, self._left_alone.get(chunk, frozenset()), before)
         visit.states[micro_batch] = {
             index: self._read_one(index) if visit.states else visit.before[index]
@@ -93,12 +93,23 @@ class Draws:
         }
         self._visits[chunk, micro_batch] = visit
 
+    def leave(self) -> Sequence[Any] | None:
+        """Before anything else that may draw, such as a forward that will not be recomputed: ends the visit if one is
+        open, and finds out what it drew from. Returns the states then."""
+        visit, self._open = self._open, None
+        if visit is None:
+            return None
+        visit.after = tuple(self._read())
+        pairs = enumerate(zip(visit.before, visit.after))
+        self._left_alone[visit.chunk] = frozenset(index for index, (before, after) in pairs if before is after)
+        return visit.after
+
     @contextmanager
     def again(self, chunk: int, micro_batch: int) -> Iterator[bool]:
         """Draws inside the block what the forward drew, then goes on as if nothing had been drawn. Gives whether the
         block has to draw all of it. Raises RuntimeError if a layer draws more or less often than in its forward, where
         that cannot be made good."""
-        self._close()
+        self.leave()
         visit = self._visits.pop((chunk, micro_batch))
         if visit.repeated is None:
             visit.repeated = self._differing(visit)
@@ -113,16 +124,6 @@ class Draws:
             visit.repeated = {index: self.sources[index].read() for index in visit.repeated}
         if not visit.states:
             self._check(visit)
-
-    def _close(self) -> Sequence[Any] | None:
-        """Ends the visit if one is open, and finds out what it drew from. Returns the states then."""
-        visit, self._open = self._open, None
-        if visit is None:
-            return None
-        visit.after = tuple(self._read())
-        pairs = enumerate(zip(visit.before, visit.after))
-        self._left_alone[visit.chunk] = frozenset(index for index, (before, after) in pairs if before is after)
-        return visit.after
 
     def _differing(self, visit: "_Visit") -> dict[int, Any]:
         """The state before the visit of sources that were not read during it, but drawn from then or since."""

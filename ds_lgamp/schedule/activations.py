@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.ledger import Ledger
+from ds_lgamp.schedule.orders import turns_at_once
 
 SENDS_IN_FLIGHT = 2
 """Messages of a link and kind that may be under way, kept alive, before the oldest is awaited. The receiver holds
@@ -18,7 +19,8 @@ result; then the micro-batch."""
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What one micro-batch takes on a chunk, a property of its layers. The last chunk includes the loss."""
+    """What one micro-batch takes on a chunk, a property of its layers and of whether it is recomputed, which a last
+    chunk that turns at once is not. The last chunk includes the loss."""
 
     result: int
     """What the next chunk gets, and the gradient of it; 0 for the last chunk."""
@@ -49,6 +51,7 @@ class ActivationBytes:
     draws: bool = False
     """Whether layers draw random numbers: then every stored input has states of its own."""
     recompute: bool = True
+    """Whether chunks are recomputed, but for a last chunk that turns at once."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class ActivationWalk:
         self.size, self.ledger = size, ledger
         self.own = {action.chunk for action in actions if action.kind in COMPUTE}
         self.last = len(size.chunks) - 1
+        self.kept = {self.last} if turns_at_once(actions, self.last) else set()
+        """Chunks that are not recomputed, whatever the others are."""
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
         if self.own & {0, self.last}:
@@ -126,7 +131,7 @@ class ActivationWalk:
         self.take_input(chunk, micro_batch)
         size, result = self.size.chunks[chunk], (Kind.FORWARD, chunk, micro_batch)
         self.ledger.pass_by("working", self.input_bytes(chunk) + size.forward)
-        if not self.size.recompute:
+        if not self.recomputes(chunk):
             if chunk == 0:
                 self.ledger.free("batch", self.size.inputs)
             self.ledger.take("saved", size.saved)
@@ -144,20 +149,20 @@ class ActivationWalk:
             self.ledger.free("batch", self.size.labels * (self.last not in self.own))
         if chunk > 0:
             taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
-            if self.size.recompute:
+            if self.recomputes(chunk):
                 self.hold(taken, "inputs")
-            elif on_this_rank:
+            elif on_this_rank and not self.recomputes(chunk - 1):
                 # Copied, then let go.
                 self.ledger.pass_by("working", self.input_bytes(chunk))
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 
     def backward(self, chunk: int, micro_batch: int) -> None:
         size = self.size.chunks[chunk]
-        copy = self.input_bytes(chunk) if self.size.recompute else 0
+        copy = self.input_bytes(chunk) if self.recomputes(chunk) else 0
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)
         self.ledger.pass_by("working", copy + size.backward)
-        if not self.size.recompute:
+        if not self.recomputes(chunk):
             self.ledger.free("saved", size.saved)
             if size.keeps_result:
                 self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
@@ -166,10 +171,10 @@ class ActivationWalk:
         if chunk < self.last:
             self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
         if chunk > 0:
-            if self.size.recompute:
+            if self.recomputes(chunk):
                 self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
             self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
-        elif self.size.recompute:
+        elif self.recomputes(chunk):
             self.ledger.free("batch", self.size.inputs)
 
     def send(self, tensor: Tensor) -> None:
@@ -177,6 +182,9 @@ class ActivationWalk:
         under_way.append(tensor)
         if len(under_way) > SENDS_IN_FLIGHT:
             self.drop(under_way.popleft(), "sends")
+
+    def recomputes(self, chunk: int) -> bool:
+        return self.size.recompute and chunk not in self.kept
 
     def input_bytes(self, chunk: int) -> int:
         return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs

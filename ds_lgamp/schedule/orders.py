@@ -4,9 +4,9 @@ Every order backpropagates the micro-batches of a chunk in ascending order, so g
 under every schedule.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 
 SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
@@ -21,18 +21,32 @@ def micro_batch_groups(micro_batches: int, group: int) -> list[range]:
 
 def layered(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
     """Layered gradient accumulation (Lamy-Poirier, arXiv 2106.02679): every micro-batch of a group goes through a chunk
-    before the next chunk, forward and backward; group after group without a barrier."""
-    chunks = chunks_of(placement, rank)
+    before the next chunk, forward and backward; group after group without a barrier.
+
+    At the turn, forwards and backwards of a rank's last chunk alternate, as in Megatron-LM's interleaved 1F1B (arXiv
+    2104.04473): a rank is two forwards ahead for every chunk that follows. The last chunk's backward then follows its
+    forward at once, so that one micro-batch alone has logits.
+    """
+    chunks, turn = chunks_of(placement, rank), first_turning_chunk(placement)
     for members in micro_batch_groups(micro_batches, group):
-        yield from _forward(chunks, members)
-        for chunk in reversed(chunks):
-            for micro_batch in members:
-                yield Action(Kind.BACKWARD, chunk, micro_batch)
+        forwards = list(_forward(chunks, members))
+        backwards = [Action(Kind.BACKWARD, chunk, micro_batch) for chunk in reversed(chunks) for micro_batch in members]
+        ahead = len(forwards)
+        if chunks[-1] >= turn:
+            ahead = min(ahead, len(members) * (len(chunks) - 1) + 2 * (len(placement) - 1 - chunks[-1]))
+        yield from forwards[:ahead]
+        late = forwards[ahead:]
+        for forward, backward in zip(late, backwards):
+            yield from (forward, backward)
+        yield from backwards[len(late) :]
 
 
 def gpipe(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """GPipe (arXiv 1811.06965): all forwards, then all backwards. With one chunk per rank that is the layered order."""
-    return layered(placement, rank, micro_batches, micro_batches)
+    """GPipe (arXiv 1811.06965): all forwards, then all backwards."""
+    (chunk,) = chunks_of(placement, rank)
+    yield from _forward([chunk], range(micro_batches))
+    for micro_batch in range(micro_batches):
+        yield Action(Kind.BACKWARD, chunk, micro_batch)
 
 
 def one_forward_one_backward(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
@@ -79,6 +93,30 @@ def forward_only(placement: Placement, rank: int, micro_batches: int, group: int
 def chunks_of(placement: Placement, rank: int) -> list[int]:
     """The chunks that live on ``rank``, ascending."""
     return [chunk for chunk, owner in enumerate(placement) if owner == rank]
+
+
+def first_turning_chunk(placement: Placement) -> int:
+    """The first chunk to which micro-batches come back one by one: from it on, no rank owns two chunks."""
+    owners: set[int] = set()
+    for chunk in reversed(range(len(placement))):
+        if placement[chunk] in owners:
+            return chunk + 1
+        owners.add(placement[chunk])
+    return 0
+
+
+def turns_at_once(actions: Iterable[Action], last_chunk: int) -> bool:
+    """Whether every backward of the model's last chunk follows its forward with no compute in between, in a program of
+    its rank. The chunk then needs no recomputation: one micro-batch at a time keeps what autograd saves."""
+    computes = [action for action in actions if action.kind in COMPUTE]
+    followers = [
+        (action, follower)
+        for action, follower in zip(computes, computes[1:])
+        if action.kind is Kind.FORWARD and action.chunk == last_chunk
+    ]
+    return bool(followers) and all(
+        follower == Action(Kind.BACKWARD, last_chunk, action.micro_batch) for action, follower in followers
+    )
 
 
 def order_of(schedule: str) -> Callable[[Placement, int, int, int], Iterator[Action]]:

@@ -4,12 +4,19 @@ Around each compute action stand, in this order: RELEASE, GATHER, RECV (ahead of
 when the chunk's gradient is final. Every schedule shares these passes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, forward_only, order_of
+from ds_lgamp.schedule.orders import (
+    SCHEDULES,
+    SINGLE_CHUNK_SCHEDULES,
+    first_turning_chunk,
+    forward_only,
+    order_of,
+    turns_at_once,
+)
 from ds_lgamp.schedule.placement import Placement, place_chunks
 from ds_lgamp.schedule.residency import chunk_visits, resident_windows
 
@@ -115,18 +122,24 @@ class ProgramSpec:
         return source if 0 <= source < len(self.placement) else None
 
     def receive_window(self, rank: int, kind: Kind) -> int:
-        """How many receives of one kind ``rank`` holds posted: ``RECEIVES_POSTED``, or more where messages pile up on
-        its wrap-around link while a group larger than the ring passes."""
+        """How many receives of one kind ``rank`` holds posted: ``RECEIVES_POSTED``, or more where messages pile up, on
+        the wrap-around link and where the turn begins, while a group larger than the ring passes."""
         forward = kind is Kind.FORWARD
-        # Evaluation sends all micro-batches through a chunk, whatever the group.
+        # Evaluation sends all micro-batches through a chunk, whatever the group, and does not turn.
         group = self.micro_batches if self.forward_only else min(self.micro_batch_group, self.micro_batches)
+        turn = self.chunks if self.forward_only else first_turning_chunk(self.placement)
         for chunk, owner in enumerate(self.placement):
             source = chunk - 1 if forward else chunk + 1
-            if owner == rank and 0 <= source < len(self.placement):
+            if owner == rank and 0 <= source < self.chunks and self.placement[source] != rank:
                 wraps = self.placement[source] > rank if forward else self.placement[source] < rank
-                if wraps:
+                if wraps or max(chunk, source) == turn:
                     return max(RECEIVES_POSTED, group - self.pipeline_ranks + 2)
         return RECEIVES_POSTED
+
+    @cached_property
+    def turns_at_once(self) -> bool:
+        """Whether the last chunk's backwards follow its forwards at once; it is not recomputed then."""
+        return turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
 
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action. Stages 2 and 3 keep no full gradient between
@@ -147,7 +160,7 @@ def build_program(spec: ProgramSpec) -> Program:
 def build_rank_program(spec: ProgramSpec, rank: int) -> list[Action]:
     """The program of one pipeline rank."""
     computes = list(spec.computes(rank))
-    posts = _receive_posts(spec, rank, computes)
+    posts = receive_posts(spec, rank, computes)
     windows = iter(resident_windows(chunk_visits(computes), spec.zero_stage, spec.resident_chunks))
     resident: list[int] = []
     program: list[Action] = []
@@ -191,18 +204,20 @@ def receive_matching(send: Action) -> Action:
     return Action(Kind.RECV_BACKWARD, send.chunk - 1, send.micro_batch)
 
 
-def _receive_posts(spec: ProgramSpec, rank: int, computes: list[Action]) -> list[list[Action]]:
+def receive_posts(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
     """For every compute action, the receives posted just before it, each kind in the order it is consumed. A receive is
-    posted as many computes ahead of its consumer as its window is wide, and no earlier than the window has room."""
+    posted as many computes of its kind ahead of its consumer as its window is wide, and no earlier than the window has
+    room. Forwards and backwards may alternate in between, but not more than that."""
     posts: list[list[Action]] = [[] for _ in computes]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        consumers = [
-            index for index, action in enumerate(computes) if action.kind is kind and spec.receives_input(action)
-        ]
+        alike = [index for index, action in enumerate(computes) if action.kind is kind]
+        received = [order for order, index in enumerate(alike) if spec.receives_input(computes[index])]
         window = spec.receive_window(rank, kind)
-        for position, consumer in enumerate(consumers):
-            room = consumers[position - window] + 1 if position >= window else 0
-            posts[max(room, consumer - window + 1)].append(receive_of(computes[consumer]))
+        for position, order in enumerate(received):
+            consumer, ahead = alike[order], order - (window - 1)
+            early = alike[ahead] if ahead >= 0 else alike[0] + ahead
+            room = alike[received[position - window]] + 1 if position >= window else 0
+            posts[max(room, early, consumer - 2 * (window - 1))].append(receive_of(computes[consumer]))
     return posts
 
 

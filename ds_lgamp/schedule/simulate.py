@@ -18,7 +18,8 @@ from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching
 
 class Durations(NamedTuple):
     """Time of one chunk's forward and backward for one micro-batch, of a tensor's way to the next rank, of one chunk's
-    gather and reduction, and for which a tensor on its way keeps the sender's link busy."""
+    gather and reduction, for which a tensor on its way keeps the sender's link busy, and by which a backward takes
+    longer if its chunk is recomputed; a last chunk that turns at once is not."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -26,6 +27,7 @@ class Durations(NamedTuple):
     gather: float = 0.0
     reduce: float = 0.0
     message: float = 0.0
+    recompute: float = 0.0
 
 
 UNIT_DURATIONS = Durations()
@@ -94,10 +96,17 @@ def simulate(
     """
     run = _Run(spec, program, durations, blocking_sends)
     run.to_the_end()
-    forwards = spec.chunks * spec.micro_batches / spec.pipeline_ranks
-    cost = durations.forward if spec.forward_only else durations.forward + durations.backward
     lanes = run.lanes
-    return Timeline(run.spans, [lane.spans for lane in lanes], [lane.waits for lane in lanes], forwards * cost)
+    return Timeline(run.spans, [lane.spans for lane in lanes], [lane.waits for lane in lanes], _ideal(spec, durations))
+
+
+def _ideal(spec: ProgramSpec, durations: Durations) -> float:
+    """Compute time of a rank if work were spread evenly and nobody waited."""
+    cost = spec.chunks * durations.forward
+    if not spec.forward_only:
+        recomputed = spec.chunks - spec.turns_at_once
+        cost += spec.chunks * durations.backward + recomputed * durations.recompute
+    return cost * spec.micro_batches / spec.pipeline_ranks
 
 
 def peak_live_activations(actions: Sequence[Action]) -> int:
@@ -174,7 +183,8 @@ class _Run:
         self.spec = spec
         self.program = program
         self.hop, self.message = durations.hop, durations.message
-        self.cost = {Kind.FORWARD: durations.forward, Kind.BACKWARD: durations.backward}
+        self.durations = durations
+        self.last_chunk = spec.chunks - 1
         self.lanes = [_Lane(spec, durations) for _ in program]
         self.blocking_sends = blocking_sends
         self.position = [0] * len(program)
@@ -236,13 +246,19 @@ class _Run:
                 return False
             available = self.finished[needed]
         start = max(self.lanes[rank].wait(action, self.now[rank]), available)
-        end = self.now[rank] = start + self.cost[action.kind]
+        end = self.now[rank] = start + self.cost(action)
         self.spans[rank].append(Span(start, end, action))
         if action.kind is Kind.FORWARD:
             self.stored.add((action.chunk, action.micro_batch))
         if not self.spec.sends_output(action):
             self.finish(action, end, woken)
         return True
+
+    def cost(self, compute: Action) -> float:
+        if compute.kind is Kind.FORWARD:
+            return self.durations.forward
+        kept = compute.chunk == self.last_chunk and self.spec.turns_at_once
+        return self.durations.backward + (0.0 if kept else self.durations.recompute)
 
     def finish(self, compute: Action, end: float, woken: list[int]) -> None:
         self.finished[compute] = end

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching, receive_of, send_of
+from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching, receive_posts, send_of
 from ds_lgamp.schedule.residency import chunk_visits, resident_windows
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 
@@ -47,24 +47,15 @@ class _RankCheck:
         self.spec, self.rank, self.actions = spec, rank, actions
         self.row = 0
         self.resident: list[int] = []
-        self.computed = 0
-        self.posted = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
-        self.consumed = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
 
     def run(self) -> None:
         spec = self.spec
         computes = list(spec.computes(self.rank))
-        self.consumers = {
-            kind: [row for row, action in enumerate(computes) if action.kind is kind and spec.receives_input(action)]
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-        }
-        self.receives = {kind: [receive_of(computes[row]) for row in rows] for kind, rows in self.consumers.items()}
-        self.window = {kind: spec.receive_window(self.rank, kind) for kind in self.receives}
+        posts = receive_posts(spec, self.rank, computes)
         windows = iter(resident_windows(chunk_visits(computes), spec.zero_stage, spec.resident_chunks))
         visited = None
-        for compute in computes:
+        for compute, receives in zip(computes, posts):
             preparation = self.preparation_rows()
-            self.computed += 1
             if compute.chunk != visited:
                 visited = compute.chunk
                 self.check_partition(preparation, next(windows))
@@ -72,10 +63,8 @@ class _RankCheck:
                 self.check_partition(preparation, self.resident)
             if spec.zero_stage > 0 and compute.chunk not in self.resident:
                 raise self.fault(f"{compute} needs chunk {compute.chunk}, which is not gathered")
-            self.check_receives(preparation)
+            self.check_receives(preparation, receives)
             self.expect(compute, "the schedule's next compute is")
-            if spec.receives_input(compute):
-                self.consumed[compute.kind] += 1
             if spec.sends_output(compute):
                 self.expect(send_of(compute), "the result must be sent at once by")
             if spec.is_final_backward(compute):
@@ -109,21 +98,10 @@ class _RankCheck:
         if self.spec.zero_stage == 3 and len(self.resident) > self.spec.resident_chunks:
             raise self.fault(f"{len(self.resident)} chunks are resident; at most {self.spec.resident_chunks} may be")
 
-    def check_receives(self, preparation: list[Action]) -> None:
-        for kind, posts in self.receives.items():
-            full, window, consumers = self.posted[kind], self.window[kind], self.consumers[kind]
-            while (
-                full < len(posts)
-                and full - self.consumed[kind] < window
-                and consumers[full] - (self.computed - 1) < window
-            ):
-                full += 1
-            expected = posts[self.posted[kind] : full]
-            receive_kind = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD
-            found = [action for action in preparation if action.kind is receive_kind]
-            if found != expected:
-                raise self.fault(f"posts {_texts(found)}; the receives to post here are {_texts(expected)}")
-            self.posted[kind] = full
+    def check_receives(self, preparation: list[Action], expected: list[Action]) -> None:
+        found = [action for action in preparation if action.kind in RECEIVES]
+        if found != expected:
+            raise self.fault(f"posts {_texts(found)}; the receives to post here are {_texts(expected)}")
 
     def check_end(self) -> None:
         if self.spec.zero_stage == 3:

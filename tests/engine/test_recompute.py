@@ -74,7 +74,7 @@ class Attending(nn.Module):
 
 KEEPING = [Viewing, nn.Tanh, InPlace, nn.Linear, nn.Tanh, InPlace, Viewing, nn.Linear]
 """A tanh saves its result, on the same rank as the layer that changes it (1), and on another one (4)."""
-ATTENDING = [Attending] * 4
+ATTENDING = [Attending] * 6
 
 
 def specs(kinds):

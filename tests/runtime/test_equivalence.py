@@ -63,7 +63,12 @@ def compare(grid, configuration, tied, recompute, reference):
     program = build_program(configuration)
     validate(configuration, program)
     for step in range(STEPS):
-        with assembled.executor.batch(4, lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index)):
+        batch = assembled.executor.batch(
+            4,
+            lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index),
+            turns_at_once=configuration.turns_at_once,
+        )
+        with batch:
             assembled.executor.run(program[grid.pipeline_rank])
         check_loss(grid, configuration, assembled, reference.losses[step])
         parameters = gathered(assembled.partition, lambda unit: unit.shard)

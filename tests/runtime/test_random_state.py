@@ -53,15 +53,16 @@ class SeedingItself(nn.Module):
         return inputs + torch.rand_like(inputs) + random.random() + numpy.random.rand()
 
 
-def train_step(layers, bounds, micro_batches, sources=None):
-    """One step on one rank, with the generators at seed 7; their next numbers."""
+def train_step(layers, bounds, micro_batches, sources=None, steps=1, turns_at_once=False):
+    """Steps on one rank, with the generators at seed 7; their next numbers."""
     spec = ProgramSpec((0,) * (len(bounds) - 1), "layered", micro_batches, micro_batches, zero_stage=0)
     assembled = assemble(build_grid(1, 1), spec, Model(layers, False), bounds, lambda: None)
     if sources is not None:
         assembled.executor.draws = Draws(sources)
     seed_all()
-    with assembled.executor.batch(micro_batches, lambda index: micro_batch(0, index)):
-        assembled.executor.run(build_program(spec)[0])
+    for _ in range(steps):
+        with assembled.executor.batch(micro_batches, lambda index: micro_batch(0, index), turns_at_once=turns_at_once):
+            assembled.executor.run(build_program(spec)[0])
     return next_numbers()
 
 
@@ -78,7 +79,7 @@ def next_numbers():
 def masks_of_a_step():
     model = build_model(2, tied=False)
     dropout = RecordingDropout()
-    after = train_step([model.layers[0], dropout, model.layers[-1]], [0, 1, 3], 3)
+    after = train_step([model.layers[0], dropout, model.layers[-1]], [0, 2, 3], 3)
     return dropout.masks, after[0]
 
 
@@ -102,10 +103,10 @@ def numbers_after_seeding():
     dropout = RecordingDropout()
     layers = [model.layers[0], SeedingItself(), dropout, model.layers[-1]]
     after = train_step(layers, [0, 2, 4], 3, layer_sources(DEVICE))
-    masks = dropout.masks
-    assert all(torch.equal(first, second) for first, second in zip(masks[:3], masks[3:]))
-    SeedingItself()(torch.zeros_like(masks[0]))
-    for mask in masks[:3]:
+    forward, recomputed = dropout.masks[::2], dropout.masks[1::2]
+    assert all(torch.equal(first, second) for first, second in zip(forward, recomputed))
+    SeedingItself()(torch.zeros_like(forward[0]))
+    for mask in forward:
         torch.rand_like(mask)
     return after, next_numbers()
 
@@ -256,3 +257,25 @@ def test_layers_may_draw_from_any_generator_in_some_micro_batches_only():
 def test_a_recomputed_layer_that_seeds_leaves_no_seed_behind():
     after, expected = run_on_ranks(1, numbers_after_seeding)[0]
     assert after == expected
+
+
+class DrawingLate(RecordingDropout):
+    """Draws from its fourth forward on."""
+
+    forwards = 0
+
+    def forward(self, inputs):
+        self.forwards += 1
+        return super().forward(inputs) if self.forwards > 3 else inputs
+
+
+def masks_of_a_chunk_that_turns_at_once():
+    """The first chunk leaves all generators alone, so that they are not read between its forwards in the second step."""
+    model, late = build_model(2, tied=False), DrawingLate()
+    train_step([model.layers[0], model.layers[-1], late], [0, 1, 3], 3, steps=2, turns_at_once=True)
+    return late.masks
+
+
+def test_a_chunk_that_turns_at_once_draws_once_and_no_other_chunk_repeats_it():
+    (masks,) = run_on_ranks(1, masks_of_a_chunk_that_turns_at_once)
+    assert len(masks) == 3, "nothing is recomputed there"

@@ -31,7 +31,9 @@ def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
     for step in range(steps):
         if trace is not None:
             trace.clear()
-        batch = assembled.executor.batch(spec.micro_batches, lambda index, step=step: micro_batch(step, index))
+        batch = assembled.executor.batch(
+            spec.micro_batches, lambda index, step=step: micro_batch(step, index), turns_at_once=spec.turns_at_once
+        )
         with CollectiveCounter() as counter, batch:
             assembled.executor.run(actions)
     return counter, assembled, actions, bounds

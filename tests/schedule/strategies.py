@@ -30,3 +30,11 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         resident_chunks=draw(st.integers(1, max_chunks_per_rank + 1)),
         forward_only=draw(st.booleans()),
     )
+
+
+def live_micro_batches(spec: ProgramSpec, chunk: int) -> int:
+    """How many micro-batches of a layered chunk wait for their backward at once: a group, or at the turn two for every
+    chunk that follows, and one more."""
+    following = spec.chunks - 1 - chunk
+    turns = len(set(spec.placement[chunk:])) == following + 1
+    return min(spec.micro_batch_group, 2 * following + 1) if turns else spec.micro_batch_group

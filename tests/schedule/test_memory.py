@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_lgamp.schedule.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.schedule.memory import ElementBytes, UnitSize, rank_memory
 from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
-from tests.schedule.strategies import program_specs
+from tests.schedule.strategies import live_micro_batches, program_specs
 
 SIZE = ActivationBytes(
     inputs=10,
@@ -34,18 +34,18 @@ def memory_of(actions, size, units=(), element=FP32):
     return rank_memory(actions, units, 0, 1, 2, element, activation_bytes=size)
 
 
-def test_recomputation_stores_inputs():
+def test_recomputation_stores_inputs_but_of_a_chunk_that_turns_at_once():
     """B0.0 takes most: inputs of both micro-batches (20), two gradients (200), random states (5), a copy of the input
-    (10) and what it works with (1000)."""
+    (10) and what it works with (1000). Of chunk 1, autograd keeps what it saved (7) from F1.0 to B1.0."""
     told = memory_of(two_chunks(1, 0, 2), SIZE)
     assert told.peak == 20 + 200 + 5 + 10 + 1000
     assert told.activations == ActivationMemory(
         batch=2 * 11,
-        inputs=2 * 100,
+        inputs=0,
         handed_over=2 * 100,
         receives=0,
         sends=0,
-        saved=0,
+        saved=7,
         working=10 + 1000,
         random_states=5,
     )
@@ -73,7 +73,7 @@ def test_without_recomputation_autograd_keeps_what_it_needs(keeps_result):
         handed_over=2 * 100,
         receives=0,
         sends=0,
-        saved=2 * kept + 2 * 7,
+        saved=2 * kept + 7,
         working=1000,
         random_states=0,
     )
@@ -91,38 +91,42 @@ def test_a_result_on_the_same_rank_is_copied_and_let_go():
 
 @given(program_specs(), st.booleans())
 def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
-    """Of a group's micro-batches every chunk stores its input, or what autograd keeps; no chunk of another group's."""
+    """Of a group's micro-batches every chunk stores its input, or what autograd keeps; no chunk of another group's. At
+    the turn, those of two micro-batches for every chunk that follows, and of one more."""
     if spec.schedule != "layered" or spec.forward_only:
         return
     chunks = [ChunkBytes(10 + chunk, 0, 0, 100 + chunk) for chunk in range(spec.chunks)]
+    last = spec.chunks - 1
     for rank, actions in enumerate(build_program(spec)):
         own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
         told = memory_of(actions, ActivationBytes(1, 1, chunks, recompute=recompute)).activations
-        stored = sum(9 + chunk for chunk in own if chunk) if recompute else sum(100 + chunk for chunk in own)
-        assert (told.inputs if recompute else told.saved) == spec.micro_batch_group * stored
+        live = {chunk: live_micro_batches(spec, chunk) for chunk in own}
+        stored = sum((9 + chunk) * live[chunk] for chunk in own if 0 < chunk < last)
+        saved = sum((100 + chunk) * live[chunk] for chunk in own if not recompute or chunk == last)
+        assert (told.inputs, told.saved) == (stored if recompute else 0, saved)
 
 
 def test_layers_that_draw_have_random_states_for_every_input():
     told = memory_of(two_chunks(1, 0, 3), replace(SIZE, draws=True))
-    assert told.activations.random_states == (1 + 2 * 3) * 5
+    assert told.activations.random_states == (1 + 3) * 5, "of the last chunk nothing is recomputed"
 
 
 def test_three_receives_are_posted_and_a_third_send_waits_for_the_first():
     first, last = (memory_of(two_chunks(2, rank, 4), SIZE).activations for rank in (0, 1))
     assert (first.batch, first.inputs, first.handed_over) == (4 * 11, 0, 0)
-    assert (last.batch, last.inputs, last.handed_over) == (4 * 11, 4 * 100, 0)
+    assert (last.batch, last.inputs, last.handed_over) == (4 * 11, 0, 0)
     assert first.sends == last.sends == 3 * 100
     assert first.receives == last.receives == 3 * 100
 
 
 def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
-    """Rank 0 needs no labels from F0 on, rank 1 no inputs from F1 on. One backward takes most; before it, four
-    micro-batches were taken."""
+    """Rank 0 needs no labels from F0 on, rank 1 no inputs from F1 on and no labels from B1 on. One backward takes most:
+    B0.0, ahead of the last forward; B1.1, when one gradient was sent and two inputs are awaited."""
     heavy = replace(SIZE, chunks=[replace(chunk, backward=10**6) for chunk in SIZE.chunks], random_states=0)
     actions = two_chunks(2, 0, 4)
-    assert memory_of(actions, heavy).peak == 4 * 10 + 2 * 100 + 3 * 100 + 10 + 10**6, "sends and receives"
+    assert memory_of(actions, heavy).peak == 4 * 10 + 1 + 2 * 100 + 3 * 100 + 10 + 10**6, "sends and receives"
     actions = two_chunks(2, 1, 4)
-    assert memory_of(actions, heavy).peak == 3 * 1 + 4 * 100 + 100 + 10**6, "inputs and a copy of one"
+    assert memory_of(actions, heavy).peak == 2 * 11 + 2 * 100 + 7 + 100 + 10**6, "receives and what autograd saved"
 
 
 def test_two_sends_are_under_way_until_the_end():

@@ -9,7 +9,7 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
 from ds_lgamp.schedule.simulate import peak_live_activations
 from ds_lgamp.schedule.validate import validate
-from tests.schedule.strategies import program_specs
+from tests.schedule.strategies import live_micro_batches, program_specs
 
 
 def layered(ranks=1, chunks=4, micro_batches=4, group=None, stage=3, resident=2, **rest):
@@ -24,8 +24,8 @@ def count(actions, kind):
 def test_layered_program_reads_as_the_method_says():
     program = build_program(layered(chunks=3, micro_batches=2))
     assert " ".join(map(str, program[0])) == (
-        "GATHER0 GATHER1 F0.0 F0.1 RELEASE0 GATHER2 F1.0 F1.1 F2.0 F2.1 "
-        "B2.0 B2.1 REDUCE2 RELEASE2 GATHER0 B1.0 B1.1 REDUCE1 RELEASE1 B0.0 B0.1 REDUCE0 RELEASE0 STEP"
+        "GATHER0 GATHER1 F0.0 F0.1 RELEASE0 GATHER2 F1.0 F1.1 F2.0 B2.0 "
+        "F2.1 B2.1 REDUCE2 RELEASE2 GATHER0 B1.0 B1.1 REDUCE1 RELEASE1 B0.0 B0.1 REDUCE0 RELEASE0 STEP"
     )
 
 
@@ -92,11 +92,28 @@ def test_prefetch_precedes_the_compute_it_hides_behind(spec):
 
 
 @given(program_specs())
-def test_live_activations_of_the_layered_order_are_a_group_per_chunk(spec):
+def test_live_activations_of_the_layered_order_are_a_group_per_chunk_and_fewer_at_the_turn(spec):
     if spec.schedule != "layered" or spec.forward_only:
         return
     for rank, actions in enumerate(build_program(spec)):
-        assert peak_live_activations(actions) == spec.placement.count(rank) * spec.micro_batch_group
+        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        assert peak_live_activations(actions) == sum(live_micro_batches(spec, chunk) for chunk in own)
+
+
+@given(program_specs())
+def test_the_last_chunk_turns_at_once_but_where_all_forwards_come_first(spec):
+    """So with gpipe, and with interleaved_1f1b for as many micro-batches as ranks, unless there is one of each."""
+    all_first = {"gpipe": spec.micro_batches > 1, "interleaved_1f1b": spec.micro_batches == spec.pipeline_ranks > 1}
+    assert spec.turns_at_once == (not spec.forward_only and not all_first.get(spec.schedule, False))
+
+
+def test_a_rank_goes_two_forwards_ahead_for_every_chunk_that_follows():
+    spec = layered(ranks=3, chunks=3, micro_batches=6)
+    forwards_first = [
+        next(index for index, action in enumerate(computes) if action.kind is Kind.BACKWARD)
+        for computes in ([action for action in actions if action.kind in COMPUTE] for actions in build_program(spec))
+    ]
+    assert forwards_first == [4 + 1, 2 + 1, 1]
 
 
 def test_live_activations_of_1f1b_are_the_ranks_that_follow():

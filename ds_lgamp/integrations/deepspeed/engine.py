@@ -353,7 +353,10 @@ class LgampEngine(PipelineEngine):
             self._pulled_of_training_data += spec.micro_batches
         # Seeds of layers must not show in what the script draws, such as the order of its data.
         seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
-        with seeded, self.executor.batch(spec.micro_batches, self._loader.take, training=not spec.forward_only):
+        batch = self.executor.batch(
+            spec.micro_batches, self._loader.take, training=not spec.forward_only, turns_at_once=spec.turns_at_once
+        )
+        with seeded, batch:
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
         self.fwd_outputs = self.executor.losses
