@@ -3,6 +3,7 @@
 NAMES = (
     "communication",
     "memory",
+    "turn",
     "schedule",
     "latency",
     "overlap",

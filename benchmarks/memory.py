@@ -46,7 +46,7 @@ def run(
         contenders = [*own.values(), *peers(layout)]
         counted = count(contenders, layout, micro_batches, memory=True, repetitions=repetitions)
         for name, on_ranks in counted.items():
-            _enter(record, name, layout, on_ranks)
+            enter(record, name, layout, on_ranks)
         for (stage, resident), contender in own.items():
             for number in micro_batches:
                 on_ranks = counted[contender.name]
@@ -148,9 +148,9 @@ def typical_peak(counted: Counted, micro_batches: int) -> float:
     return statistics.median(step.peak_bytes for step in counted.steps[micro_batches])
 
 
-def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted]) -> None:
-    """Rows of one contender; of every step, the rank that holds most."""
+def enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted], **config: str) -> None:
+    """Rows of one contender; of every step, the rank that holds most. ``config`` joins that of the layout."""
     for micro_batches in on_ranks[0].steps:
         repetitions = zip(*(counted.steps[micro_batches] for counted in on_ranks))
         samples = [max(step.peak_bytes for step in steps) for steps in repetitions]
-        record.add(name, layout.config(micro_batches), "peak", samples, "bytes")
+        record.add(name, layout.config(micro_batches) | config, "peak", samples, "bytes")

@@ -23,6 +23,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "communication-2": partial(tables.communication, 2),
         "memory-1": partial(tables.memory, 1),
         "memory-2": partial(tables.memory, 2),
+        "turn": tables.turn,
         "schedule-loopback": partial(tables.schedule, "loopback"),
         "schedule-slow": partial(tables.schedule, "1 Gbit/s"),
         "latency": tables.latency,

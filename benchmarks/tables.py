@@ -71,6 +71,15 @@ def memory(pipeline_ranks: int) -> str:
     return table(["", *(f"M = {count}" for count in counts)], lines, numbers_from=1)
 
 
+def turn() -> str:
+    """Peak MB of every contender, by what is recomputed."""
+    found: dict[str, dict[Any, str]] = {}
+    for row in read("turn").rows:
+        found.setdefault(row.contender, {})[row.config["recompute"]] = f"{row.median / 1e6:.2f}"
+    lines = [[contender, cells.get("full", ""), cells.get("none", "")] for contender, cells in found.items()]
+    return table(["", "recompute full", "recompute none"], lines, numbers_from=1)
+
+
 def schedule(link: str) -> str:
     """Step / simulated of every contender on one kind of link."""
     rows = [row for row in read("schedule").rows if row.config["link"] == link and row.metric == "step / simulated"]

@@ -42,8 +42,9 @@ class LgampConfig(BaseModel):
     3; stage 1 holds all of them where micro-batches go in several groups. 1 cannot hide gathers and reductions behind
     compute."""
     recompute: Literal["full", "selective", "none"] = "full"
-    """full: chunks are recomputed in the backward pass from their stored input; selective: layers that offer it
-    recompute a part of themselves, what else autograd saves is kept until then; none: everything it saves is kept."""
+    """full: chunks are recomputed in the backward pass from their stored input, but for the last one where its backward
+    follows its forward at once; selective: layers that offer it recompute a part of themselves, what else autograd
+    saves is kept until then; none: everything it saves is kept."""
     reproducible: bool = False
     """true: random numbers and orders of summation depend on step, layer, micro-batch and data-parallel rank alone. In
     fp32 on CPU a run is then the same to the bit under every schedule, placement, cut into chunks, number of pipeline

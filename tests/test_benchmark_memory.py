@@ -9,6 +9,9 @@ from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import count
 from benchmarks.memory import activation_bytes, predicted
 from benchmarks.model import ModelSize
+from benchmarks.record import OURS
+from benchmarks.turn import PEER
+from benchmarks.turn import run as run_turn
 
 SCALAR_BYTES = 500
 """Losses, step counters, the norm."""
@@ -42,6 +45,18 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
                 # Of all steps the least: gloo's threads may let go of a tensor late.
                 least = min(step.peak_bytes for step in on_rank.steps[number])
                 assert 0 <= least - told.peak <= SCALAR_BYTES, label
+
+
+def test_logits_of_one_micro_batch_are_there_at_once():
+    """As with Megatron-core's interleaved schedule, which turns alike where all micro-batches are one group."""
+    size = ModelSize(4, WIDTH, SEQUENCE, vocabulary=2048)
+    record = run_turn(Layout(2, 1, size), micro_batches=6, repetitions=1)
+    peaks = {(row.contender, row.config["recompute"]): row.median for row in record.rows}
+    logits = 4 * SEQUENCE * size.vocabulary
+    for recompute in ("full", "none"):
+        assert peaks[f"{OURS}, ZeRO-1", recompute] <= peaks[PEER, recompute]
+        assert peaks["torch LoopedBFS", recompute] > peaks[f"{OURS}, ZeRO-1", recompute] + 4 * logits
+    assert [target.met for target in record.targets] == [True, True]
 
 
 def test_what_a_block_takes_is_measured_alone():

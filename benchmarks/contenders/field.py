@@ -123,6 +123,7 @@ def _kept_in_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
         f"torch 1F1B{suffix}": partial(Pipeline, schedule="1f1b", reshard=False),
         "Megatron-core 1F1B": MegatronCore,
         "Megatron-core interleaved": partial(MegatronCore, interleaved=True),
+        "Megatron-core interleaved, one group": partial(MegatronCore, interleaved=True, one_group=True),
     }
 
 

@@ -22,15 +22,19 @@ class MegatronCore:
 
     Args:
         interleaved: whether a pipeline rank has a chunk for every block instead of one with all.
+        one_group: whether all micro-batches go through a chunk before the next one, rather than as many as there are
+            pipeline ranks.
         recompute: whether every block is computed again in the backward pass.
     """
 
-    def __init__(self, layout: Layout, interleaved: bool = False, recompute: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, interleaved: bool = False, one_group: bool = False, recompute: bool = True
+    ) -> None:
         cpu_shim.install(everywhere=False)
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        self.layout = layout
+        self.layout, self.one_group = layout, one_group
         self.virtual = layout.chunks_per_rank if interleaved else None
         with cpu_shim.ToCpu():
             parallel_state.destroy_model_parallel()
@@ -44,6 +48,7 @@ class MegatronCore:
 
     def step(self, step: int, micro_batches: int) -> float | None:
         layout, size = self.layout, self.layout.size
+        self.config.microbatch_group_size_per_vp_stage = micro_batches if self.one_group else layout.pipeline_ranks
         first = micro_batches * dist.get_rank(self.data)
         iterators = [(micro_batch(size, step, first + index) for index in range(micro_batches)) for _ in self.models]
         with cpu_shim.ToCpu():
@@ -83,7 +88,6 @@ class MegatronCore:
             pipeline_dtype=torch.float32,
             overlap_p2p_comm=self.virtual is not None,
             batch_p2p_comm=self.virtual is None,
-            microbatch_group_size_per_vp_stage=layout.pipeline_ranks,
         )
 
     def _models(self, recompute: bool) -> list[Any]:

@@ -34,8 +34,11 @@ last; none begins there then.
   awaited: two per link and kind are under way until the end of the batch.
 - saved: without recomputation, what autograd keeps from the forward to the backward.
 - working memory: what the forward or backward that runs takes beside all that, and what it computes on: with
-  recomputation a copy of the input; without it, in the forward, the input itself or a copy of another chunk's result.
+  recomputation a copy of the input; without it, in the forward, the input itself or a copy of the result of another
+  chunk that is not recomputed either.
 - random states, with recomputation: one set; where layers draw, one more for every input stored.
+
+A last chunk whose backwards follow its forwards at once is never recomputed.
 
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``, which tests compare with this. It holds from the second step on
 (the first learns shapes) and where shapes do not change. Not covered: scalars, buffers of layers, the copy of
@@ -130,7 +133,7 @@ class Memory:
     """The most of all kinds together at any moment; without what is unknown."""
     stored_activations: int
     """Forwards whose backward is still to come, each of one chunk and micro-batch: with full recomputation, as many
-    chunk inputs are stored. A number, not bytes."""
+    chunk inputs are stored, those of a last chunk that turns at once aside. A number, not bytes."""
     activations: ActivationMemory | None
     """None if shapes are unknown."""
 

@@ -270,7 +270,7 @@ class DrawingLate(RecordingDropout):
 
 
 def masks_of_a_chunk_that_turns_at_once():
-    """The first chunk leaves all generators alone, so that they are not read between its forwards in the second step."""
+    """In the second step, generators are not read between forwards of the first chunk, which left them alone."""
     model, late = build_model(2, tied=False), DrawingLate()
     train_step([model.layers[0], model.layers[-1], late], [0, 1, 3], 3, steps=2, turns_at_once=True)
     return late.masks

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.schedule.actions import COMPUTE, Kind
+from ds_lgamp.schedule import orders
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
@@ -42,6 +43,37 @@ def test_a_hop_hurts_interleaved_more_than_layered():
     durations = Durations(0.010, 0.020, 2**20 * 8 / 1e9)
     layered = timeline("layered", 4, 4, 8, durations).bubble
     assert layered < 0.5 * timeline("interleaved_1f1b", 4, 4, 8, durations).bubble
+
+
+def forwards_first(placement, rank, micro_batches, group):
+    """The layered order without its turn."""
+    chunks = [chunk for chunk, owner in enumerate(placement) if owner == rank]
+    for members in micro_batch_groups(micro_batches, group):
+        yield from (Action(Kind.FORWARD, chunk, member) for chunk in chunks for member in members)
+        yield from (Action(Kind.BACKWARD, chunk, member) for chunk in reversed(chunks) for member in members)
+
+
+@given(program_specs(), st.integers(1, 9), st.integers(1, 9), st.floats(0, 0.5))
+def test_the_turn_costs_no_time_while_a_hop_takes_at_most_half_of_a_forward_and_a_backward(
+    spec, forward, backward, share
+):
+    spec = replace(spec, schedule="layered", forward_only=False)
+    durations = Durations(forward, backward, share * (forward + backward))
+    with pytest.MonkeyPatch.context() as patch:
+        turning = simulate(spec, build_program(spec), durations).step_time
+        patch.setitem(orders._ORDERS, "layered", forwards_first)
+        assert turning <= simulate(spec, build_program(spec), durations).step_time * (1 + 1e-9)
+
+
+@given(program_specs(), st.integers(1, 9))
+def test_recomputation_costs_time_on_every_chunk_but_one_that_turns_at_once(spec, recompute):
+    spec = replace(spec, forward_only=False)
+    result = simulate(spec, build_program(spec), Durations(3, 5, recompute=recompute))
+    for span in [span for spans in result.spans for span in spans if span.action.kind is Kind.BACKWARD]:
+        kept = spec.turns_at_once and span.action.chunk == spec.chunks - 1
+        assert span.end - span.start == (5 if kept else 5 + recompute)
+    compute = sum(span.end - span.start for spans in result.spans for span in spans)
+    assert result.ideal == pytest.approx(compute / spec.pipeline_ranks)
 
 
 def test_a_hop_delays_the_receiver_only():
