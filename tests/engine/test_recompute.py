@@ -17,7 +17,7 @@ from tests.engine.running import prepare_rank, quiet
 from tests.ranks import run_on_ranks
 from tests.runtime.assembly import gathered
 
-WIDTH, TOKENS, MICRO_BATCHES = 6, 96, 3
+WIDTH, TOKENS, MICRO_BATCHES = 6, 160, 3
 TOLERANCE = 2e-6
 """Relative, of a gradient's norm: in fp32, orders of summation differ by less."""
 MEGATRON_LAYERS, HIDDEN = 4, 32
