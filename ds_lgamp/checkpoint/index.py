@@ -22,7 +22,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _data_type(name: str) -> str:
-    if not isinstance(getattr(torch, name, None), torch.dtype):
+    # Not an attribute of torch: it imports some when they are asked for.
+    if not isinstance(vars(torch).get(name), torch.dtype):
         raise ValueError(f"'{name}' is no type of this torch")
     return name
 
