@@ -71,7 +71,8 @@ class Optimizer(_Strict):
 
 class Scheduler(_Strict):
     kind: str | None = Field(alias="class")
-    state: Encoded
+    state: Any
+    """Encoded. Mostly a dictionary; what it is, the scheduler decides."""
 
 
 class LossScaler(_Strict):

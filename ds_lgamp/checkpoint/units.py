@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.values import decode, encode
+from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.parts import Part, parts_of
 from ds_lgamp.partition.unit import Segment, Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -73,12 +74,15 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
 
 def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """The rest of the optimizer state, such as the number of steps, by group, encoded. It is the same for all
-    parameters of a group, which step together."""
+    parameters of a group, which step together. Raises CheckpointError if it holds what no checkpoint can."""
     scalars: dict[int, dict[str, Any]] = {}
     for segment in partition.segments():
         elementwise = _elementwise(optimizer, segment)
         state = optimizer.state.get(segment.shard, {})
-        scalars[segment.group] = {key: encode(value) for key, value in state.items() if key not in elementwise}
+        try:
+            scalars[segment.group] = {key: encode(value) for key, value in state.items() if key not in elementwise}
+        except UnsupportedValue as error:
+            raise CheckpointError(f"the optimizer's state holds {error}") from None
     return scalars
 
 

@@ -1,6 +1,8 @@
 """A run that is saved and resumed at the same layout equals one that was not interrupted, to the bit."""
 
 import random
+from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 
 import deepspeed
@@ -32,6 +34,10 @@ LAYOUTS = {
     "zero 0": (0, {"layers_per_chunk": 1}, {}),
     "zero 2, bf16": (2, {}, {"bf16": True}),
 }
+
+
+class Place(Enum):
+    RUNS = 1
 
 
 class Noise(nn.Module):
@@ -109,17 +115,23 @@ def end_state(engine):
     return {name: value.tolist() for name, value in whole_state(engine.module).items()}
 
 
+def client_state_of(engine):
+    """What scripts keep: their arguments, and more."""
+    arguments = Namespace(rate=numpy.float64(0.1), dtype=torch.bfloat16, output=Path("runs"), place=Place.RUNS)
+    return {"epoch": 7, "args": arguments, "seen": {engine.stage_id, 1}, "best": numpy.float32(0.5)}
+
+
 def resume(folder, layout):
     """The uninterrupted run, which saves on its way, and the resumed one: steps and weights after them."""
     uninterrupted = engine_of(*layout)
     steps(uninterrupted, SAVED)
-    uninterrupted.save_checkpoint(folder, client_state={"epoch": 7})
+    uninterrupted.save_checkpoint(folder, client_state=client_state_of(uninterrupted))
     expected = steps(uninterrupted, RESUMED), end_state(uninterrupted)
     fresh = engine_of(*layout)
     steps(fresh, 1)
     seed_all(99)
     path, client_state = fresh.load_checkpoint(folder)
-    assert client_state == {"epoch": 7} and path == str(Path(folder) / "global_step3")
+    assert client_state == client_state_of(fresh) and path == str(Path(folder) / "global_step3")
     resumed = steps(fresh, RESUMED), end_state(fresh)
     # Back once more, without a new engine.
     uninterrupted.load_checkpoint(folder, tag="global_step3")
@@ -262,15 +274,21 @@ def refusals(folder):
     assert end_state(momentum) == before
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         refused("block", ConfigError, engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    path_rate = engine_of(*layout)
-    path_rate.optimizer.param_groups[0]["name"] = Path(".")
-    refused("option", CheckpointError, path_rate.save_checkpoint, other)
+    called = engine_of(*layout)
+    called.optimizer.param_groups[0]["name"] = print
+    refused("option", CheckpointError, called.save_checkpoint, other)
+    called = engine_of(*layout)
+    steps(called, 1)
+    for state in called.optimizer.optimizer.state.values():
+        state["called"] = print
+    refused("option of state", CheckpointError, called.save_checkpoint, other)
     for tag in ("", "..", "/absolute"):
         refused(f"tag {tag}", CheckpointError, engine.save_checkpoint, other, tag=tag)
     refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
     refused("load function", ConfigError, engine.load_checkpoint, folder, custom_load_fn=print)
     refused("frozen", ConfigError, engine.save_checkpoint, other, exclude_frozen_parameters=True)
-    refused("client state", CheckpointError, engine.save_checkpoint, other, client_state={"here": Path(".")})
+    refused("client state", CheckpointError, engine.save_checkpoint, other, client_state={"here": print})
+    refused("no dictionary", CheckpointError, engine.save_checkpoint, other, client_state=Namespace(epoch=3))
     if dist.get_rank() == 0:
         (Path(folder) / "file").write_text("")
     dist.barrier()
@@ -390,14 +408,16 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         ),
         ("optimizer state", ["is that of AdamW, this run's optimizer is SGD; use AdamW"]),
         ("block", ["load_checkpoint is called inside a block of deepspeed.zero.GatheredParameters; leave it first"]),
-        ("option", ["optimizer.param_groups: name holds a value of type pathlib.PosixPath; use numbers, strings"]),
+        ("option", ["optimizer.param_groups: name holds a value of type builtins.builtin_function_or_method; use"]),
+        ("option of state", ["the optimizer's state holds a value of type builtins.builtin_function_or_method; use"]),
         ("tag ", ["the tag is ''; name a folder inside"]),
         ("tag ..", ["the tag is '..'"]),
         ("tag /absolute", ["the tag is '/absolute'"]),
         ("no such tag", ["global_step99 is no checkpoint of ds_lgamp"]),
         ("load function", ["custom_load_fn is given", "remove it"]),
         ("frozen", ["exclude_frozen_parameters is True", "remove it"]),
-        ("client state", ["client_state holds a value of type pathlib.PosixPath; use numbers, strings, tensors"]),
+        ("client state", ["client_state holds under 'here' a value of type builtins.builtin_function_or_method; use"]),
+        ("no dictionary", ["client_state is a Namespace; pass a dictionary that holds it"]),
         ("no folder", ["file is a file; name a folder for checkpoints", "checkpoints that are there are whole"]),
     ],
 )

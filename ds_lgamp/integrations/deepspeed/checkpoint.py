@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,13 +31,15 @@ from ds_lgamp.integrations.deepspeed.module import (
 from ds_lgamp.integrations.deepspeed.precision import load_scaler_state, parameter_dtype, scaler_state
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.parts import parts_of
-from ds_lgamp.runtime.random_state import read_states
+from ds_lgamp.runtime.random_state import read_states, undisturbed
 
 if TYPE_CHECKING:
     from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "_pulled_of_training_data")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 """What a checkpoint keeps of the engine beside its parts."""
+_PULLED = "_pulled_of_training_data"
+"""Under this name, how many micro-batches of the engine's own data the run has taken."""
 
 
 class Parts(NamedTuple):
@@ -52,11 +53,13 @@ class Parts(NamedTuple):
     """Counters, loss scale, random states and the position in the engine's own data."""
 
 
-def save(engine: "LgampEngine", directory: Path, tag: str, client_state: dict[str, Any], publish_latest: bool) -> None:
+def save(engine: "LgampEngine", directory: Path, tag: str, client_state: Any, publish_latest: bool) -> None:
     """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all."""
 
     def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any, Any]]:
         folders.check_tag(tag)
+        if not isinstance(client_state, Mapping):
+            raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary that holds it")
         partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
         tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
         text = torch.frombuffer(bytearray(_own_state(engine, client_state)), dtype=torch.uint8)
@@ -164,9 +167,12 @@ def _state(engine: "LgampEngine") -> dict[str, Any]:
         "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "layout": _layout(engine),
         "layers": _layers(engine),
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "counters": {
+            **{name: getattr(engine, name) for name in _COUNTERS},
+            _PULLED: 0 if engine.own_data is None else engine.own_data.pulled,
+        },
         "micro_offset": engine.module.micro_offset,
-        "data": _epoch(engine) if engine.training_data else None,
+        "data": _epoch(engine),
         "loss_scaler": scaler_state(optimizer.loss_scaler),
         "lr_scheduler": None if scheduler is None else _scheduler_state(scheduler),
         "optimizer": {"class": optimizer.class_name, "groups": groups},
@@ -205,7 +211,7 @@ def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
     """What belongs to this rank, as JSON text."""
     sources = engine.random_sources
     states = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
-    return json.dumps({"random": states, "client_state": _encoded("client_state", client_state)}).encode()
+    return json.dumps({"random": states, "client_state": _encoded("client_state", dict(client_state))}).encode()
 
 
 def _rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
@@ -306,13 +312,13 @@ def _text_to_read(
     return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
 
 
-def _epoch(engine: "LgampEngine") -> dict[str, int]:
+def _epoch(engine: "LgampEngine") -> dict[str, int] | None:
     """How many micro-batches an epoch of the engine's own data has for a data-parallel rank, and of how many samples
-    one is over all of them."""
+    one is over all of them. None if it has no data, or so few that it never has a micro-batch."""
+    if engine.own_data is None or engine.own_data.micro_batches_per_epoch == 0:
+        return None
     samples = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
-    loader: Any = engine.training_dataloader
-    # Repeated only on the ranks that pull from it.
-    return {"micro_batches_per_epoch": len(getattr(loader, "loader", loader)), "samples": samples}
+    return {"micro_batches_per_epoch": engine.own_data.micro_batches_per_epoch, "samples": samples}
 
 
 def micro_batches_here(pulled: int, there: dict[str, int], here: dict[str, int]) -> int:
@@ -407,14 +413,12 @@ def _resume(engine: "LgampEngine", state: dict[str, Any], random: dict[str, Any]
         setattr(engine, name, state["counters"][name])
     engine.module.micro_offset = state["micro_offset"]
     load_scaler_state(engine.optimizer.loss_scaler, state["loss_scaler"])
-    if engine.training_data:
-        engine._build_data_iter(engine.training_data)
-        here = _epoch(engine)
-        pulled = micro_batches_here(engine._pulled_of_training_data, state["data"] or here, here)
-        engine._pulled_of_training_data = pulled
-        if engine.data_iterator is not None and pulled:
-            position = (pulled - 1) % here["micro_batches_per_epoch"] + 1
-            next(islice(engine.data_iterator, position, position), None)
+    here, there = _epoch(engine), state["data"]
+    if engine.own_data is not None and here is not None:
+        # Without own data there, nothing was taken of any.
+        pulled = 0 if there is None else micro_batches_here(state["counters"][_PULLED], there, here)
+        with undisturbed(engine.random_sources):
+            engine.own_data.seek(pulled)
     for source in engine.random_sources:
         # On another kind of device, its generators go on from where they are.
         if source.name in random:

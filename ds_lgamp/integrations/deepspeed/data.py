@@ -1,16 +1,49 @@
 """Micro-batches are pulled before a batch begins: either every rank has its data, or none starts."""
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.dataloader import RepeatingLoader
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.agreement import raise_everywhere
 
 _READY, _ENDED, _FAULTY = range(3)
+
+
+class OwnData(RepeatingLoader):
+    """The engine's own training data, over and over: knows its position, whoever holds it as an iterator.
+
+    Args:
+        loader: what DeepSpeed made; takes its place.
+    """
+
+    def __init__(self, loader: RepeatingLoader) -> None:
+        # Not made anew: an iterator draws random numbers when it is made.
+        self.loader, self.data_iter = loader.loader, loader.data_iter
+        self.pulled = 0
+        """Micro-batches taken."""
+
+    def __next__(self) -> Any:
+        micro_batch = super().__next__()
+        self.pulled += 1
+        return micro_batch
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return len(self.loader)
+
+    def seek(self, pulled: int) -> None:
+        """Goes to where it is after so many micro-batches: at the end of an epoch, not yet at the beginning of the
+        next."""
+        self.data_iter = iter(self.loader)
+        position = (pulled - 1) % self.micro_batches_per_epoch + 1 if pulled else 0
+        next(islice(self.data_iter, position, position), None)
+        self.pulled = pulled
 
 
 class BatchLoader:

@@ -20,7 +20,7 @@ from ds_lgamp.checkpoint.folder import LATEST
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, chunk_bounds, place, program_spec
 from ds_lgamp.integrations.deepspeed import checkpoint
-from ds_lgamp.integrations.deepspeed.data import BatchLoader
+from ds_lgamp.integrations.deepspeed.data import BatchLoader, OwnData
 from ds_lgamp.integrations.deepspeed.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.instructions import INSTRUCTIONS, ProgramSchedule
 from ds_lgamp.integrations.deepspeed.materialise import DeferredLayers
@@ -78,6 +78,8 @@ class LgampEngine(PipelineEngine):
     def __init__(self, settings: LgampConfig, partition_method: str, **arguments: Any) -> None:
         module, config = arguments["model"], arguments["config_class"]
         self._lgamp_initialising = True
+        self.own_data: OwnData | None = None
+        """Of ``training_data``, on the ranks that need some."""
         self.zero_stage = int(config.zero_optimization_stage)
         """The stage the user asked for; DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings = settings
@@ -108,11 +110,10 @@ class LgampEngine(PipelineEngine):
         self.executor = self._build_executor()
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
-        self._training_iterator = self.data_iterator
-        self._pulled_of_training_data = 0
-        """Micro-batches taken from the engine's own data."""
-        if self.training_data and self.data_iterator is None:
-            self._build_data_iter(self.training_data)
+        if self.training_data and self.is_last_stage() and self.own_data is None:
+            # What it draws, other ranks have drawn: their generators stay alike.
+            with undisturbed(self.random_sources):
+                self._build_data_iter(self.training_data)
         # Often only rank 0 has a monitor, but all ranks measure.
         reports = self._loader.largest(int(self.monitor.enabled or self.wall_clock_breakdown()))
         self._step_monitor = StepMonitor(self._stopwatch) if reports else None
@@ -349,8 +350,6 @@ class LgampEngine(PipelineEngine):
         spec = pipe_schedule.spec
         with self._stopwatch.time("data"):
             self._loader.pull(spec.micro_batches, self._next_batch)
-        if self.data_iterator is self._training_iterator:
-            self._pulled_of_training_data += spec.micro_batches
         # Seeds of layers must not show in what the script draws, such as the order of its data.
         seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
         batch = self.executor.batch(
@@ -365,7 +364,9 @@ class LgampEngine(PipelineEngine):
 
     def _build_data_iter(self, dataset: Any) -> None:
         super()._build_data_iter(dataset)
-        self._training_iterator = self.data_iterator
+        if self.data_iterator is not None:
+            self.own_data = OwnData(self.data_iterator)
+            self.set_dataloader(self.own_data)
 
     def _loss(self, outputs: Any, labels: Any) -> Any:
         if self.eval_return_logits:
@@ -413,7 +414,7 @@ class LgampEngine(PipelineEngine):
         if exclude_frozen_parameters:
             raise ConfigError(f"exclude_frozen_parameters is True, but a {BLOCK} block does not support it; remove it")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        checkpoint.save(self, Path(save_dir), tag, dict(client_state or {}), save_latest)
+        checkpoint.save(self, Path(save_dir), tag, {} if client_state is None else client_state, save_latest)
         return True
 
     def load_checkpoint(

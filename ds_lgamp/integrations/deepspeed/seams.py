@@ -20,6 +20,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
     "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler", "LossScaler", "LossScalerBase"),
     "deepspeed.runtime.engine": ("ZERO_OPTIMIZATION",),
+    "deepspeed.runtime.dataloader": ("RepeatingLoader",),
     "deepspeed.runtime.keep_in_fp32": ("keep_in_fp32_pattern",),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_INSTRUCTION_MAP",
@@ -51,6 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "reset_activation_shape",
         "save_checkpoint",
         "set_dataiterator",
+        "set_dataloader",
         "steps_per_print",
         "train_batch",
         "wall_clock_breakdown",
@@ -101,6 +103,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 """By module or class, what must exist in it."""
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.dataloader.RepeatingLoader": ("data_iter", "loader"),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_compute_loss",
         "agg_additional_losses",
@@ -125,7 +128,6 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "total_additional_losses",
         "total_loss",
         "training_data",
-        "training_dataloader",
     ),
     "deepspeed.runtime.pipe.module.PipelineModule": (
         "_grid",
