@@ -111,6 +111,18 @@ def forge_state(checkpoint: Path, change) -> None:
     path.write_text(json.dumps({"checksum": checksum_of(json.dumps(state).encode()), **state}))
 
 
+def inside(path, value):
+    """Changes what ``path`` leads to in state.json."""
+
+    def change(state):
+        *outer, last = path.split("/")
+        for key in outer:
+            state = state[key]
+        state[last] = value
+
+    return change
+
+
 def forge_index(checkpoint: Path, change) -> None:
     """What ``change`` makes of index.json, with all checksums that belong to it."""
     path = tensors_folder(checkpoint) / "index.json"

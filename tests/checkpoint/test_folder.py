@@ -172,3 +172,10 @@ def test_another_format_is_refused(tmp_path):
     (folder / "state.json").write_text(json.dumps({"format": 3}))
     with pytest.raises(CheckpointError, match="state.json is damaged"):
         read_state(folder)
+
+
+def test_a_scheduler_decides_what_its_state_is(tmp_path):
+    whole = example()
+    whole.state["lr_scheduler"]["state"] = [0.1, (3, "linear")]
+    write_whole(tmp_path / "tag", whole)
+    assert content(read_whole(tmp_path / "tag")) == content(whole)

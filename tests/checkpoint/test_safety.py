@@ -31,6 +31,7 @@ from tests.checkpoint.examples import (
     forge_item,
     forge_metadata,
     forge_state,
+    inside,
     items_file,
     tensors_folder,
     written,
@@ -225,18 +226,6 @@ def test_a_file_elsewhere_is_not_followed(checkpoint, tmp_path):
     (tensors_folder(checkpoint) / "__0_0.distcp").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="__0_0.distcp is damaged"):
         read_whole(checkpoint)
-
-
-def inside(path, value):
-    """Changes what ``path`` leads to in state.json."""
-
-    def change(state):
-        *outer, last = path.split("/")
-        for key in outer:
-            state = state[key]
-        state[last] = value
-
-    return change
 
 
 STATE_KEYS = (

@@ -255,6 +255,10 @@ def test_what_the_first_release_wrote_is_read(written, value):
     assert same(decode(written), value)
 
 
+def test_sets_are_written_in_one_order_in_every_process():
+    assert encode({"b", "c", "a", 1})["value"] == ["a", "b", "c", 1]
+
+
 def test_what_comes_back_can_be_changed():
     tensor, array = decode(encode([torch.ones(2), numpy.ones(2)]))
     tensor += 1

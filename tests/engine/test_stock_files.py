@@ -1,6 +1,7 @@
 """What is read from stock DeepSpeed's files, what is refused, and that nothing in them runs."""
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,14 @@ def test_a_malicious_file_runs_nothing(folder, tmp_path, name):
     with pytest.raises(CheckpointError, match=refusal):
         read_stock(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_arguments_of_a_script_are_read(folder):
+    arguments = Namespace(
+        dtype=torch.bfloat16, out=Path("runs"), kinds={"a"}, frozen=frozenset("b"), size=torch.Size([1])
+    )
+    edit(folder / RANK, lambda content: content.update(args=arguments))
+    assert read_stock(folder).client_state["args"] == arguments
 
 
 def test_fused_adam_is_read_as_the_class_that_stands_for_it(folder):

@@ -8,7 +8,9 @@ TAG/[bf16_]zero_pp_rank_2_mp_rank_01_optim_states.pt     at stage 1: what data-p
 """
 
 import re
-from pathlib import Path
+from argparse import Namespace
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 
-CLASSES = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
-"""What stock DeepSpeed's files hold beside tensors, numbers, strings and containers. Making one runs no code of the
-file's choice."""
+CLASSES = [
+    *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
+    *(Namespace, SimpleNamespace, frozenset, PosixPath, PurePosixPath, PureWindowsPath),
+]
+"""What stock DeepSpeed's files hold beside tensors, numbers, strings and containers, and what scripts often put into
+their client state. Making one runs no code of the file's choice."""
 KEYS = frozenset(
     {
         "module",
@@ -80,7 +85,7 @@ def load_file(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read without running code from it ({_reason(error)}); if the run is yours, save it "
-            "again with numbers, strings, tensors, lists and dictionaries as client_state"
+            "again with numbers, strings, tensors, lists, dictionaries and namespaces as client_state"
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, no dictionary; name a checkpoint of DeepSpeed")
