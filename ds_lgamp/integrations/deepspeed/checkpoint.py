@@ -207,7 +207,7 @@ def _layers(engine: "LgampEngine") -> dict[str, Any]:
     return {"types": layer_types(engine.module), "tied": tied, "partition_method": engine.partition_method}
 
 
-def _own_state(engine: "LgampEngine", client_state: dict[str, Any]) -> bytes:
+def _own_state(engine: "LgampEngine", client_state: Mapping[Any, Any]) -> bytes:
     """What belongs to this rank, as JSON text."""
     sources = engine.random_sources
     states = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
