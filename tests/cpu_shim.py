@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,6 +39,7 @@ def install(everywhere: bool = True) -> None:
     _run_streams_in_order()
     _share_random_state()
     _keep_sent_tensors()
+    _average_as_sums()
     _spawn_without_the_script()
     if everywhere:
         ToCpu().__enter__()
@@ -123,6 +125,25 @@ def _keep_sent_tensors() -> None:
         return send(tensor.detach(), *arguments, **keywords)
 
     dist.isend = dist.distributed_c10d.isend = isend
+
+
+def _average_as_sums() -> None:
+    """gloo sums, but does not average."""
+    for name, reduced in (("all_reduce", 0), ("reduce_scatter_tensor", 1)):
+        setattr(dist, name, _summing(getattr(dist, name), reduced))
+
+
+def _summing(collective: Callable[..., Any], reduced: int) -> Callable[..., Any]:
+    """``collective``, whose argument number ``reduced`` is divided ahead of it where it would average."""
+
+    @wraps(collective)
+    def summing(*arguments: Any, **keywords: Any) -> Any:
+        if keywords.get("op") == dist.ReduceOp.AVG:
+            arguments[reduced].div_(dist.get_world_size(keywords.get("group")))
+            keywords["op"] = dist.ReduceOp.SUM
+        return collective(*arguments, **keywords)
+
+    return summing
 
 
 def _spawn_without_the_script() -> None:

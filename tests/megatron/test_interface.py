@@ -363,20 +363,27 @@ def test_a_deferred_gradient_of_the_output_layer_is_finished_before_gradients_ar
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "words"),
+    ("setting", "value"),
     [
-        ("overlap_moe_expert_parallel_comm", True, "set it to False"),
-        ("fine_grained_activation_offloading", True, "set it to False"),
-        ("num_microbatches_with_partial_activation_checkpoints", 2, "set it to None"),
-        ("cpu_offloading", True, "set it to False"),
-        ("cuda_graph_impl", "local", "set it to 'none'"),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("fine_grained_activation_offloading", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 2),
+        ("cpu_offloading", True),
+        ("cuda_graph_impl", "local"),
     ],
 )
-def test_settings_of_megatrons_own_schedules_are_refused(setting, value, words):
-    with pytest.raises(
-        ConfigError, match=f"{setting} is {value!r}, which needs Megatron-core's own schedules; {words}"
-    ):
+def test_settings_of_megatrons_own_schedules_are_refused(setting, value):
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}: it needs Megatron-core's own schedules; remove it"):
         refuse_unsupported(batch_of(model(), **{setting: value}))
+
+
+def test_settings_of_data_parallelism_are_refused_without_megatron_lms_arguments():
+    with pytest.raises(ConfigError, match="^fp8_param_gather is True: it needs Transformer Engine"):
+        refuse_unsupported(batch_of(model(ddp_config=Namespace(fp8_param_gather=True))))
+    together = model(ddp_config=Namespace(overlap_grad_reduce=True))
+    with pytest.raises(ConfigError, match="^defer_embedding_wgrad_compute and overlap_grad_reduce are True: the out"):
+        refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=True))
+    refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=False))
 
 
 @pytest.mark.parametrize(("setting", "value"), [("mtp_num_layers", 1), ("perform_rl_step", True)])

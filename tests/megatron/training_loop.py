@@ -1,10 +1,13 @@
 """A small GPT that trains as Megatron-LM's loop does it: its data parallelism and optimizer, and whatever
 ``get_forward_backward_func()`` returns."""
 
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +43,17 @@ class Place(NamedTuple):
     micro_batches: tuple[int, ...] = (4,) * STEPS
     """Of all data-parallel ranks, by step."""
     group: int | str = "all"
+    options: tuple[tuple[str, Any], ...] = ()
+    """Fields of Megatron-core's configurations of the model, data parallelism or the optimizer, and parameters of
+    ``initialize_model_parallel``."""
 
     @property
     def ranks(self) -> int:
         return self.pipeline_ranks * self.tensor_ranks * self.data_ranks
+
+    def options_of(self, takes: Any) -> dict[str, Any]:
+        """Those that ``takes`` takes."""
+        return {name: value for name, value in self.options if name in signature(takes).parameters}
 
 
 class Step(NamedTuple):
@@ -52,11 +62,20 @@ class Step(NamedTuple):
     """Of the gradient, before clipping."""
     log: list[tuple[str, int]]
     """What this rank did: ("forward" or "backward", its chunk), and its collectives with the bytes sent."""
+    zeros: int | None
+    """Of the gradient, where they are counted."""
 
 
 def prepare_process(_rank: int) -> None:
     warnings.simplefilter("ignore")
+    # Apex's kernel adds a weight's gradient to the buffer within the backward pass.
+    sys.modules["fused_weight_gradient_mlp_cuda"] = ModuleType("fused_weight_gradient_mlp_cuda")
+    vars(sys.modules["fused_weight_gradient_mlp_cuda"])["wgrad_gemm_accum_fp32"] = _add_weight_gradient
     cpu_shim.install()
+
+
+def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    total += gradient.t() @ inputs
 
 
 def train_all(places: list[Place]) -> dict[Place, list[Step]]:
@@ -79,7 +98,8 @@ class Training:
             install_schedules(Job(settings, int(place.distributed_optimizer), {}))
         parallel_state.destroy_model_parallel()
         virtual = place.chunks_per_rank if place.chunks_per_rank > 1 else None
-        parallel_state.initialize_model_parallel(place.tensor_ranks, place.pipeline_ranks, virtual)
+        initialize = parallel_state.initialize_model_parallel
+        initialize(place.tensor_ranks, place.pipeline_ranks, virtual, **place.options_of(initialize))
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         self.config = self.config_of(virtual)
         self.models = self.build(virtual)
@@ -92,25 +112,26 @@ class Training:
 
         place = self.place
         interleaved = virtual is not None and place.pipeline_ranks > 1
-        return TransformerConfig(
-            num_layers=place.layout.count("t") if place.layout else 8,
-            hidden_size=32,
-            num_attention_heads=4,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            use_cpu_initialization=True,
-            tensor_model_parallel_size=place.tensor_ranks,
-            pipeline_model_parallel_size=place.pipeline_ranks,
-            virtual_pipeline_model_parallel_size=virtual,
-            pipeline_model_parallel_layout=place.layout,
-            pipeline_dtype=torch.float32,
-            overlap_p2p_comm=interleaved,
-            batch_p2p_comm=not interleaved,
-            microbatch_group_size_per_vp_stage=max(place.micro_batches) // place.data_ranks,
-            calculate_per_token_loss=place.per_token,
-            variable_seq_lengths=place.lengths,
-            moe_token_dispatcher_type="alltoall",  # the other would refuse that, even of a dense model
-        )
+        settings = {
+            "num_layers": place.layout.count("t") if place.layout else 8,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "use_cpu_initialization": True,
+            "tensor_model_parallel_size": place.tensor_ranks,
+            "pipeline_model_parallel_size": place.pipeline_ranks,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "pipeline_model_parallel_layout": place.layout,
+            "pipeline_dtype": torch.float32,
+            "overlap_p2p_comm": interleaved,
+            "batch_p2p_comm": not interleaved,
+            "microbatch_group_size_per_vp_stage": max(place.micro_batches) // place.data_ranks,
+            "calculate_per_token_loss": place.per_token,
+            "variable_seq_lengths": place.lengths,
+            "moe_token_dispatcher_type": "alltoall",  # the other would refuse that, even of a dense model
+        }
+        return TransformerConfig(**settings | place.options_of(TransformerConfig))
 
     def build(self, virtual: int | None) -> list[Any]:
         """The chunks of this rank in DistributedDataParallel; weights depend on their names in the whole model."""
@@ -120,6 +141,7 @@ class Training:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+        from megatron.core.transformer.module import Float16Module
 
         from ds_lgamp.integrations.megatron.several_chunks import share_embedding
 
@@ -142,32 +164,54 @@ class Training:
             models.append(model)
         if self.place.pipeline_ranks == 1:
             share_embedding(models)
+        if self.config.fp16 or self.config.bf16:
+            models = [Float16Module(self.config, model) for model in models]
         overlap = self.place.distributed_optimizer
-        settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=overlap, overlap_param_gather=overlap, use_distributed_optimizer=overlap
-        )
-        settings.bucket_size = 2**62
+        settings = {
+            "overlap_grad_reduce": overlap,
+            "overlap_param_gather": overlap,
+            "use_distributed_optimizer": overlap,
+            "bucket_size": 2**62,
+        }
+        settings |= self.place.options_of(DistributedDataParallelConfig)
         return [
-            DistributedDataParallel(self.config, settings, model, disable_bucketing=number > 0)
+            # A configuration of its own, because DistributedDataParallel changes it.
+            DistributedDataParallel(
+                self.config, DistributedDataParallelConfig(**settings), model, disable_bucketing=number > 0
+            )
             for number, model in enumerate(models)
         ]
 
     def optimizer_of(self) -> Any:
         """Megatron-core's optimizer; the functions of the batch are set in the configuration, as the loop does."""
         from megatron.core.distributed import finalize_model_grads
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import (
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_standard_config_overrides,
+        )
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         overlap = self.place.distributed_optimizer
         # The small epsilon of Adam would make differences of rounding large.
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=0.01,
-            adam_eps=1e-4,
-            clip_grad=0.5,
-            use_distributed_optimizer=overlap,
-            overlap_param_gather=overlap,
+        settings = {
+            "optimizer": "adam",
+            "lr": 0.01,
+            "adam_eps": 1e-4,
+            "clip_grad": 0.5,
+            "use_distributed_optimizer": overlap,
+            "overlap_param_gather": overlap,
+        }
+        configuration = OptimizerConfig(**settings | self.place.options_of(OptimizerConfig))
+        overrides = get_standard_config_overrides(configuration)
+        optimizer = get_megatron_optimizer(configuration, self.models, config_overrides=overrides)
+        # Gives each group of parameters its rate and its weight decay.
+        OptimizerParamScheduler(
+            optimizer,
+            **{"init_lr": 0.0, "max_lr": configuration.lr, "min_lr": 0.0, "lr_decay_style": "constant"},
+            **{"lr_warmup_steps": 0, "lr_decay_steps": STEPS, "wd_incr_steps": STEPS, "wd_incr_style": "constant"},
+            **{"start_wd": configuration.weight_decay, "end_wd": configuration.weight_decay},
         )
-        optimizer = get_megatron_optimizer(settings, self.models)
         config = self.config
         config.grad_scale_func = optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -188,8 +232,9 @@ class Training:
                     model.zero_grad_buffer()
                 self.optimizer.zero_grad()
                 loss = self.run_batch(step)
-                _, norm, _ = self.optimizer.step()
-            steps.append(Step(loss, float(norm), list(self.log)))
+                _, norm, zeros = self.optimizer.step()
+            # No norm where a step is skipped because of an overflow.
+            steps.append(Step(loss, -1.0 if norm is None else float(norm), list(self.log), zeros))
         return steps
 
     def run_batch(self, step: int, **options: Any) -> float:

@@ -7,19 +7,11 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec
+from ds_lgamp.integrations.megatron.flags import option_of, refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.refusals import refuse_settings
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import place_chunks, split_evenly
 
-CUTTING_FLAGS = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""Flags that cut the layers into chunks, which the block does."""
 SHARED_KEYS = {
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -63,13 +55,20 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
 
     Raises ConfigError where flags and the file disagree.
     """
-    _refuse_sharded_parameters(args)
-    _refuse_cutting_flags(args)
+    refuse_flags(args, arguments=True)
+    refuse_together(args)
+    if args.mtp_num_layers and args.pipeline_model_parallel_layout is None:
+        raise ConfigError("--mtp-num-layers is given; say with --pipeline-model-parallel-layout where they go")
     _refuse_another_stage(args, job)
     _set_recomputation(args, job.settings)
     ranks = args.pipeline_model_parallel_size
     chunks, layout = _cut(args, job.settings)
     refuse_settings(args, chunks_on_one_rank=chunks > ranks == 1)
+    if chunks > ranks and getattr(args, "multiple_validation_sets", False):
+        raise ConfigError(
+            "--multiple-validation-sets is True: every chunk would take another of the sets; remove it, or set "
+            f"{BLOCK}.chunks_per_rank to 1"
+        )
     if ranks == 1 and layout is not None and chunks > 1:
         _validate_one_rank(args, layout, chunks, validate)
     else:
@@ -106,7 +105,8 @@ def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list
         if chunks % pipeline_ranks:
             raise ConfigError(
                 f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
-                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank"
+                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or cut "
+                "them unevenly with --pipeline-model-parallel-layout"
             )
         return [min(settings.layers_per_chunk, layers - start) for start in range(0, layers, settings.layers_per_chunk)]
     if layers < pipeline_ranks:
@@ -127,27 +127,6 @@ def layout_of(sizes: list[int]) -> str:
     """Megatron-core's text form of chunks: ``Ett|tt|tL`` are three, with the embedding in the first and the loss in
     the last."""
     return "E" + "|".join("t" * size for size in sizes) + "L"
-
-
-def _refuse_sharded_parameters(args: Namespace) -> None:
-    """FSDP gathers and reduces in every pass, whatever their order."""
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(args, name, False):
-            raise ConfigError(
-                f"{_flag(name)} is given, but inside Megatron-LM's training loop no parameters are sharded; remove it, "
-                "or train with DeepSpeed's engine, as launch/pretrain_gpt.py does"
-            )
-
-
-def _refuse_cutting_flags(args: Namespace) -> None:
-    for name in CUTTING_FLAGS:
-        if getattr(args, name, None) not in (None, False):
-            raise ConfigError(
-                f"{_flag(name)} is given, but the {BLOCK} block cuts the layers; remove the flag and set "
-                f"{BLOCK}.chunks_per_rank or layers_per_chunk"
-            )
-    if getattr(args, "mtp_num_layers", None) and args.pipeline_model_parallel_layout is None:
-        raise ConfigError("--mtp-num-layers is given; say with --pipeline-model-parallel-layout where they go")
 
 
 def _refuse_two_cuts(args: Namespace, settings: LgampConfig) -> None:
@@ -172,7 +151,9 @@ def _refuse_disagreement(args: Namespace, job: Job) -> None:
     for key, name in SHARED_KEYS.items():
         value, flag = job.others.get(key), getattr(args, name)
         if value not in (None, "auto") and value != flag:
-            raise ConfigError(f"{key} is {value!r}, but {_flag(name)} is {flag!r}; make them equal, or remove {key}")
+            raise ConfigError(
+                f"{key} is {value!r}, but {option_of(name)} is {flag!r}; make them equal, or remove {key}"
+            )
     steps, micro_batches = job.others.get(ACCUMULATION), _micro_batches(args, args.global_batch_size)
     if steps not in (None, "auto", micro_batches):
         raise ConfigError(
@@ -236,7 +217,3 @@ def _unread_keys(job: Job) -> list[str]:
     for section, key in read.items():
         unread += [f"{section}.{name}" for name in job.others.get(section) or {} if name != key]
     return unread + [f"{BLOCK}.{key}" for key in MEANINGLESS if key in job.settings.model_fields_set]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,7 +1,11 @@
 """Parameters and gradients where Megatron-core holds them: DistributedDataParallel and its distributed optimizer.
 
-A chunk's GATHER is its ``param_sync_func``, its REDUCE its ``grad_sync_func``; where they are not given, Megatron-core
-launches both itself, from hooks, and ``no_sync_func`` tells it which backward pass of a chunk is the last.
+A chunk's GATHER is its ``param_sync_func``; where that is not given, hooks gather. A chunk's REDUCE is part of its last
+backward pass, the only one outside ``no_sync_func``: there DistributedDataParallel counts the gradients, and hooks reduce
+a bucket as soon as it is complete. In its first batch it learns how many gradients to expect, and reduces at the end.
+
+``grad_sync_func`` reduces chunks that have no ``no_sync_func``. Beside one it is not called: DistributedDataParallel would
+learn nothing, and with several instances of the distributed optimizer it would reduce twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +33,8 @@ class DistributedData:
         config = batch.config
         # In evaluation parameters are there.
         self._gathers = _by_chunk(config.param_sync_func if batch.backward_passes else None, batch.chunks)
-        # One model on one rank reduces its buckets itself, behind its last backward pass.
-        alone = batch.pipeline_ranks == len(batch.models) == 1
-        self._reductions = _by_chunk(None if alone else config.grad_sync_func, batch.chunks)
         self._no_sync = _by_chunk(config.no_sync_func, batch.chunks)
+        self._reductions = _by_chunk(None if self._no_sync else config.grad_sync_func, batch.chunks)
         self._one_for_all = callable(config.no_sync_func)
         self._closed: dict[int, AbstractContextManager[Any]] = {}
         """The contexts in which a chunk's backward passes reduce nothing, by chunk; by 0 if one is for all."""
@@ -57,11 +59,10 @@ class DistributedData:
 
     def begin_backward(self, chunk: int) -> None:
         self._left[chunk] -= 1
-        if self._left[chunk] == 0 and chunk not in self._reductions:
+        if self._left[chunk] == 0:
             self._open(chunk)
 
     def reduce(self, chunk: int) -> None:
-        self._open(chunk)
         if chunk in self._reductions:
             self._reductions[chunk](self._models[chunk].parameters())
         self._close(chunk)
