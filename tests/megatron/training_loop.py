@@ -49,7 +49,8 @@ class Place(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.pipeline_ranks * self.tensor_ranks * self.data_ranks
+        context_ranks = dict(self.options).get("context_parallel_size", 1)
+        return self.pipeline_ranks * self.tensor_ranks * self.data_ranks * context_ranks
 
     def options_of(self, takes: Any) -> dict[str, Any]:
         """Those that ``takes`` takes."""
@@ -139,7 +140,6 @@ class Training:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.enums import ModelType
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
         from megatron.core.transformer.module import Float16Module
 
@@ -149,7 +149,7 @@ class Training:
         for stage in range(self.place.chunks_per_rank) if virtual else [None]:
             model = GPTModel(
                 self.config,
-                get_gpt_layer_local_spec(),
+                self.layer_spec(),
                 VOCABULARY,
                 SEQUENCE,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -181,6 +181,24 @@ class Training:
             )
             for number, model in enumerate(models)
         ]
+
+    def layer_spec(self) -> Any:
+        """Megatron-core's layer of plain PyTorch parts, with what it lacks."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        from tests.megatron.whole_sequences import WholeSequenceAttention, sequence_parallel_norm
+
+        config = self.config
+        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        # Without Transformer Engine the name is missing.
+        moe_utils.te_general_gemm = None
+        if config.context_parallel_size > 1:
+            spec.submodules.self_attention.submodules.core_attention = WholeSequenceAttention
+        if config.sequence_parallel:
+            WrappedTorchNorm.__new__ = sequence_parallel_norm
+        return spec
 
     def optimizer_of(self) -> Any:
         """Megatron-core's optimizer; the functions of the batch are set in the configuration, as the loop does."""
@@ -266,13 +284,20 @@ class Training:
     def forward_step(
         self, iterator: Iterator[torch.Tensor], model: Any, log: list[tuple[str, int]]
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
         tokens = next(iterator)
         chunk = self.models.index(model)
         log.append(("forward", chunk))
-        positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
-        # A test of its own has the labels of the last chunk masked out in part.
-        mask = (tokens[:, 1:] % 4 != 0).float()
-        output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+        batch = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "positions": torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1),
+            "labels": tokens[:, 1:].contiguous(),
+            # A test of its own has the labels of the last chunk masked out in part.
+            "mask": (tokens[:, 1:] % 4 != 0).float(),
+        }
+        inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch).values()
+        output = model(inputs, positions, None, labels=labels)
         if output.requires_grad:
             output.register_hook(lambda gradient: log.append(("backward", chunk)))
         return output, partial(self.loss, mask)
@@ -295,8 +320,8 @@ class Training:
         for report in reports:
             total, tokens = report["loss"].double()
             sums += torch.stack([total, tokens] if self.place.per_token else [total / tokens, torch.ones(())])
-        for group in (parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_data_parallel_group()):
-            dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return float(sums[0] / sums[1])
 
 

@@ -1,0 +1,41 @@
+"""What Megatron-core's layers of plain PyTorch parts lack where ranks share a sequence. Needs megatron's shim first."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+
+
+class WholeSequenceAttention(nn.Module):
+    """Core attention under context parallelism, which otherwise is Transformer Engine's: every rank gathers all keys
+    and values."""
+
+    def __init__(self, config: Any, *_unused: Any, **_unused_too: Any) -> None:
+        super().__init__()
+        self.ranks = config.context_parallel_size
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_unused: Any, **_unused_too: Any) -> Tensor:
+        """Query, key and value [s, b, heads, channels] of this rank, to [s, b, heads * channels]."""
+        group = parallel_state.get_context_parallel_group()
+        positions = [self._positions(rank, len(query)) for rank in range(self.ranks)]
+        hidden = torch.cat(positions) > positions[group.rank()][:, None]
+        keys, values = (torch.cat(all_gather(tensor.contiguous(), group)) for tensor in (key, value))
+        context = nn.functional.scaled_dot_product_attention(
+            *(tensor.permute(1, 2, 0, 3) for tensor in (query, keys, values)), attn_mask=~hidden
+        )
+        return context.permute(2, 0, 1, 3).flatten(start_dim=2)
+
+    def _positions(self, rank: int, own: int) -> Tensor:
+        """Of a sequence in 2 * ranks parts, a rank has one, and the one as far from the end."""
+        part = torch.arange(own // 2)
+        return torch.cat([part + own // 2 * rank, part + own // 2 * (2 * self.ranks - 1 - rank)])
+
+
+def sequence_parallel_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:
+    """Stands for Megatron-core's WrappedTorchNorm, which refuses sequence parallelism."""
+    norm = nn.LayerNorm(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
