@@ -15,6 +15,9 @@ ALONE = {
     "lengths": Place(1, 1, STOCK, lengths=True),
     "ramp-up": Place(1, 1, STOCK, micro_batches=(2, 4, 8)),
     "seven layers": Place(1, 1, STOCK, layout="EtttttttL"),
+    "BERT": Place(1, 1, STOCK, model="BertModel"),
+    "untied BERT": Place(1, 1, STOCK, model="BertModel", tied=False),
+    "T5": Place(1, 1, STOCK, model="T5Model"),
 }
 """One process without parallelism, with Megatron-core's own loop."""
 
@@ -40,6 +43,13 @@ PLACES = {
     ],
     "lengths": [Place(2, 4, "layered", lengths=True)],
     "ramp-up": [Place(2, 2, "layered", micro_batches=(2, 4, 8))],
+    "BERT": [
+        Place(1, 4, "layered", model="BertModel"),
+        Place(1, 4, "layered", model="BertModel", data_ranks=2, distributed_optimizer=True),
+        Place(2, 2, "layered", model="BertModel"),
+    ],
+    "untied BERT": [Place(1, 4, "layered", model="BertModel", tied=False)],
+    "T5": [Place(1, 1, "layered", model="T5Model")],
     "seven layers": [Place(1, 3, "layered", layout="Ettt|tt|ttL"), Place(2, 2, "layered", layout="Ett|tt|tt|tL")],
 }
 
@@ -83,7 +93,7 @@ def test_losses_are_to_the_digit_those_of_megatrons_own_schedules(trained, place
     assert losses_and_norms(trained[place][0]) == losses_and_norms(trained[oracle][0])
 
 
-SHARDED = [place for place in PLACES[""] if place.distributed_optimizer]
+SHARDED = [place for place in (*PLACES[""], *PLACES["BERT"]) if place.distributed_optimizer]
 
 
 @pytest.mark.parametrize("place", SHARDED)

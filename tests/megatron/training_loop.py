@@ -43,6 +43,7 @@ class Place(NamedTuple):
     micro_batches: tuple[int, ...] = (4,) * STEPS
     """Of all data-parallel ranks, by step."""
     group: int | str = "all"
+    model: str = "GPTModel"
     options: tuple[tuple[str, Any], ...] = ()
     """Fields of Megatron-core's configurations of the model, data parallelism or the optimizer, and parameters of
     ``initialize_model_parallel``."""
@@ -87,6 +88,7 @@ def train_all(places: list[Place]) -> dict[Place, list[Step]]:
 class Training:
     def __init__(self, place: Place) -> None:
         from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.pipeline_parallel import schedules
 
         from ds_lgamp.integrations.megatron.arguments import Job
@@ -94,6 +96,8 @@ class Training:
 
         self.place = place
         uninstall()
+        # Stays as the configuration of a model before asked for.
+        param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
         if place.schedule != STOCK:
             settings = LgampConfig(schedule=place.schedule, micro_batch_group=place.group)
             install_schedules(Job(settings, int(place.distributed_optimizer), {}))
@@ -139,7 +143,6 @@ class Training:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.enums import ModelType
-        from megatron.core.models.gpt import GPTModel
         from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
         from megatron.core.transformer.module import Float16Module
 
@@ -147,15 +150,14 @@ class Training:
 
         models = []
         for stage in range(self.place.chunks_per_rank) if virtual else [None]:
-            model = GPTModel(
+            model = build_model(
+                self.place.model,
                 self.config,
                 self.layer_spec(),
-                VOCABULARY,
-                SEQUENCE,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
                 share_embeddings_and_output_weights=self.place.tied,
-                vp_stage=stage,
+                **{} if stage is None else {"vp_stage": stage},
             )
             model.model_type = ModelType.encoder_or_decoder
             initialise(model)
@@ -297,14 +299,28 @@ class Training:
             "mask": (tokens[:, 1:] % 4 != 0).float(),
         }
         inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch).values()
-        output = model(inputs, positions, None, labels=labels)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: log.append(("backward", chunk)))
+        output = self.output_of(model, inputs, positions, labels)
+        hooked = output[0] if isinstance(output, tuple) else output
+        if hooked.requires_grad:
+            hooked.register_hook(lambda gradient: log.append(("backward", chunk)))
         return output, partial(self.loss, mask)
 
-    def loss(self, mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
+    def output_of(self, model: Any, inputs: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The hidden state or the losses of tokens; of BertModel with two logits per sequence."""
+        if self.place.model == "BertModel":
+            return model(inputs, torch.ones_like(inputs), lm_labels=labels)
+        if self.place.model == "T5Model":
+            hidden = positions[:, None, None, :] > positions[:, None, :, None]
+            none = torch.zeros_like(hidden)
+            return model(inputs, labels, none, hidden, none, lm_labels=inputs)
+        return model(inputs, positions, None, labels=labels)
+
+    def loss(self, mask: torch.Tensor, output: Any, non_loss_data: bool = False) -> Any:
         if non_loss_data:
             return output.shape
+        if isinstance(output, tuple):
+            output, logits = output
+            output = output + logits.logsumexp(dim=1, keepdim=True) - logits[:, :1]
         total = (output * mask).sum()
         tokens = mask.sum().to(torch.int)
         report = torch.stack([total.detach(), tokens])
@@ -325,6 +341,25 @@ class Training:
         return float(sums[0] / sums[1])
 
 
+def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
+    """A model of Megatron-core, or the chunk of one."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.T5 import T5Model, t5_spec
+
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": SEQUENCE}
+    if name == "BertModel":
+        return BertModel(config, 0, bert_layer_local_spec, **sizes, **options)
+    if name == "T5Model":
+        specs = (
+            t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers),
+            t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
+        )
+        return T5Model(config, config, *specs, **sizes, **options)
+    return GPTModel(config, layer_spec, **sizes, **options)
+
+
 def initialise(model: Any) -> None:
     """The same weights wherever a layer is; every tensor-parallel rank takes its slice of the whole."""
     from megatron.core import parallel_state
@@ -334,7 +369,7 @@ def initialise(model: Any) -> None:
         parts = name.split(".")
         if "layers" in parts:
             where = parts.index("layers") + 1
-            parts[where] = str(model.decoder.layers[int(parts[where])].layer_number)
+            parts[where] = str(getattr(model, parts[0]).layers[int(parts[where])].layer_number)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             parts = ["embedding", "word_embeddings", "weight"]
         sliced = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1

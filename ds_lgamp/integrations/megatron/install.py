@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
+from ds_lgamp.integrations.megatron.checkpoints import guarded
 from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.replacing import replace_everywhere, restore_all
 from ds_lgamp.integrations.megatron.several_chunks import (
@@ -53,7 +54,13 @@ def _replace_schedule(forward_backward: ForwardBackward) -> None:
 def install_training(job: Job) -> None:
     """Does the same inside Megatron-LM's ``megatron.training``, whose flags need not say anything of chunks then."""
     arguments, training = import_module("megatron.training.arguments"), import_module("megatron.training.training")
+    checkpointing = import_module("megatron.training.checkpointing")
     stock_validate, stock_get_model = arguments.validate_args, training.get_model
+    stock_skip, stock_load, stock_read = (
+        training.dummy_train_step,
+        checkpointing.load_checkpoint,
+        checkpointing._load_base_checkpoint,
+    )
 
     @wraps(stock_validate)
     def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Namespace:  # noqa: B006 as stock's
@@ -75,9 +82,29 @@ def install_training(job: Job) -> None:
             raise ConfigError(f"Megatron-LM built {len(models)} chunks where {chunks} were asked for; use core_r0.16.0")
         return models
 
+    @wraps(stock_skip)
+    def dummy_train_step(data_iterator: Any) -> None:
+        if not isinstance(data_iterator, list):
+            stock_skip(data_iterator)
+            return
+        # A chunk has an iterator of its own, or none.
+        iterators = [iterator for iterator in data_iterator if iterator is not None]
+        machine = training.get_rerun_state_machine()
+        while machine.should_run_forward_backward(data_iterator):
+            for iterator in iterators:
+                for _ in range(training.get_num_microbatches()):
+                    next(iterator)
+
+    load, read = guarded(stock_load, stock_read)
     install_schedules(job)
-    replace_everywhere(stock_validate, validate_args)
-    replace_everywhere(stock_get_model, get_model)
+    for stock, replacement in (
+        (stock_validate, validate_args),
+        (stock_get_model, get_model),
+        (stock_skip, dummy_train_step),
+        (stock_load, load),
+        (stock_read, read),
+    ):
+        replace_everywhere(stock, replacement)
 
 
 def uninstall() -> None:

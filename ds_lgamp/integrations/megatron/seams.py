@@ -85,6 +85,14 @@ CONFIG_FIELDS = (
 """What is read of a TransformerConfig."""
 
 TRAINING_PARAMETERS = {
+    "megatron.training.checkpointing._load_base_checkpoint": (
+        "load_dir",
+        "args",
+        "rank0",
+        "sharded_state_dict",
+        "checkpointing_context",
+    ),
+    "megatron.training.training.dummy_train_step": ("data_iterator",),
     "megatron.training.arguments.validate_args": ("args", "defaults"),
     "megatron.training.training.get_model": (
         "model_provider_func",
@@ -95,10 +103,13 @@ TRAINING_PARAMETERS = {
     ),
 }
 TRAINING_LOOKUPS = {
+    "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
     "megatron.training.initialize.initialize_megatron": ("validate_args",),
+    "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
     "megatron.training.training.evaluate": ("get_forward_backward_func",),
-    "megatron.training.training.setup_model_and_optimizer": ("get_model",),
+    "megatron.training.training.setup_model_and_optimizer": ("get_model", "load_checkpoint"),
     "megatron.training.training.train": (
+        "dummy_train_step",
         "get_forward_backward_func",
         "grad_sync_func",
         "no_sync_func",

@@ -39,14 +39,14 @@ def initialize_model_parallel(*positional: Any, **arguments: Any) -> None:
 @wraps(_stock_layers)
 def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     if _on_one_rank(config):
-        return _layers_of(config, _known(vp_stage))
+        return _layer_count(config, _known(vp_stage))
     return _stock_layers(config, vp_stage, pp_rank)
 
 
 @wraps(_stock_offset)
 def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     if _on_one_rank(config):
-        return sum(_layers_of(config, stage) for stage in range(_known(vp_stage)))
+        return sum(_layer_count(config, stage) for stage in range(_known(vp_stage)))
     return _stock_offset(config, vp_stage, pp_rank)
 
 
@@ -89,7 +89,7 @@ def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
 def check_layers(models: Sequence[torch.nn.Module]) -> None:
     """Raises ConfigError unless every layer of the model is in one of the chunks, and only there."""
     members = [unwrap_model(model) for model in models]
-    built = sum(len(getattr(member, "decoder", member).layers) for member in members if _has_layers(member))
+    built = sum(len(layers_of(member)) for member in members)
     wanted = members[0].config.num_layers
     if built != wanted:
         raise ConfigError(
@@ -98,8 +98,10 @@ def check_layers(models: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _has_layers(member: Any) -> bool:
-    return hasattr(getattr(member, "decoder", member), "layers")
+def layers_of(model: Any) -> list[torch.nn.Module]:
+    """The transformer layers of a chunk: GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
+    blocks = [getattr(model, name, None) for name in ("encoder", "decoder")]
+    return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
 
 def _known(stage: int | None) -> int:
@@ -112,7 +114,7 @@ def _on_one_rank(config: Any) -> bool:
     return config.pipeline_model_parallel_size == 1 and config.virtual_pipeline_model_parallel_size is not None
 
 
-def _layers_of(config: Any, stage: int) -> int:
+def _layer_count(config: Any, stage: int) -> int:
     """How many layers a chunk has, as Megatron-core counts where there are more pipeline ranks."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.layout[0][stage].count(LayerType.decoder)
