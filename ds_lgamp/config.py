@@ -131,7 +131,7 @@ def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
     try:
         return place_chunks(settings.placement or default, chunks, pipeline_ranks)
     except ValueError as error:
-        raise ConfigError(f"{BLOCK}: {error}") from None
+        raise ConfigError(str(error)) from None
 
 
 def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:
@@ -141,7 +141,7 @@ def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int
     try:
         return ProgramSpec(placement, settings.schedule, micro_batches, group, zero_stage, settings.resident_chunks)
     except ValueError as error:
-        raise ConfigError(f"{BLOCK}: {error}") from None
+        raise ConfigError(str(error)) from None
 
 
 def _refuse_misspelt_block(config: dict[str, Any]) -> None:
@@ -153,9 +153,10 @@ def _refuse_misspelt_block(config: dict[str, Any]) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
+    """Without the name of the program, which whoever prints it puts first."""
     first = error.errors()[0]
     if not first["loc"]:
-        return f"{BLOCK}: {first['msg'].removeprefix('Value error, ')}"
+        return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         nearest = get_close_matches(key, LgampConfig.model_fields, n=1)

@@ -215,6 +215,7 @@ def test_the_option_is_taken_from_the_command_line_or_the_environment(monkeypatc
             "ds_lgamp.chunk_per_rank is no known key; did you mean chunks_per_rank",
         ),
         ('{"ds_lgamp": {}}', "megatron.training cannot be imported"),
+        ('{"ds_lgamp": {"schedule": "gpipe", "layers_per_chunk": 2}}', "layers_per_chunk is 2, but schedule 'gpipe'"),
     ],
 )
 def test_a_file_that_cannot_be_used_ends_the_run_with_a_sentence(tmp_path, content, words):
@@ -225,6 +226,7 @@ def test_a_file_that_cannot_be_used_ends_the_run_with_a_sentence(tmp_path, conte
     assert done.returncode == 2 and done.stdout == ""
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ds_lgamp:")]
     assert words in line and "Traceback" not in done.stderr
+    assert line.count("ds_lgamp:") == 1
 
 
 def test_a_block_that_is_not_enabled_leaves_the_script_alone_but_for_the_words_of_deepspeeds_launcher(tmp_path):
@@ -239,15 +241,18 @@ def run(folder, *launcher_words):
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
-def provider(pre_process, post_process, vp_stage, config):
+def provider(pre_process, post_process, vp_stage, config, block="decoder"):
     model = Namespace(ends=(pre_process, post_process), stage=vp_stage, output_layer=None)
-    model.config, model.decoder = config, Namespace(layers=[vp_stage])
+    model.config = config
+    setattr(model, block, Namespace(layers=[vp_stage]))
     model.share_embeddings_and_output_weights = False
     return model
 
 
-def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model():
-    chunks = chunks_provider(provider, 3)(pre_process=True, post_process=True, config=Namespace(num_layers=3))
+@pytest.mark.parametrize("block", ["decoder", "encoder"])
+def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model(block):
+    build = chunks_provider(provider, 3)
+    chunks = build(pre_process=True, post_process=True, config=Namespace(num_layers=3), block=block)
     chunks.model_type = "type"
     assert isinstance(chunks, Chunks) and isinstance(chunks, list)
     assert [chunk.ends for chunk in chunks] == [(True, False), (False, False), (False, True)]
