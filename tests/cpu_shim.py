@@ -161,7 +161,12 @@ class _NothingToCompile(importlib.abc.MetaPathFinder):
     for its version; and imports kernels that are written in Triton."""
 
     index_builder = "megatron.core.datasets.helpers_cpp"
-    compilers = {"megatron.core.datasets.utils": "compile_helpers", "megatron.legacy.fused_kernels": "load"}
+    compilers = {
+        "megatron.core.datasets.utils": "compile_helpers",
+        "megatron.legacy.fused_kernels": "load",
+        # Which pretrain_bert.py imports, and calls for Transformer Engine only.
+        "megatron.core.models.bert.bert_layer_specs": "bert_layer_with_transformer_engine_spec",
+    }
     kernels = {
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
         "megatron.core.inference.contexts.fused_kv_append_kernel",

@@ -66,15 +66,22 @@ def megatron_tree() -> Path:
     return Path(tree)
 
 
-def pretrain(ranks: int, flags: str = "", launcher: str = "", seconds: float = 240) -> Losses:
+def pretrain(
+    ranks: int,
+    flags: str = "",
+    launcher: str = "",
+    seconds: float = 240,
+    script: str = "pretrain_gpt.py",
+    model: str = MODEL,
+) -> Losses:
     """Trains on ``ranks`` processes with ``flags`` beside those above.
 
     ``launcher`` comes before the script, such as "-m ds_lgamp run". Raises AssertionError with the output of a run that
     fails or takes longer than ``seconds``.
     """
-    script = str(megatron_tree() / "pretrain_gpt.py")
+    script = str(megatron_tree() / script)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    words += ["-m", "tests.cpu_shim", *launcher.split(), script, *f"{MODEL} {TRAINING} {PLATFORM} {flags}".split()]
+    words += ["-m", "tests.cpu_shim", *launcher.split(), script, *f"{model} {TRAINING} {PLATFORM} {flags}".split()]
     environment = {
         **os.environ,
         **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
@@ -101,10 +108,15 @@ def pretrain(ranks: int, flags: str = "", launcher: str = "", seconds: float = 2
 def pretrain_with_block(place: str, flags: str, folder: Path, **block: Any) -> Losses:
     """Trains at ``place`` with a block of four chunks on a rank and what ``block`` says; ``folder`` gets its file."""
     ranks, own_flags = PLACES[place]
-    stage = int("--use-distributed-optimizer" in own_flags)
+    return pretrain(ranks, f"{flags} {own_flags} {block_flag(own_flags, folder, **block)}", "-m ds_lgamp run")
+
+
+def block_flag(flags: str, folder: Path, **block: Any) -> str:
+    """The option that names a file with a block, which goes to ``folder``."""
+    stage = int("--use-distributed-optimizer" in flags)
     path = folder / "ds_config.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "ds_lgamp": {"chunks_per_rank": 4, **block}}))
-    return pretrain(ranks, f"{flags} {own_flags} --ds-lgamp-config {path}", "-m ds_lgamp run")
+    return f"--ds-lgamp-config {path}"
 
 
 def _losses(folder: str) -> Losses:

@@ -125,3 +125,17 @@ def test_a_run_with_a_block_resumes_to_the_bit(with_block, saved_with_block, tmp
     trained = with_block("P1 x N4")
     resumed = pretrain_with_block("P1 x N4", f"--load {saved_with_block['P1 x N4']}", tmp_path)
     assert resumed == after_the_checkpoint(trained)
+
+
+def test_iterations_may_be_skipped(start, tmp_path):
+    flags = f"{start} --iterations-to-skip 2 5"
+    assert_close(pretrain_with_block("P1 x N4", flags, tmp_path), pretrain(1, flags))
+
+
+def test_a_file_of_other_chunks_is_refused(start, tmp_path):
+    """Megatron-LM would number the layers of a chunk anew, and load what has the same number."""
+    files = f"--ckpt-format torch --load {tmp_path / 'saved'}"
+    short = f"--save {tmp_path / 'saved'} --save-interval 1 --exit-interval 1"
+    pretrain_with_block("P1 x N4", f"{files} {short}", tmp_path)
+    with pytest.raises(AssertionError, match=r"chunks of \[2, 2, 2, 2\] layers .*, but this run has chunks of \[4, 4\]"):
+        pretrain_with_block("P1 x N4", files, tmp_path, chunks_per_rank=2)

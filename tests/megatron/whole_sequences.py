@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_gather
 
 
 class WholeSequenceAttention(nn.Module):
@@ -21,7 +21,7 @@ class WholeSequenceAttention(nn.Module):
         group = parallel_state.get_context_parallel_group()
         positions = [self._positions(rank, len(query)) for rank in range(self.ranks)]
         hidden = torch.cat(positions) > positions[group.rank()][:, None]
-        keys, values = (torch.cat(all_gather(tensor.contiguous(), group)) for tensor in (key, value))
+        keys, values = (_Gather.apply(tensor, group) for tensor in (key, value))
         context = nn.functional.scaled_dot_product_attention(
             *(tensor.permute(1, 2, 0, 3) for tensor in (query, keys, values)), attn_mask=~hidden
         )
@@ -31,6 +31,23 @@ class WholeSequenceAttention(nn.Module):
         """Of a sequence in 2 * ranks parts, a rank has one, and the one as far from the end."""
         part = torch.arange(own // 2)
         return torch.cat([part + own // 2 * rank, part + own // 2 * (2 * self.ranks - 1 - rank)])
+
+
+class _Gather(torch.autograd.Function):
+    """Of the first dimension; each rank gets the sum of all gradients of its part."""
+
+    @staticmethod
+    def forward(context: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        context.group = group
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=context.group)
+        return total.chunk(context.group.size())[context.group.rank()], None
 
 
 def sequence_parallel_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:

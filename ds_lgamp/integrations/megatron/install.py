@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.megatron.arguments import Job, validate_with_block
 from ds_lgamp.integrations.megatron.checkpoints import guarded
 from ds_lgamp.integrations.megatron.forward_backward import ForwardBackward
@@ -135,7 +135,8 @@ def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Cal
     parameters = signature(provider).parameters.values()
     if not any(parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise ConfigError(
-            "the script's model_provider takes no vp_stage, so that its model has no chunks; set chunks_per_rank to 1"
+            "the script's model_provider takes no vp_stage, so that its model has no chunks; set "
+            f"{BLOCK}.chunks_per_rank to 1"
         )
 
     def provide(pre_process: bool = True, post_process: bool = True, **options: Any) -> Chunks:
