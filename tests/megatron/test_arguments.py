@@ -163,7 +163,12 @@ REFUSED = [
     ({}, {"chunks_per_rank": 2}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "chunks_per_rank both cut"),
     ({}, {}, {"use_megatron_fsdp": True}, "--use-megatron-fsdp is True: .* launch/pretrain_gpt.py"),
     ({}, {}, {"use_torch_fsdp2": True}, "--use-torch-fsdp2 is True: "),
-    ({}, {}, {"microbatch_group_size_per_vp_stage": 2}, "--microbatch-group-size-.* 2: .* set ds_lgamp.micro_batch_group"),
+    (
+        {},
+        {},
+        {"microbatch_group_size_per_vp_stage": 2},
+        "--microbatch-group-size-.* 2: .* set ds_lgamp.micro_batch_group",
+    ),
     ({}, {}, {"multiple_validation_sets": True}, "--multiple-validation-sets is True: every chunk"),
     ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; say with --pipeline-model-parallel-layout"),
     ({}, {"schedule": "interleaved_1f1b"}, {"global_batch_size": 12}, "micro_batches is 3: interleaved_1f1b needs"),

@@ -1,5 +1,5 @@
-"""The table of Megatron's flags: what is honoured trains as with Megatron-core's own schedules, what is refused says so,
-and the installed Megatron-core has no other flags."""
+"""The table of Megatron's flags: what is honoured trains as with Megatron-core's own schedules, what is refused says
+so, and the installed Megatron-core has no other flags."""
 
 import argparse
 import dataclasses
@@ -53,7 +53,11 @@ PLACES = {
     "momentum": place(2, 1, "1f1b", sharded=False, optimizer="sgd", sgd_momentum=0.5, lr=0.1),
     "sgd": place(1, 4, sharded=False, others=HOOKS, optimizer="sgd", overlap_grad_reduce=True, clip_grad=0.1),
     "no overlap": place(1, 4, overlap_grad_reduce=False, overlap_param_gather=False, decoupled_weight_decay=False),
-    "all-to-all": place(1, 4, others=UNTIED, **precision("bf16", reduce_scatter_with_fp32_accumulation=True)),
+    "all-to-all": place(
+        *(1, 4),
+        others=UNTIED,
+        **precision("bf16", reduce_scatter_with_fp32_accumulation=True, main_grads_dtype=torch.bfloat16),
+    ),
     "bf16": place(2, 2, "interleaved_1f1b", others=UNTIED, **precision("bf16", grad_reduce_in_fp32=True)),
     "fp16": place(1, 4, others=UNTIED, **precision("fp16", initial_loss_scale=2.0**18, hysteresis=1)),
     "growing scale": place(
@@ -69,7 +73,9 @@ PLACES = {
     "experts": place(1, 4, **EXPERTS),
     "whole experts per token": place(2, 2, sharded=False, others=PER_TOKEN, overlap_grad_reduce=True, **EXPERTS),
     "sequences": place(1, 4, others={"tensor_ranks": 2}, sequence_parallel=True),
-    "sequences of a pipeline": place(2, 2, data_ranks=1, sharded=False, others={"tensor_ranks": 2}, sequence_parallel=True),
+    "sequences of a pipeline": place(
+        2, 2, data_ranks=1, sharded=False, others={"tensor_ranks": 2}, sequence_parallel=True
+    ),
     "context": place(1, 4, data_ranks=1, context_parallel_size=2),
     "context per token": place(2, 2, data_ranks=1, others=PER_TOKEN, context_parallel_size=2),
 }

@@ -53,6 +53,11 @@ PLACES = {
     "seven layers": [Place(1, 3, "layered", layout="Ettt|tt|ttL"), Place(2, 2, "layered", layout="Ett|tt|tt|tL")],
 }
 
+DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
+ONE_CHUNK, SEVERAL = Place(2, 1, "1f1b", options=DROPOUT), Place(1, 4, "layered", options=DROPOUT)
+DRAWING = [ONE_CHUNK, ONE_CHUNK._replace(schedule=STOCK), SEVERAL, SEVERAL._replace(schedule=STOCK, chunks_per_rank=1)]
+"""With dropout."""
+
 ORACLES = [Place(2, 4, STOCK), Place(2, 1, STOCK), Place(2, 2, STOCK, data_ranks=2, distributed_optimizer=True)]
 """Megatron-core's own schedules, to be met to the digit. The groups of the interleaved one have all micro-batches."""
 
@@ -60,7 +65,7 @@ ORACLES = [Place(2, 4, STOCK), Place(2, 1, STOCK), Place(2, 2, STOCK, data_ranks
 @pytest.fixture(scope="module")
 def trained():
     results = {}
-    places = [*ALONE.values(), *(place for members in PLACES.values() for place in members), *ORACLES]
+    places = [*ALONE.values(), *(place for members in PLACES.values() for place in members), *ORACLES, *DRAWING]
     for ranks in (1, 2, 4):
         members = [place for place in places if place.ranks == ranks]
         on_ranks = run_on_ranks(ranks, train_all, members, before_init=prepare_process)
@@ -91,6 +96,14 @@ def test_losses_and_norms_are_those_of_one_process(trained, kind, place):
 )
 def test_losses_are_to_the_digit_those_of_megatrons_own_schedules(trained, place, oracle):
     assert losses_and_norms(trained[place][0]) == losses_and_norms(trained[oracle][0])
+
+
+def test_dropout_draws_what_megatrons_own_schedule_draws_where_a_rank_has_one_chunk(trained):
+    ours, stock, of_several, of_one = (losses_and_norms(trained[place][0]) for place in DRAWING)
+    assert ours == stock
+    # The order of passes is another.
+    assert of_several[0] != of_one[0]
+    assert of_several[0] == pytest.approx(of_one[0], rel=0.1)
 
 
 SHARDED = [place for place in (*PLACES[""], *PLACES["BERT"]) if place.distributed_optimizer]

@@ -1,7 +1,12 @@
 """Megatron-LM's pretrain_gpt.py, unedited, on the CPU: with a block and without, one process and parallel ranks train
 alike, and so does a resumed run."""
 
+import os
+import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -137,5 +142,27 @@ def test_a_file_of_other_chunks_is_refused(start, tmp_path):
     files = f"--ckpt-format torch --load {tmp_path / 'saved'}"
     short = f"--save {tmp_path / 'saved'} --save-interval 1 --exit-interval 1"
     pretrain_with_block("P1 x N4", f"{files} {short}", tmp_path)
-    with pytest.raises(AssertionError, match=r"chunks of \[2, 2, 2, 2\] layers .*, but this run has chunks of \[4, 4\]"):
+    with pytest.raises(
+        AssertionError, match=r"chunks of \[2, 2, 2, 2\] layers .*, but this run has chunks of \[4, 4\]"
+    ):
         pretrain_with_block("P1 x N4", files, tmp_path, chunks_per_rank=2)
+
+
+def test_the_command_of_the_page_trains(tmp_path):
+    """As a user types it, but for the place of the tree and the backend."""
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    (command,) = re.findall(r"```bash\n(cat > ds_config.json.*?)```", page, re.DOTALL)
+    command = command.replace("Megatron-LM/pretrain_gpt.py", str(megatron_tree() / "pretrain_gpt.py"))
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    command = command.replace("-m ds_lgamp", "-m tests.cpu_shim -m ds_lgamp").rstrip() + " --distributed-backend gloo"
+    environment = {
+        **os.environ,
+        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"},
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        ["bash", "-ec", command],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "iteration       20/      20" in done.stdout

@@ -105,8 +105,8 @@ def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list
         if chunks % pipeline_ranks:
             raise ConfigError(
                 f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
-                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or cut "
-                "them unevenly with --pipeline-model-parallel-layout"
+                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or "
+                "cut them unevenly with --pipeline-model-parallel-layout"
             )
         return [min(settings.layers_per_chunk, layers - start) for start in range(0, layers, settings.layers_per_chunk)]
     if layers < pipeline_ranks:

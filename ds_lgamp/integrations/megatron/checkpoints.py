@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron-LM that fit only where layers are cut into the same chunks; elsewhere it would load some of the
-weights into wrong layers, or leave them out, without a word.
+"""Checkpoints of Megatron-LM that fit only where layers are cut into the same chunks.
 
-The format ``torch`` numbers layers within their chunk. ``torch_dist`` numbers them in the whole model, but the optimizer
-state of the distributed optimizer, unless it is fully reshardable, by the buckets of the chunks.
+Elsewhere it would load some of the weights into wrong layers, or leave them out, without a word. The format ``torch``
+numbers layers within their chunk. ``torch_dist`` numbers them in the whole model, but the optimizer state of the
+distributed optimizer, unless it is fully reshardable, by the buckets of the chunks.
 """
 
 import re

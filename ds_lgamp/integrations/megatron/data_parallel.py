@@ -1,11 +1,11 @@
 """Parameters and gradients where Megatron-core holds them: DistributedDataParallel and its distributed optimizer.
 
-A chunk's GATHER is its ``param_sync_func``; where that is not given, hooks gather. A chunk's REDUCE is part of its last
-backward pass, the only one outside ``no_sync_func``: there DistributedDataParallel counts the gradients, and hooks reduce
-a bucket as soon as it is complete. In its first batch it learns how many gradients to expect, and reduces at the end.
+A chunk's GATHER is its ``param_sync_func``; where that is not given, hooks gather. A chunk's REDUCE is part of its
+last backward pass, the only one outside ``no_sync_func``. There DistributedDataParallel counts the gradients, and hooks
+reduce a bucket as soon as it is complete. In the first batch, it learns how many to expect, and reduces at the end.
 
-``grad_sync_func`` reduces chunks that have no ``no_sync_func``. Beside one it is not called: DistributedDataParallel would
-learn nothing, and with several instances of the distributed optimizer it would reduce twice.
+``grad_sync_func`` reduces chunks that have no ``no_sync_func``. Beside one it is not called. DistributedDataParallel
+would learn nothing, and with several instances of the distributed optimizer it would reduce twice.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,6 +8,7 @@ from ds_lgamp.integrations.megatron.batch import Batch
 from ds_lgamp.integrations.megatron.flags import refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.several_chunks import has_two_embeddings
 
+
 def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
     """Raises ConfigError for what needs a single model on the only pipeline rank.
 

@@ -99,7 +99,7 @@ def check_layers(models: Sequence[torch.nn.Module]) -> None:
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """The transformer layers of a chunk: GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
+    """Of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
     blocks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
