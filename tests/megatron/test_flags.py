@@ -14,8 +14,9 @@ import torch
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.flags import FLAGS, TOGETHER, Treatment, option_of, refuse_flags, refuse_together
+from ds_lgamp.runtime.executor import ActionError
 from tests.megatron.pretraining import megatron_tree
-from tests.megatron.training_loop import STOCK, Place, prepare_process, train_all
+from tests.megatron.training_loop import STOCK, Place, Training, prepare_process, train_all
 from tests.ranks import run_on_ranks
 
 
@@ -116,6 +117,30 @@ def test_no_gradient_is_reduced_twice_not_even_in_the_first_batch(trained, name)
         counts = [Counter(kind for kind, _ in step.log) for step in steps]
         for kind in ("reduce_scatter", "all_reduce"):
             assert len({count[kind] for count in counts}) == 1
+
+
+def test_gradients_are_whole_on_request_and_checked_ahead_of_their_reduction():
+    for _sharded, whole, of_all_reduce in run_on_ranks(2, look_at_gradients, before_init=prepare_process):
+        assert whole == pytest.approx(of_all_reduce, rel=1e-5) != _sharded
+
+
+def look_at_gradients():
+    """Their norm in the buffers of the distributed optimizer, there with all-reduce forced, and without it; a third
+    batch, with a loss that is not a number, fails."""
+    training, plain = (Training(place(1, 4, sharded=sharded, check_for_nan_in_grad=True)) for sharded in (True, False))
+    norms = [norm_in_buffers(training, False), norm_in_buffers(training, True), norm_in_buffers(plain, False)]
+    training.loss = lambda mask, output: (output.sum() * float("nan"), {})
+    with pytest.raises(ActionError, match="found NaN in local grad norm"):
+        norm_in_buffers(training, False)
+    return norms
+
+
+def norm_in_buffers(training, force_all_reduce):
+    for model in training.models:
+        model.zero_grad_buffer()
+        model.force_all_reduce = force_all_reduce
+    training.forward_backward(**training.call(0), force_all_reduce=force_all_reduce)
+    return sum(float(buffer.grad_data.norm() ** 2) for model in training.models for buffer in model.buffers)
 
 
 # What tests/megatron/test_interface.py shows, and test_arguments.py.

@@ -3,7 +3,7 @@
 import gc
 from argparse import Namespace
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 
@@ -210,6 +210,19 @@ def backward_passes_that_synchronise(training):
     return passes
 
 
+def chunks_that_a_grad_sync_func_reduces(training):
+    """In a batch without a ``no_sync_func``, and in one with."""
+    reduced, counts = [], []
+    training.config.grad_sync_func = [partial(lambda own, _: reduced.append(own), own) for own in range(CHUNKS)]
+    for no_sync in (None, nullcontext):
+        training.config.no_sync_func = no_sync
+        training.run_batch(0)
+        counts.append(list(reduced))
+        reduced.clear()
+    training.config.grad_sync_func = training.config.no_sync_func = None
+    return counts
+
+
 def norms_with_the_heads_gradient_deferred(training):
     """Megatron-core may leave the gradient of the output layer's weight to the end of a batch."""
     from megatron.core.pipeline_parallel import schedules
@@ -270,6 +283,7 @@ QUESTIONS = [
     timers,
     sent_outputs_alive,
     backward_passes_that_synchronise,
+    chunks_that_a_grad_sync_func_reduces,
     norms_with_the_heads_gradient_deferred,
     odd_evaluation_and_what_follows_a_failure,
 ]
@@ -354,6 +368,11 @@ def test_only_the_last_backward_pass_of_a_chunk_synchronises_gradients(ranks):
     expected = [(chunk, inside) for chunk in reversed(range(CHUNKS)) for inside in inside_but_last]
     for found in ranks:
         assert found["backward_passes_that_synchronise"] == expected
+
+
+def test_a_grad_sync_func_reduces_each_chunk_once_where_no_hook_does(ranks):
+    for found in ranks:
+        assert found["chunks_that_a_grad_sync_func_reduces"] == [list(reversed(range(CHUNKS))), []]
 
 
 def test_a_deferred_gradient_of_the_output_layer_is_finished_before_gradients_are_finalized(ranks):
