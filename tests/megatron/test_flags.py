@@ -48,17 +48,15 @@ PLACES = {
     "instances of one rank": place(2, 2, others=HOOKS, adam_beta1=0.5, adam_beta2=0.9, adam_eps=1e-2, **INSTANCES),
     "buckets": place(1, 4, average_in_collective=True, bucket_size=3000, pad_buckets_for_high_nccl_busbw=True),
     "small buckets of hooks": place(2, 2, others=HOOKS, bucket_size=3000, overlap_param_gather=False),
-    "checks": place(1, 4, check_for_nan_in_grad=True, check_for_large_grads=True, log_num_zeros_in_grad=True),
+    "checks": place(
+        *(1, 4), others=UNTIED, check_for_nan_in_grad=True, check_for_large_grads=True, log_num_zeros_in_grad=True
+    ),
     "whole": place(2, 2, sharded=False, overlap_grad_reduce=True, average_in_collective=True),
     "whole per token": place(1, 4, sharded=False, others=PER_TOKEN, overlap_grad_reduce=True, clip_grad=0.0),
     "momentum": place(2, 1, "1f1b", sharded=False, optimizer="sgd", sgd_momentum=0.5, lr=0.1),
     "sgd": place(1, 4, sharded=False, others=HOOKS, optimizer="sgd", overlap_grad_reduce=True, clip_grad=0.1),
     "no overlap": place(1, 4, overlap_grad_reduce=False, overlap_param_gather=False, decoupled_weight_decay=False),
-    "all-to-all": place(
-        *(1, 4),
-        others=UNTIED,
-        **precision("bf16", reduce_scatter_with_fp32_accumulation=True, main_grads_dtype=torch.bfloat16),
-    ),
+    "all-to-all": place(1, 4, others=UNTIED, **precision("bf16", reduce_scatter_with_fp32_accumulation=True)),
     "bf16": place(2, 2, "interleaved_1f1b", others=UNTIED, **precision("bf16", grad_reduce_in_fp32=True)),
     "fp16": place(1, 4, others=UNTIED, **precision("fp16", initial_loss_scale=2.0**18, hysteresis=1)),
     "growing scale": place(
@@ -103,12 +101,12 @@ def trained():
 
 @pytest.mark.parametrize("name", PLACES)
 def test_honoured_flags_train_as_megatrons_own_loop_does(trained, name):
-    def found(where):
-        return [(step.loss, step.norm, step.zeros or 0) for step in trained[where][0]]
-
-    expected = found(alone(PLACES[name]))
-    assert found(PLACES[name]) == [pytest.approx(step, rel=ROUNDING.get(name, 1e-5)) for step in expected]
+    steps, expected = trained[PLACES[name]][0], trained[alone(PLACES[name])][0]
     assert expected[0] != expected[-1]
+    for step, stock in zip(steps, expected, strict=True):
+        assert (step.loss, step.norm) == pytest.approx((stock.loss, stock.norm), rel=ROUNDING.get(name, 1e-5))
+        # Which rounding errors are zero depends on the order of sums.
+        assert step.zeros == (None if stock.zeros is None else pytest.approx(stock.zeros, rel=0.02))
 
 
 @pytest.mark.parametrize("name", ["instances", "instances of one rank", "small buckets of hooks"])
