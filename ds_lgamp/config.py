@@ -41,6 +41,10 @@ class LgampConfig(BaseModel):
     """Chunks whose full weights a rank may hold at once under ZeRO stage 3, and whose full gradients under stages 1 to
     3; stage 1 holds all of them where micro-batches go in several groups. 1 cannot hide gathers and reductions behind
     compute."""
+    defer_gathers: bool = False
+    """Stages 1 and 2 gather what a step updated: false: behind the step; who reads a parameter until then waits for its
+    gather. true: in the next step, each chunk one visit ahead of its forward; until then, who reads a parameter gets an
+    error that says how to gather it."""
     recompute: Literal["full", "selective", "none"] = "full"
     """full: chunks are recomputed in the backward pass from their stored input, but for the last one where its backward
     follows its forward at once; selective: layers that offer it recompute a part of themselves, what else autograd
@@ -139,7 +143,15 @@ def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int
     schedule."""
     group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
     try:
-        return ProgramSpec(placement, settings.schedule, micro_batches, group, zero_stage, settings.resident_chunks)
+        return ProgramSpec(
+            placement,
+            settings.schedule,
+            micro_batches,
+            group,
+            zero_stage,
+            settings.resident_chunks,
+            defers_gathers=settings.defer_gathers,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -435,6 +435,7 @@ def follow(partition, actions):
             partition.wait_reductions()
             partition.finish_gradients()
             gradients = sum(unit.shard_gradient.nbytes for unit in partition.units if unit.trains)
+            partition.follow_update()
             partition.after_update()
         buffers = max(buffers, sum(bytes_on_the_way(unit) for unit in partition.units))
     return gradients, buffers

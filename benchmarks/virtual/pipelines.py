@@ -102,6 +102,7 @@ class Executed:
         partition = build_partition(parameters, [], group, zero_stage, resident_chunks, DEVICE)
         partition.release_all()
         optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
+        partition.follow(optimizer)
         self.executor = Executor(
             setting.placement,
             rank,

@@ -141,14 +141,10 @@ class Loading:
             if name in self._tensors:
                 self.targets[name] = r.of(values, first)
 
-    @torch.no_grad()
     def commit_weights(self) -> None:
         """What was read becomes the weights."""
         for unit, values in self._masters:
-            unit.master.copy_(values)
-            if unit.master is not unit.shard:
-                unit.shard.copy_(unit.master)
-            unit.stale = unit.partitioned
+            unit.load(values)
 
     def commit_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]

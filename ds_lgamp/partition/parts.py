@@ -61,16 +61,15 @@ class Part(NamedTuple):
         return whole.reshape(-1)[self.in_parameter]
 
     @torch.no_grad()
-    def write_weights(self, part: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        """Sets this rank's part of the master weights, and the weights with them. ``whole`` is the whole parameter,
-        where known. All data-parallel ranks call it together; at stages 1 and 2 the next gather brings the others'
-        parts."""
+    def write_weights(self, part: torch.Tensor) -> None:
+        """Sets this rank's part of the master weights, and the weights with them. All data-parallel ranks call it
+        together: who holds the whole parameter gets the others' parts."""
         unit = self.unit
+        unit.finish_gather()
         unit.master[self.in_shard] = part
         unit.shard[self.in_shard] = unit.master[self.in_shard]
-        if unit.resident and whole is not None:
-            unit.flat[self.in_flat] = whole.reshape(-1)
-        unit.stale = unit.stale or (unit.partitioned and not unit.frees_weights)
+        if unit.partitioned and unit.resident:
+            unit.flat[self.in_flat] = self.gather(unit.shard[self.in_shard]).reshape(-1)
 
     @torch.no_grad()
     def adopt_weights(self) -> None:

@@ -14,6 +14,7 @@ from ds_lgamp.partition.collectives import (
     start_reduce_scatter,
     sum_in_rank_order,
 )
+from ds_lgamp.partition.guard import NotGatheredError, guarded
 from ds_lgamp.schedule.storage import offsets, part_size
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
@@ -54,10 +55,11 @@ class Unit:
     The flat storage has W equal parts; ``schedule/storage.py`` says where in it parameters lie. Stage 0 (or W = 1)
     updates all of it on every rank; stages 1 and 2 update this rank's part in place and gather the others'; stage 3
     keeps this rank's part in a storage of its own and frees the flat one between uses. It is freed by resizing and
-    refilled in place, so views that autograd saved stay exact. A released parameter has no elements. Half-precision
-    parameters have fp32 master weights, of this rank's part, and the optimizer updates those. A frozen unit, one
-    without a parameter that requires a gradient, is gathered and released only, at stage 3; it has no gradient and no
-    master weights.
+    refilled in place, so views that autograd saved stay exact. A released parameter has no elements. While parameters
+    are not complete and current, ``guard.py`` stands before their values: who asks for them waits for the gather in
+    flight. Half-precision parameters have fp32 master weights, of this rank's part, and the optimizer updates those. A
+    frozen unit, one without a parameter that requires a gradient, is gathered and released only, at stage 3; it has no
+    gradient and no master weights.
 
     Args:
         name: what errors and traces call it.
@@ -117,8 +119,12 @@ class Unit:
         """Whether ``shard_gradient`` is what the optimizer steps with."""
         self.accumulating = False
         self.stale = False
-        """Stages 1 and 2: other ranks have updated their parts, this rank has not gathered them."""
+        """Other ranks have changed their parts of the full parameters, this rank has not gathered them."""
         self.gathering: dist.Work | None = None
+        tensors = [entry.parameter for entry in parameters]
+        guards = {kind: guarded(kind, self.settle) for kind in set(map(type, tensors))}
+        self._guards = [(tensor, type(tensor), guards[type(tensor)]) for tensor in tensors]
+        """Parameters, their class, and the one they have while their values are not current."""
         self._gradient: torch.Tensor | None = None
         self._reducing: Finish | None = None
 
@@ -195,14 +201,10 @@ class Unit:
 
     def start_gather(self) -> None:
         """Launches the gather of the full parameters, if this rank lacks any."""
-        if self.gathering is not None or not self.partitioned:
+        if self.gathering is not None or not self.partitioned or (self.resident and not self.stale):
             return
-        if self.frees_weights:
-            if self.resident:
-                return
+        if not self.resident:
             self.flat.untyped_storage().resize_(self._bytes)
-        elif not self.stale:
-            return
         self.gathering = start_all_gather(self.flat, self.shard, self.data_group)
 
     def finish_gather(self) -> None:
@@ -212,6 +214,8 @@ class Unit:
         self.gathering.wait()
         self.gathering = None
         self.stale = False
+        for parameter, kind, _ in self._guards:
+            parameter.__class__ = kind
         if self.frees_weights:
             for entry, view in zip(self.parameters, self._views):
                 entry.parameter.data = view
@@ -224,11 +228,48 @@ class Unit:
         for entry in self.parameters:
             entry.parameter.data = self._released
         self.flat.untyped_storage().resize_(0)
+        self.stale = False
+        self._guard()
+
+    def settle(self, parameter: torch.Tensor | None = None) -> None:
+        """Before somebody reads or writes values of the ``parameter``, or of an unknown one of the unit: waits for the
+        gather in flight. Raises NotGatheredError if there is none."""
+        if self.gathering is None:
+            names = [entry.name for entry in self.parameters if parameter is None or entry.parameter is parameter]
+            lacks = "has old values" if self.resident else "has no elements"
+            raise NotGatheredError(
+                f"parameter {names[0]} {lacks} on this rank until it is gathered; read it inside a block of "
+                "deepspeed.zero.GatheredParameters, or with deepspeed.utils.safe_get_full_fp32_param or "
+                "engine.module.state_dict(), on all data-parallel ranks together"
+            )
+        self.finish_gather()
+
+    def _guard(self) -> None:
+        for parameter, _, guard in self._guards:
+            parameter.__class__ = guard
+
+    def _outdate(self) -> None:
+        """Every rank has changed its part of the weights: what this rank holds of the others' is old."""
+        if self.partitioned and self.resident:
+            self.stale = True
+            self._guard()
+
+    @torch.no_grad()
+    def load(self, master: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+        """Sets this rank's part of the master weights, and the weights with them; ``shard`` is the part of those, where
+        it is not the same rounded. All data-parallel ranks call it together; the next gather brings the others'
+        parts."""
+        self.finish_gather()
+        self.master.copy_(master)
+        if self.master is not self.shard:
+            self.shard.copy_(self.master if shard is None else shard)
+        self._outdate()
 
     def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
         """Takes shard and master weights, or a slice of them, from the full parameters; where those are released,
         master weights from the shard. ``keep_bits``: master weights whose weight has not changed stay as they are."""
-        if self.resident:
+        self.finish_gather()
+        if self.resident and not self.stale:
             self._attach_parameters()
         shard, master = self.shard[within], self.master[within]
         if self.frees_weights and self.resident:
@@ -324,12 +365,15 @@ class Unit:
                 sum_in_rank_order(segment.shard.grad, self.tensor_group)
         self.gradient_is_final = True
 
-    def finish_update(self) -> None:
-        """The optimizer has changed the master weights: the shard follows, gradients are done with, and what other
-        ranks hold gathered is out of date."""
+    @torch.no_grad()
+    def follow_update(self) -> None:
+        """The optimizer has changed the master weights: the shard follows."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-        self.stale = self.partitioned
+        self._outdate()
+
+    def drop_gradient(self) -> None:
+        """The step is over."""
         for segment in self.segments:
             segment.shard.grad = None
         self.shard_gradient = None

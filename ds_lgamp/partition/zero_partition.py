@@ -54,8 +54,8 @@ class ZeroPartition:
         self._reducing: deque[Unit] = deque()
 
     def gather(self, chunk: int) -> None:
-        """Launches the gathers ``chunk`` needs. A unit that is complete, as at stages 1 and 2 after a pure evaluation,
-        moves nothing."""
+        """Launches the gathers ``chunk`` needs. A unit that is complete and current, as at stages 1 and 2 before the
+        first step, moves nothing."""
         for unit in self.chunk_units[chunk]:
             unit.holders.add(chunk)
             unit.start_gather()
@@ -128,11 +128,35 @@ class ZeroPartition:
             if unit.shard_gradient is not None:
                 unit.shard_gradient.mul_(factor)
 
-    def after_update(self) -> None:
-        """The optimizer has changed the shards: gradients are done with, gathered weights are out of date."""
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Whenever the ``optimizer`` has changed the master weights, weights follow, and what is gathered counts as old
+        before anybody else's hook can read it."""
+        hook = optimizer.register_step_post_hook(lambda *_: self.follow_update())
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+
+    def follow_update(self) -> None:
+        """The optimizer has changed the master weights."""
         for unit in self.units:
             if unit.trains:
-                unit.finish_update()
+                unit.follow_update()
+
+    def after_update(self) -> None:
+        """The step is over: gradients are done with."""
+        for unit in self.units:
+            if unit.trains:
+                unit.drop_gradient()
+
+    def gather_stale(self) -> None:
+        """Launches the gathers of all old values, after shards were loaded. All data-parallel ranks call it
+        together."""
+        for unit in self.units:
+            if unit.stale:
+                unit.start_gather()
+
+    def finish_gathers(self) -> None:
+        """Waits for all gathers in flight."""
+        for unit in self.units:
+            unit.finish_gather()
 
     def segments(self) -> Iterator[Segment]:
         """What the optimizer owns, in a fixed order."""

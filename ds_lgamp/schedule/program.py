@@ -1,7 +1,8 @@
 """From a compute order to a program: what every pipeline rank does, action by action.
 
 Around each compute action stand, in this order: RELEASE, GATHER, RECV (ahead of use), the compute, its SEND, and REDUCE
-when the chunk's gradient is final. Every schedule shares these passes.
+when the chunk's gradient is final. Behind STEP stand the gathers that stages 1 and 2 do not defer. Every schedule
+shares these passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from ds_lgamp.schedule.orders import (
     turns_at_once,
 )
 from ds_lgamp.schedule.placement import Placement, place_chunks
-from ds_lgamp.schedule.residency import chunk_visits, resident_windows
+from ds_lgamp.schedule.residency import chunk_visits, current_chunks, resident_windows
 
 Program = list[list[Action]]
 """The actions of every pipeline rank."""
@@ -42,6 +43,9 @@ class ProgramSpec:
     resident_chunks: int = 2
     """Chunks whose full weights may be held at once under ZeRO stage 3."""
     forward_only: bool = False
+    defers_gathers: bool = False
+    """Whether stages 1 and 2 gather what a step updated in the next step, each chunk one visit ahead, not behind the
+    step itself."""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
@@ -161,8 +165,10 @@ def build_rank_program(spec: ProgramSpec, rank: int) -> list[Action]:
     """The program of one pipeline rank."""
     computes = list(spec.computes(rank))
     posts = receive_posts(spec, rank, computes)
-    windows = iter(resident_windows(chunk_visits(computes), spec.zero_stage, spec.resident_chunks))
-    resident: list[int] = []
+    visits = chunk_visits(computes)
+    windows = iter(resident_windows(visits, spec.zero_stage, spec.resident_chunks, spec.defers_gathers))
+    current = current_chunks(visits, spec.zero_stage, spec.defers_gathers)
+    resident = list(current)
     program: list[Action] = []
     visited = None
     for index, compute in enumerate(computes):
@@ -182,6 +188,7 @@ def build_rank_program(spec: ProgramSpec, rank: int) -> list[Action]:
         program.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
     if not spec.forward_only:
         program.append(Action(Kind.STEP))
+        program.extend(Action(Kind.GATHER, chunk) for chunk in current)
     return program
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from ds_lgamp.schedule.actions import Action
 
 PREFETCHED_CHUNKS = 2
-"""Stages 1 and 2 keep all weights; they gather the chunk that computes and the one after it."""
+"""Stages 1 and 2 keep all weights; where gathers are deferred, the chunk that computes and the one after it are
+gathered."""
 
 
 def chunk_visits(computes: Iterable[Action]) -> list[int]:
@@ -17,16 +18,27 @@ def chunk_visits(computes: Iterable[Action]) -> list[int]:
     return visits
 
 
-def resident_windows(visits: Sequence[int], zero_stage: int, resident_chunks: int) -> list[list[int]]:
+def current_chunks(visits: Sequence[int], zero_stage: int, defers_gathers: bool) -> list[int]:
+    """The chunks whose gather has started before the first visit, in order of need: at stages 1 and 2 all of them,
+    behind the step before, unless gathers are deferred."""
+    return list(dict.fromkeys(visits)) if zero_stage in (1, 2) and not defers_gathers else []
+
+
+def resident_windows(
+    visits: Sequence[int], zero_stage: int, resident_chunks: int, defers_gathers: bool
+) -> list[list[int]]:
     """The chunks whose gather must have started when each visit begins, in order of need.
 
     Stage 3 holds the next ``resident_chunks`` distinct chunks: with two or more, a gather runs behind the compute of
     the chunk before it, and at the turn-around nothing still needed is dropped. That gives K(2N - 2B) + B gathers for
     the layered order with K groups, N chunks on the rank and B < N resident ones, else N. Stages 1 and 2 gather every
-    chunk once, one visit ahead. Stage 0 gathers nothing.
+    chunk once: behind the step, or deferred to one visit ahead. Stage 0 gathers nothing.
     """
     if zero_stage == 0:
         return [[] for _ in visits]
+    current = current_chunks(visits, zero_stage, defers_gathers)
+    if current:
+        return [current for _ in visits]
     resident_chunks = min(resident_chunks, len(set(visits)))
     if zero_stage == 3:
         return [_next_distinct(visits, start, resident_chunks) for start in range(len(visits))]

@@ -3,8 +3,9 @@
 Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. What a rank sends follows
 one after another where :class:`Durations` says how long one keeps the link busy. Gathers and reductions take time where
 it says so: those of a rank run one after another, as in one communicator, beside its compute. They begin where the
-program launches them and are awaited where ``ds_lgamp/partition`` awaits them. Data-parallel ranks are alike. Tied
-modules, which travel beside chunks, take no time.
+program launches them and are awaited where ``ds_lgamp/partition`` awaits them. A step is one of many: the gathers that
+its program launches behind STEP are those of the step before, and run from the beginning. Data-parallel ranks are
+alike. Tied modules, which travel beside chunks, take no time.
 """
 
 from collections import defaultdict
@@ -186,6 +187,12 @@ class _Run:
         self.durations = durations
         self.last_chunk = spec.chunks - 1
         self.lanes = [_Lane(spec, durations) for _ in program]
+        self.ends = [_end_of_step(actions) for actions in program]
+        """Behind each rank's STEP: what stands there runs when the next step begins."""
+        for lane, actions, end in zip(self.lanes, program, self.ends):
+            for action in actions[end:]:
+                if action.kind in _COLLECTIVES:
+                    lane.launch(action, 0.0)
         self.blocking_sends = blocking_sends
         self.position = [0] * len(program)
         self.now = [0.0] * len(program)
@@ -227,7 +234,7 @@ class _Run:
             elif kind in RECEIVES:
                 self.posted.add(action)
                 woken.extend(self.waiting.pop(action, ()))
-            elif kind in _COLLECTIVES:
+            elif kind in _COLLECTIVES and self.position[rank] < self.ends[rank]:
                 self.lanes[rank].launch(action, self.now[rank])
             elif kind is Kind.STEP:
                 self.now[rank] = self.lanes[rank].wait(action, self.now[rank])
@@ -268,3 +275,9 @@ class _Run:
     def sent_compute(send: Action) -> Action:
         kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
         return Action(kind, send.chunk, send.micro_batch)
+
+
+def _end_of_step(actions: Sequence[Action]) -> int:
+    """The row behind STEP; behind the last one, where there is none."""
+    steps = (row for row, action in enumerate(actions) if action.kind is Kind.STEP)
+    return next(steps, len(actions) - 1) + 1

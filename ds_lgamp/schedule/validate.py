@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching, receive_posts, send_of
-from ds_lgamp.schedule.residency import chunk_visits, resident_windows
+from ds_lgamp.schedule.residency import chunk_visits, current_chunks, resident_windows
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 
 _ROWS_SHOWN = 4
@@ -52,7 +52,10 @@ class _RankCheck:
         spec = self.spec
         computes = list(spec.computes(self.rank))
         posts = receive_posts(spec, self.rank, computes)
-        windows = iter(resident_windows(chunk_visits(computes), spec.zero_stage, spec.resident_chunks))
+        visits = chunk_visits(computes)
+        windows = iter(resident_windows(visits, spec.zero_stage, spec.resident_chunks, spec.defers_gathers))
+        self.current = current_chunks(visits, spec.zero_stage, spec.defers_gathers)
+        self.resident = list(self.current)
         visited = None
         for compute, receives in zip(computes, posts):
             preparation = self.preparation_rows()
@@ -108,7 +111,9 @@ class _RankCheck:
             for chunk in sorted(self.resident):
                 self.expect(Action(Kind.RELEASE, chunk), "after the last compute follows")
         if not self.spec.forward_only:
-            self.expect(Action(Kind.STEP), "the program ends with")
+            self.expect(Action(Kind.STEP), "after the last compute follows")
+            for chunk in self.current:
+                self.expect(Action(Kind.GATHER, chunk), "what the step updated is gathered next by")
         if self.row < len(self.actions):
             raise self.fault(f"{self.actions[self.row]} follows the end of the program")
 

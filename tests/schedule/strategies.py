@@ -29,6 +29,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         zero_stage=draw(st.integers(0, 3)),
         resident_chunks=draw(st.integers(1, max_chunks_per_rank + 1)),
         forward_only=draw(st.booleans()),
+        defers_gathers=draw(st.booleans()),
     )
 
 

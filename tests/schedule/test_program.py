@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from ds_lgamp.schedule.actions import COMPUTE, Kind
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
@@ -41,6 +41,20 @@ def test_interleaved_program_takes_p_micro_batches_at_a_time():
     assert computes[:6] == ["F1.0", "F1.1", "F3.0", "B3.0", "F3.1", "B3.1"]
 
 
+def test_stages_1_and_2_gather_behind_the_step_what_the_next_one_needs_first():
+    spec = layered(chunks=3, micro_batches=1, stage=2)
+    computes = "F0.0 F1.0 F2.0 B2.0 REDUCE2 B1.0 REDUCE1 B0.0 REDUCE0"
+    assert " ".join(map(str, build_program(spec)[0])) == f"{computes} STEP GATHER0 GATHER1 GATHER2"
+    assert " ".join(map(str, build_program(spec.evaluation())[0])) == "F0.0 F1.0 F2.0"
+
+
+def test_deferred_gathers_run_one_chunk_ahead():
+    program = build_program(layered(chunks=3, micro_batches=1, stage=2, defers_gathers=True))
+    assert " ".join(map(str, program[0])) == (
+        "GATHER0 GATHER1 F0.0 GATHER2 F1.0 F2.0 B2.0 REDUCE2 B1.0 REDUCE1 B0.0 REDUCE0 STEP"
+    )
+
+
 @given(program_specs())
 def test_every_program_is_valid(spec):
     validate(spec, build_program(spec))
@@ -65,7 +79,7 @@ def test_gather_and_reduce_counts(spec):
     groups = len(micro_batch_groups(spec.micro_batches, spec.micro_batch_group))
     for rank, actions in enumerate(build_program(spec)):
         chunks, resident = spec.placement.count(rank), spec.resident_chunks
-        if spec.zero_stage == 0:
+        if spec.zero_stage == 0 or (spec.zero_stage < 3 and spec.forward_only and not spec.defers_gathers):
             gathers = 0
         elif spec.zero_stage < 3 or spec.forward_only or resident >= chunks:
             gathers = chunks
@@ -84,11 +98,24 @@ def test_prefetch_precedes_the_compute_it_hides_behind(spec):
     """With two resident chunks or more, the gather of the next chunk starts before the first forward of the current."""
     if spec.zero_stage == 0 or (spec.zero_stage == 3 and spec.resident_chunks == 1) or spec.schedule != "layered":
         return
+    if spec.zero_stage < 3 and not spec.defers_gathers:
+        return
     for rank, actions in enumerate(build_program(spec)):
         chunks = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
         texts = [str(action) for action in actions]
         for chunk, following in zip(chunks, chunks[1:]):
             assert texts.index(f"GATHER{following}") < texts.index(f"F{chunk}.0")
+
+
+@given(program_specs())
+def test_gathers_behind_the_step_come_in_the_order_of_the_next_ones_forwards(spec):
+    if spec.zero_stage not in (1, 2) or spec.defers_gathers or spec.forward_only:
+        return
+    for actions in build_program(spec):
+        behind = actions[actions.index(Action(Kind.STEP)) + 1 :]
+        assert not any(action.kind is Kind.GATHER for action in actions[: -len(behind)])
+        forwards = dict.fromkeys(action.chunk for action in actions if action.kind is Kind.FORWARD)
+        assert behind == [Action(Kind.GATHER, chunk) for chunk in forwards]
 
 
 @given(program_specs())

@@ -96,12 +96,18 @@ def test_no_rank_computes_two_things_at_once(spec):
         assert all(before.end <= after.start for before, after in zip(spans, spans[1:]))
 
 
+def behind_step_first(actions):
+    """The order of one step among many: what the one before launched behind its STEP runs first."""
+    end = next((row for row, action in enumerate(actions) if action.kind is Kind.STEP), len(actions) - 1) + 1
+    return actions[end:] + actions[:end]
+
+
 @given(program_specs(), st.integers(0, 9), st.integers(0, 9))
 def test_collectives_of_a_rank_run_one_after_another_and_each_is_awaited_once(spec, gather, reduce):
     program = build_program(spec)
     result = simulate(spec, program, Durations(3, 5, 1, gather, reduce))
     for actions, collectives, waits in zip(program, result.collectives, result.waits):
-        launched = [action for action in actions if action.kind in (Kind.GATHER, Kind.REDUCE)]
+        launched = [action for action in behind_step_first(actions) if action.kind in (Kind.GATHER, Kind.REDUCE)]
         assert [span.action for span in collectives] == launched
         assert all(before.end <= after.start for before, after in zip(collectives, collectives[1:]))
         assert Counter(wait.collective for wait in waits) == Counter(launched)
@@ -119,13 +125,15 @@ def test_collectives_that_take_no_time_change_nothing(spec):
 
 @given(program_specs(), st.integers(0, 9), st.integers(0, 9))
 def test_compute_begins_when_its_chunk_is_gathered(spec, gather, reduce):
-    result = simulate(spec, build_program(spec), Durations(3, 5, 1, gather, reduce))
-    for spans, collectives in zip(result.spans, result.collectives):
-        gathered = {}
+    program = build_program(spec)
+    result = simulate(spec, program, Durations(3, 5, 1, gather, reduce))
+    for actions, spans, collectives in zip(program, result.spans, result.collectives):
+        gathered, needed = {}, {action.chunk for action in actions if action.kind is Kind.GATHER}
+        assert spec.zero_stage == 0 or needed or (spec.zero_stage < 3 and spec.forward_only)
         for span in sorted([*collectives, *spans], key=lambda span: (span.end, span.start)):
             if span.action.kind is Kind.GATHER:
                 gathered[span.action.chunk] = span.end
-            elif span.action.kind in COMPUTE and spec.zero_stage > 0:
+            elif span.action.kind in COMPUTE and span.action.chunk in needed:
                 assert gathered[span.action.chunk] <= span.start
 
 
@@ -193,6 +201,31 @@ def test_a_backward_waits_for_the_oldest_reduction_when_gradient_buffers_are_ful
         ("STEP", "REDUCE1", 3),
         ("STEP", "REDUCE0", 5),
     ]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gathers_behind_the_step_run_when_the_next_one_begins(stage):
+    """One after another: chunk 2 waits for the rest of three gathers when two forwards are over."""
+    result = timeline("layered", 1, 3, 1, Durations(1, 2, 0, gather=5), stage)
+    assert [(span.start, str(span.action)) for span in result.collectives[0]][:3] == [
+        (0, "GATHER0"),
+        (5, "GATHER1"),
+        (10, "GATHER2"),
+    ]
+    exposed = [
+        (str(wait.action), wait.end - wait.start) for wait in result.waits[0] if wait.collective.kind is Kind.GATHER
+    ]
+    assert exposed == [("F0.0", 5), ("F1.0", 4), ("F2.0", 4)]
+
+
+@given(program_specs(), st.integers(0, 9), st.integers(0, 9))
+def test_gathers_behind_the_step_expose_no_more_than_deferred_ones(spec, gather, reduce):
+    durations = Durations(3, 5, 1, gather, reduce)
+    own, deferred = (
+        simulate(each, build_program(each), durations)
+        for each in (replace(spec, defers_gathers=defers) for defers in (False, True))
+    )
+    assert own.step_time <= deferred.step_time
 
 
 def test_with_groups_stage_1_awaits_every_reduction_at_the_step():

@@ -115,6 +115,7 @@ def load(engine: "LgampEngine", folder: Path, parts: Parts) -> dict[str, Any]:
             _resume(engine, state, mine["random"])
 
     everywhere(commit)
+    engine.optimizer.partition.gather_stale()
     return mine["client_state"]
 
 

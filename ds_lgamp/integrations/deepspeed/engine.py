@@ -454,6 +454,7 @@ class LgampEngine(PipelineEngine):
         try:
             # Not of an engine that was refused half-built.
             if hasattr(self, "saver"):
+                self._partition.finish_gathers()
                 self.saver.wait()
         finally:
             super().destroy()

@@ -59,6 +59,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         for segment in partition.segments():
             optimizer.param_groups[segment.group]["params"].append(segment.shard)
         optimizer.state = _initial_state(optimizer)
+        partition.follow(optimizer)
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
@@ -218,11 +219,8 @@ def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, 
 def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
     for unit in partition.units:
         saved = state[unit.name]
-        with torch.no_grad():
-            unit.master.copy_(saved["master"])
-            if unit.master is not unit.shard:
-                unit.shard.copy_(saved["weights"])
-        unit.stale = unit.partitioned
+        unit.load(saved["master"], saved.get("weights"))
+    partition.gather_stale()
 
 
 def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:

@@ -40,8 +40,8 @@ class CurrentStatus:
 
     @property
     def now(self) -> ZeroParamStatus:
-        """AVAILABLE only where every element is there and current: not at stages 1 and 2 between a step and the next
-        gather either."""
+        """AVAILABLE only where every element is there and current. At stages 1 and 2 it is INFLIGHT behind a step,
+        until somebody needs the values, or NOT_AVAILABLE where gathers are deferred."""
         if self._unit.gathering is not None:
             return ZeroParamStatus.INFLIGHT
         complete = self._unit.resident and not self._unit.stale
@@ -100,7 +100,7 @@ class TensorAccess:
     ) -> None:
         part = self._writable(self._parts[parameter], value)
         if optim_state_key is None:
-            part.write_weights(part.of(value), value)
+            part.write_weights(part.of(value))
         else:
             self._values(part, optim_state_key, together=True).copy_(part.of(value))
 

@@ -20,7 +20,7 @@ SHARED_KEYS = {
 """Keys of the configuration file whose values must be those of Megatron-LM's flags."""
 ACCUMULATION = "gradient_accumulation_steps"
 PRECISIONS = ("bf16", "fp16")
-MEANINGLESS = ("resident_chunks", "asynchronous_save", "keep_last")
+MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
 """Keys of the block for what Megatron-LM does in its own way."""
 _UNBOUNDED = 2**62
 

@@ -1,6 +1,7 @@
 """Megatron-core's ``forward_backward_func``, with the programs and the executor of ds_lgamp."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -122,6 +123,8 @@ class ForwardBackward:
         # Evaluation takes any number of micro-batches, training under some schedules only a multiple of the ranks.
         trained = pipeline_ranks if forward_only else micro_batches
         spec = program_spec(self._settings, placement, trained, self._zero_stage)
+        # Megatron-core's loop steps the optimizer when the program is over.
+        spec = replace(spec, defers_gathers=True)
         return build_rank_program(spec.evaluation(micro_batches) if forward_only else spec, rank)
 
     def _links_of(self, batch: Batch, shapes: tuple[Any, ...]) -> Links:
