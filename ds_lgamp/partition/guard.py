@@ -4,6 +4,7 @@ While a unit's values are not current, its parameters have a class of their own,
 tensor. Compute sees the ordinary class and pays nothing.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -39,7 +40,11 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
             if _changes_nothing(function, arguments, options):
                 return arguments[0] if function in _CONVERSIONS else None
             settle(next((leaf for leaf in tree_leaves((arguments, options)) if type(leaf) is cls), None))
-            return function(*arguments, **options)
+            result = function(*arguments, **options)
+            if function is Tensor.detach and sys._getframe(1).f_code is Parameter.__new__.__code__:
+                # nn.Parameter(parameter) wants a tensor of the parameter's class, which it looks up only now.
+                return result.as_subclass(kind)
+            return result
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             # The copy is of the parameter's class, which must be its own.

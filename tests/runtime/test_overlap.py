@@ -18,11 +18,14 @@ DURATIONS = Durations(1, 2, 0, gather=2, reduce=3)
 
 
 def specs(pipeline_ranks):
-    """Stages x resident chunks, all micro-batches together and in groups; other orders at stages 2 and 3."""
+    """Stages x resident chunks, all micro-batches together and in groups; deferred gathers; other orders at stages 2
+    and 3."""
     placement = place_chunks("modular", 3 * pipeline_ranks, pipeline_ranks)
     for stage, resident in [(0, 2), (1, 2), *product((2, 3), (1, 2, 3))]:
         for group in (4, 2):
             yield ProgramSpec(placement, "layered", 4, group, stage, resident)
+    for stage in (1, 2):
+        yield ProgramSpec(placement, "layered", 4, 4, stage, defers_gathers=True)
     for stage in (2, 3):
         yield ProgramSpec(place_chunks("modular", 2 * pipeline_ranks, pipeline_ranks), "interleaved_1f1b", 4, 4, stage)
         yield ProgramSpec(place_chunks("modular", pipeline_ranks, pipeline_ranks), "1f1b", 4, 4, stage)
@@ -55,4 +58,4 @@ def compare_traces(pipeline_ranks, data_ranks):
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), [(1, 2), (1, 4), (2, 2)])
 def test_the_executor_awaits_collectives_where_the_simulation_does(pipeline_ranks, data_ranks):
     counts = run_on_ranks(pipeline_ranks * data_ranks, compare_traces, pipeline_ranks, data_ranks)
-    assert counts == [8 * 2 + 4] * pipeline_ranks * data_ranks
+    assert counts == [8 * 2 + 2 + 4] * pipeline_ranks * data_ranks

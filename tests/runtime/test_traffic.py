@@ -132,7 +132,7 @@ def test_gradients_send_the_bytes_of_the_type_they_travel_in():
 def trace_of_a_step(resident_chunks, zero_stage=3):
     trace = []
     grid = build_grid(1, 2)
-    spec = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, zero_stage, resident_chunks)
+    spec = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, zero_stage, resident_chunks, defers_gathers=True)
     train(grid, spec, tied=False, trace=trace)
     return trace
 
