@@ -53,6 +53,7 @@ def _add_schedule_command(commands) -> None:
     )
     command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
     command.add_argument("--resident-chunks", type=int, default=2, metavar="B")
+    command.add_argument("--defer-gathers", action="store_true", help="stages 1 and 2: gather one chunk ahead")
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
     command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
     command.add_argument("--backward", type=float, default=2.0, help="the same for its backward")
@@ -228,6 +229,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
         micro_batch_group=min(group, micro_batches),
         zero_stage=options.zero_stage,
         resident_chunks=options.resident_chunks,
+        defers_gathers=options.defer_gathers,
     )
 
 

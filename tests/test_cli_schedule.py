@@ -84,3 +84,10 @@ def test_collectives_that_take_time_are_drawn_and_those_that_compute_waits_for_t
     assert exposed_reduces == "exposed reduce time by rank: [1.0]"
     told = report(capsys, *one_rank, "--gather", "2", "--reduce", "1")
     assert told["exposed_gather_time"] == [2] and told["exposed_reduce_time"] == [1] and told["step_time"] == 21
+
+
+def test_gathers_run_behind_the_step_or_one_chunk_ahead(capsys):
+    one_rank = ["--zero-stage", "1", "--pipeline-ranks", "1", "--chunks-per-rank", "2", "--micro-batches", "1"]
+    behind, deferred = (report(capsys, *one_rank, *more)["program"]["0"] for more in ([], ["--defer-gathers"]))
+    assert behind[-3:] == ["STEP", "GATHER0", "GATHER1"]
+    assert deferred[:3] == ["GATHER0", "GATHER1", "F0.0"] and deferred[-1] == "STEP"

@@ -85,7 +85,8 @@ def in_training(layout: Layout, recompute: bool) -> dict[str, list[Contender]]:
 
 def _own(layout: Layout, zero_stage: int, recompute: bool, schedule: str = "layered") -> Layered:
     again = "blocks" if schedule == "1f1b" else "full"
-    return Layered(layout, zero_stage, resident_chunks=2, recompute=again if recompute else "none", schedule=schedule)
+    kind = again if recompute else "none"
+    return Layered(layout, zero_stage, resident_chunks=2, recompute=kind, schedule=schedule, defer_gathers=True)
 
 
 def _with(recompute: bool, peers: dict[str, Callable[..., Training]]) -> list[Contender]:

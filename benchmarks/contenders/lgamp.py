@@ -16,6 +16,7 @@ class Layered:
     Args:
         recompute: the block's; "blocks" leaves it to the model's blocks, which are smaller than a chunk at "1f1b".
         schedule: the block's; "1f1b" has one chunk per rank.
+        defer_gathers: the block's; where single steps are timed, gathers behind them would run unseen.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Layered:
         recompute: str = "full",
         micro_batch_group: int | str = "all",
         schedule: str = "layered",
+        defer_gathers: bool = False,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -45,6 +47,7 @@ class Layered:
                 "resident_chunks": resident_chunks,
                 "recompute": "none" if recompute == "blocks" else recompute,
                 "micro_batch_group": micro_batch_group,
+                "defer_gathers": defer_gathers,
             },
         }
         with quiet():

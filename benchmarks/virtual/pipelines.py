@@ -71,9 +71,10 @@ def spec_of(
     resident_chunks: int = 2,
     micro_batch_group: int | None = None,
 ) -> ProgramSpec:
-    """``micro_batch_group`` None is all of them."""
+    """``micro_batch_group`` None is all of them. Gathers are deferred: behind a step they would run unseen, until all
+    ranks begin the next one together."""
     counts = setting.micro_batches, micro_batch_group or setting.micro_batches
-    return ProgramSpec(setting.placement, schedule, *counts, zero_stage, resident_chunks)
+    return ProgramSpec(setting.placement, schedule, *counts, zero_stage, resident_chunks, defers_gathers=True)
 
 
 class Executed:

@@ -25,6 +25,7 @@ FACTORS = {
     "resident_chunks": [1, 2, 3, CHUNKS_PER_RANK],
     "micro_batch_group": [1, 2, MICRO_BATCHES],
     "recompute": ["full", "none"],
+    "defer_gathers": [False, True],
 }
 
 
@@ -36,7 +37,8 @@ def chosen_cases() -> list[dict]:
     for number, (resident, group) in enumerate(product(FACTORS["resident_chunks"], FACTORS["micro_batch_group"])):
         named = {"zero_stage": 3, "resident_chunks": resident, "micro_batch_group": group}
         if not any(named.items() <= case.items() and case["grid"][1] == 2 for case in cases):
-            cases.append({"grid": (1, 2), **named, "recompute": FACTORS["recompute"][number % 2]})
+            rest = {"recompute": FACTORS["recompute"][number % 2], "defer_gathers": False}
+            cases.append({"grid": (1, 2), **named, **rest})
     return cases
 
 
@@ -53,8 +55,9 @@ def test_memory_and_traffic_are_what_the_formulas_say(grid):
             compare(layout, rank, on_rank, **case)
 
 
-def compare(layout, rank, counted, zero_stage, resident_chunks, micro_batch_group, recompute):
-    label = (layout, rank, zero_stage, resident_chunks, micro_batch_group, recompute)
+def compare(layout, rank, counted, zero_stage, resident_chunks, micro_batch_group, recompute, defer_gathers):
+    """Deferred or behind the step, gathers take the same memory and are as many."""
+    label = (layout, rank, zero_stage, resident_chunks, micro_batch_group, recompute, defer_gathers)
     place = layout, rank, MICRO_BATCHES, zero_stage, resident_chunks
     told = predicted(*place, recompute == "full", micro_batch_group)
     typical = typical_peak(counted, MICRO_BATCHES)

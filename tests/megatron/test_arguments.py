@@ -131,13 +131,14 @@ def test_keys_that_nobody_reads_are_named():
         "bf16": {"enabled": False, "immediate_grad_update": True},
         "optimizer": {},
         "zero_optimization": {"stage": 0, "overlap_comm": True},
-        "ds_lgamp": {"resident_chunks": 2, "keep_last": 1},
+        "ds_lgamp": {"resident_chunks": 2, "defer_gathers": False, "keep_last": 1},
     }
     assert validated(flags(), config)[1] == [
         "optimizer",
         "zero_optimization.overlap_comm",
         "bf16.immediate_grad_update",
         "ds_lgamp.resident_chunks",
+        "ds_lgamp.defer_gathers",
         "ds_lgamp.keep_last",
     ]
 

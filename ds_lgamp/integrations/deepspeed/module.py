@@ -58,9 +58,9 @@ class TensorInfo(NamedTuple):
 class PlacedModule(PipelineModule):
     """Mixed into the class of a re-placed module: what DeepSpeed asks of a stage is answered per chunk.
 
-    Between two batches, ``parameters()`` are as the partition left them: at stage 3 without elements (``ds_shape`` and
-    ``ds_numel`` say what they have), at stages 1 and 2 with the last step's values in this rank's part and older ones
-    elsewhere, which ``ds_status`` tells. Inside ``deepspeed.zero.GatheredParameters`` they are complete and current.
+    Between two batches, ``parameters()`` have the last step's values; who reads them may wait for a gather. At stage 3
+    they have no elements (``ds_shape`` and ``ds_numel`` say what they have), and where gathers are deferred old ones:
+    reading raises an error then. Inside ``deepspeed.zero.GatheredParameters`` they are complete and current.
     """
 
     layout: Layout
