@@ -42,8 +42,8 @@ class LgampConfig(BaseModel):
     3; stage 1 holds all of them where micro-batches go in several groups. 1 cannot hide gathers and reductions behind
     compute."""
     defer_gathers: bool = False
-    """When stages 1 and 2 gather what a step updated. false: behind the step; who reads a parameter until then waits for
-    its gather. true: in the next step, one chunk ahead of the forwards; who reads a parameter until then gets an error
+    """When stages 1 and 2 gather what a step updated. false: behind the step; who reads a parameter meanwhile waits for
+    its gather. true: in the next step, one chunk ahead of the forwards; who reads a parameter before that gets an error
     that says how to gather it."""
     recompute: Literal["full", "selective", "none"] = "full"
     """full: chunks are recomputed in the backward pass from their stored input, but for the last one where its backward

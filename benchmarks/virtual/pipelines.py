@@ -103,7 +103,11 @@ class Executed:
         partition = build_partition(parameters, [], group, zero_stage, resident_chunks, DEVICE)
         partition.release_all()
         optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
-        partition.follow(optimizer)
+
+        def step() -> None:
+            optimizer.step()
+            partition.follow_update()
+
         self.executor = Executor(
             setting.placement,
             rank,
@@ -111,7 +115,7 @@ class Executed:
             partition,
             ring_links(_pipelines(setting), DEVICE),
             loss_function,
-            optimizer.step,
+            step,
             default_sources(DEVICE),
             recompute=False,
         )

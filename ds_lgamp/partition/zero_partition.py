@@ -128,14 +128,8 @@ class ZeroPartition:
             if unit.shard_gradient is not None:
                 unit.shard_gradient.mul_(factor)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Whenever the ``optimizer`` has changed the master weights, weights follow, and what is gathered counts as old
-        before anybody else's hook can read it."""
-        hook = optimizer.register_step_post_hook(lambda *_: self.follow_update())
-        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
-
     def follow_update(self) -> None:
-        """The optimizer has changed the master weights."""
+        """The optimizer has changed the master weights: weights follow, and what is gathered counts as old."""
         for unit in self.units:
             if unit.trains:
                 unit.follow_update()

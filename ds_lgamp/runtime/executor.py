@@ -95,7 +95,7 @@ class Executor:
         partition: their parameters.
         links: to the neighbours in the ring.
         loss_function: loss from (output of the last chunk, labels); None if the last chunk returns the loss.
-        apply_step: the optimizer step, called when every gradient is final.
+        apply_step: the optimizer step, called when every gradient is final. It tells the partition what it updated.
         random_sources: restored around recomputation.
         recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
             otherwise what autograd saved in the forward pass is kept, as it is on a last chunk that turns at once.

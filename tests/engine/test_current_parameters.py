@@ -175,6 +175,23 @@ def written(pipeline_ranks, stage, precision):
     return [*pairs, *((first, other) for other in others)]
 
 
+def replaced(pipeline_ranks):
+    """Parameters after a step of an optimizer whose step, with its hooks, was replaced; and what they should be."""
+    engine = training_engine(pipeline_ranks, 1, BF16)
+    optimizer = engine.optimizer.optimizer
+
+    def step():
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for shard in group["params"]:
+                    shard.fill_(0.5)
+
+    optimizer.step = step
+    engine.train_batch(batches(0, engine))
+    values = detached(named(engine))
+    return values, {name: torch.full_like(value, 0.5) for name, value in values.items()}
+
+
 def overflowed(pipeline_ranks):
     """Of a step that is skipped and one that is not: whether it was, and whether anything was gathered or is old."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, "loss_scale_window": 1000}}
@@ -205,6 +222,7 @@ def run_all(pipeline_ranks, data_ranks, folder):
         ],
         "around": [around_the_step(pipeline_ranks, stage, each) for stage in (1, 3) for each in (FP32, BF16)],
         "written": [written(pipeline_ranks, stage, each) for stage in (1, 2) for each in (FP32, BF16)],
+        "replaced": replaced(pipeline_ranks),
         "overflowed": overflowed(pipeline_ranks),
     }
 
@@ -311,6 +329,11 @@ def test_what_is_written_behind_a_step_is_what_training_goes_on_with(ranks):
         for pairs in rank:
             for pair in pairs:
                 assert_equal(*pair)
+
+
+def test_a_step_that_user_code_replaced_is_followed_too(ranks):
+    for pair in of(ranks, "replaced"):
+        assert_equal(*pair)
 
 
 def test_a_skipped_step_leaves_nothing_to_gather(ranks):

@@ -101,6 +101,11 @@ def assemble(
         trace=trace,
         communication_dtype=communication_dtype,
     )
+
+    def step() -> None:
+        apply_step()
+        partition.follow_update()
+
     executor = Executor(
         spec.placement,
         rank,
@@ -108,7 +113,7 @@ def assemble(
         partition,
         grid.links(),
         loss_function,
-        apply_step,
+        step,
         default_sources(DEVICE),
         recompute,
         trace,

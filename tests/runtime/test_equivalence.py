@@ -60,7 +60,6 @@ def compare(grid, configuration, tied, recompute, reference):
     assembled = assemble(grid, configuration, model, bounds, apply_step, recompute)
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=LEARNING_RATE)
-    assembled.partition.follow(optimizer)
     program = build_program(configuration)
     validate(configuration, program)
     for step in range(STEPS):

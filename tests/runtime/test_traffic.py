@@ -27,7 +27,6 @@ def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
     )
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=0.01)
-    assembled.partition.follow(optimizer)
     actions = build_program(spec)[grid.pipeline_rank]
     for step in range(steps):
         if trace is not None:

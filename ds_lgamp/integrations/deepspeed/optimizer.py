@@ -59,7 +59,11 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         for segment in partition.segments():
             optimizer.param_groups[segment.group]["params"].append(segment.shard)
         optimizer.state = _initial_state(optimizer)
-        partition.follow(optimizer)
+        self._followed = False
+        """Whether the weights have followed the update of this step."""
+        # Ahead of hooks that read parameters.
+        hook = optimizer.register_step_post_hook(self._follow_update)
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
@@ -102,7 +106,15 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if self._clipping > 0 or scale != 1:
             limit = self._clipping or float("inf")
             self.partition.scale_gradients(clip_factor(self._global_grad_norm, limit) / scale)
+        self._followed = False
         self.optimizer.step()
+        if not self._followed:
+            # The optimizer's step was replaced, and its hooks with it.
+            self._follow_update()
+
+    def _follow_update(self, *_: Any) -> None:
+        self.partition.follow_update()
+        self._followed = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the partition drops gradients when the step is over."""
