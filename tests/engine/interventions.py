@@ -44,7 +44,8 @@ FP32, BF16 = {}, {"bf16": {"enabled": True}}
 MOMENTUM = "momentum_buffer"
 
 
-def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None):
+def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None, hook=None):
+    """``hook``: what the user's optimizer calls behind its steps."""
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -59,6 +60,8 @@ def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping,
         scaled_weights(module.named_parameters())
         groups = decay_groups(module.parameters(), TRAINING.decay)
         optimizer = torch.optim.SGD(groups, lr=TRAINING.learning_rate, momentum=TRAINING.momentum)
+        if hook is not None:
+            optimizer.register_step_post_hook(hook)
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 

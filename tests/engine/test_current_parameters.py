@@ -28,8 +28,8 @@ CASES = [*((stage, {}) for stage in range(4)), (1, DEFERRED), (2, DEFERRED), (3,
 DECAY = 0.5
 
 
-def training_engine(pipeline_ranks, stage, precision=FP32, block=None):
-    return engine_of(pipeline_ranks, stage, precision, clipping=0.0, block=block)
+def training_engine(pipeline_ranks, stage, precision=FP32, block=None, hook=None):
+    return engine_of(pipeline_ranks, stage, precision, clipping=0.0, block=block, hook=hook)
 
 
 def refusals(parameters):
@@ -130,12 +130,12 @@ def loaded(pipeline_ranks, stage, precision, block, folder):
 def around_the_step(pipeline_ranks, stage, precision):
     """What reading is refused with in a hook behind the optimizer's step and behind the step that user code wraps;
     what is read there in a block, and afterwards."""
-    engine = training_engine(pipeline_ranks, stage, precision)
-    engine.train_batch(batches(0, engine))
     refused, inside = [], {}
 
     def look(*_):
         refused.append(refusals(named(engine)))
+
+    engine = training_engine(pipeline_ranks, stage, precision, hook=look)
 
     def wrapped():
         step()
@@ -144,10 +144,7 @@ def around_the_step(pipeline_ranks, stage, precision):
             inside.update(detached(named(engine)))
 
     step, engine.optimizer.step = engine.optimizer.step, wrapped
-    hook = engine.optimizer.optimizer.register_step_post_hook(look)
-    engine.train_batch(batches(1, engine))
-    hook.remove()
-    engine.optimizer.step = step
+    engine.train_batch(batches(0, engine))
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         return refused, inside, detached(named(engine))
 
