@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.contenders import Contender, Layout
 from benchmarks.model import reference_losses
 from benchmarks.record import REPETITIONS
-from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
+from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors, storage_of
 from tests.engine.running import prepare_rank
 from tests.ranks import run_on_ranks
 
@@ -112,7 +112,7 @@ def _count_one(
     contender: Contender, layout: Layout, micro_batches: Sequence[int], memory: bool, repetitions: int
 ) -> Counted:
     gc.collect()
-    others = {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, live_tensors())}
+    others = {storage._cdata: storage for storage in map(storage_of, live_tensors())}
     training = contender.build(layout)
     counted = Counted()
     for number in micro_batches:
@@ -133,4 +133,4 @@ def _count_one(
 
 
 def _all_but(others: Collection[int]) -> list[torch.Tensor]:
-    return [tensor for tensor in live_tensors() if tensor.untyped_storage()._cdata not in others]
+    return [tensor for tensor in live_tensors() if storage_of(tensor)._cdata not in others]

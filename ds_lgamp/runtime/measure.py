@@ -137,7 +137,7 @@ class PeakMemory(TorchDispatchMode):
     def _see(self, values: Any) -> None:
         for leaf in tree_leaves(values):
             if isinstance(leaf, torch.Tensor) and _has_storage(leaf):
-                storage = leaf.untyped_storage()
+                storage = storage_of(leaf)
                 key, now = storage._cdata, storage.nbytes()
                 reference, known = self._storages.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
                 self._storages[key] = reference, now
@@ -153,6 +153,13 @@ def live_tensors() -> list[torch.Tensor]:
     """Every tensor that Python knows and that has memory, or is a view of some."""
     # By type: isinstance would ask torch's deprecated objects for their class, and they warn.
     return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and _has_storage(value)]
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor. Looking at it waits for no values, as reading a parameter whose gather is in flight
+    would."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

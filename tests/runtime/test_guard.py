@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_lgamp.partition.guard import NotGatheredError, guarded
+from ds_lgamp.runtime.measure import PeakMemory
 
 SHAPE = (2, 3)
 
@@ -168,3 +169,10 @@ def test_a_class_of_the_users_is_kept_and_asked():
     assert isinstance(values.parameter, Named) and values.parameter.shape == SHAPE
     assert Named.asked == [torch.Tensor.shape.__get__]
     assert values.parameter.sum() == 6 and type(values.parameter) is Named
+
+
+def test_measuring_memory_waits_for_no_values():
+    values = Absent()
+    with PeakMemory([values.parameter]) as memory:
+        assert memory.live() == 2 * 3 * 4
+    assert type(values.parameter) is not nn.Parameter
