@@ -8,6 +8,9 @@ __version__ = "0.1.0"
 def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block of the configuration.
 
+    Once there are several ranks, an error that the script does not catch ends this one at once, with its traceback, so
+    that the launcher ends the job.
+
     Raises ConfigError if the installed DeepSpeed lacks what the integration builds on.
     """
     from ds_lgamp.integrations.deepspeed.seams import check_seams
@@ -20,7 +23,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: no attribute of deepspeed differs afterwards."""
+    """Undoes :func:`install`: no attribute of deepspeed differs afterwards, and errors end the script as ever."""
     from ds_lgamp.integrations.deepspeed.install import uninstall
 
     uninstall()

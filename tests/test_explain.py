@@ -152,14 +152,12 @@ class Counted(Exception):
 def train_for_real(config):
     """Per rank: what the engine of the example holds, and what its second step moves."""
     import deepspeed
-    import deepspeed.ops
 
     import ds_lgamp
     import tests.engine.scripts.public_example as example
     from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     ds_lgamp.install()
     train_batch = LgampEngine.train_batch
     facts = {}

@@ -6,11 +6,11 @@ import os
 from typing import NamedTuple
 
 import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
 
 import ds_lgamp
+from ds_lgamp.integrations.deepspeed.compiling import compile_no_collective
 from tests.engine.models import (
     MICRO_BATCHES,
     Training,
@@ -48,7 +48,7 @@ def prepare_rank() -> None:
     """What a launcher would set. Also keeps DeepSpeed from compiling a CPU collective, and its data loaders from
     workers: processes forked from one with gloo's threads take seconds to end."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_no_collective()
     loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
     construct = loader.__init__
     loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent / "scripts" / "public_example.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "public_example.py"
+INSTALLS = SCRIPTS / "installs.py"
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
 STOCK = {**BATCH, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {}}
@@ -30,12 +32,18 @@ def deepspeed(*words: str) -> list[str]:
     return [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(port), *words]
 
 
-def launch(command: list[str], folder: Path, config: dict, *arguments: str) -> subprocess.CompletedProcess:
+def launch(
+    command: list[str], folder: Path, config: dict, *arguments: str, script: Path = SCRIPT
+) -> subprocess.CompletedProcess:
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
-    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return start([*command, str(script), "--deepspeed_config", str(path), *arguments])
+
+
+def start(command: list[str], **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
-        [*command, str(SCRIPT), "--deepspeed_config", str(path), *arguments],
+        command,
         capture_output=True,
         text=True,
         timeout=180,
@@ -83,11 +91,19 @@ def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     assert result_of(completed) == ("PipelineEngine", stock)
 
 
+# As rarely as deepspeed, torchrun looks whether a rank has ended: the others have said then what they know of it.
+RARELY = ("--monitor_interval", "1")
+
+
 @pytest.mark.parametrize(
-    "command",
-    # As rarely as deepspeed, torchrun looks whether a rank has ended: the others have said then what they know of it.
-    [torchrun("--monitor_interval", "1", "-m", "ds_lgamp", "run"), deepspeed("--module", "ds_lgamp", "run")],
-    ids=["torchrun", "deepspeed"],
+    ("command", "script"),
+    [
+        (torchrun(*RARELY, "-m", "ds_lgamp", "run"), SCRIPT),
+        (deepspeed("--module", "ds_lgamp", "run"), SCRIPT),
+        (torchrun(*RARELY), INSTALLS),
+        (deepspeed(), INSTALLS),
+    ],
+    ids=["torchrun", "deepspeed", "installed under torchrun", "installed under deepspeed"],
 )
 @pytest.mark.parametrize(
     ("trouble", "evidence"),
@@ -96,9 +112,9 @@ def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
         ("kill", r"rank [01] \(pipeline rank 0\) failed at F4.\d: LinkError: the link to rank [23] failed"),
     ],
 )
-def test_a_failing_rank_ends_the_job_and_is_named(command, trouble, evidence, folder):
+def test_a_failing_rank_ends_the_job_and_is_named(command, script, trouble, evidence, folder):
     """Chunk 3 lives on pipeline rank 1, global ranks 2 and 3; its twelfth forward is F3.3 of the second step."""
-    completed = launch(command, folder, LAYERED, "--trouble", trouble)
+    completed = launch(command, folder, LAYERED, "--trouble", trouble, script=script)
     output = completed.stdout + completed.stderr
     assert completed.returncode != 0
     assert re.search(evidence, output), output
@@ -112,3 +128,11 @@ def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     assert completed.returncode != 0
     assert "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?" in completed.stderr
     assert "ConfigError" not in completed.stderr, "a sentence, no traceback"
+
+
+@pytest.mark.parametrize("how", [["-m", "ds_lgamp", "run"], []], ids=["run", "installed"])
+def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
+    """Of a script that knows nothing of ds_lgamp, the processes abort."""
+    completed = start([*torchrun(*how), str(SCRIPTS / "ends_at_once.py"), *([] if how else ["--install"])])
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("ENDS") == 4

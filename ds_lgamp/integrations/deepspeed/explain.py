@@ -12,8 +12,6 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -23,6 +21,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec, read_block
+from ds_lgamp.integrations.deepspeed.compiling import compile_no_collective
 from ds_lgamp.integrations.deepspeed.deferred_init import build_without_memory
 from ds_lgamp.integrations.deepspeed.engine import layout_of
 from ds_lgamp.integrations.deepspeed.install import install, partition_method_of
@@ -126,8 +125,7 @@ def imagine_ranks(ranks: int, rank: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     for name, value in {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
-    # DeepSpeed would compile this CPU collective, which nobody calls.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_no_collective()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     new_group, signature = dist.new_group, inspect.signature(dist.new_group)
 

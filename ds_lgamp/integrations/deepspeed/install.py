@@ -20,7 +20,9 @@ from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.ending import end_well
 from ds_lgamp.integrations.deepspeed.check_keys import check_batch_sizes, check_keys
+from ds_lgamp.integrations.deepspeed.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.refusals import refuse_differing_ranks, sentence_of
@@ -162,7 +164,8 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
-    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed.
+    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed. A rank
+    that fails leaves at once, and one that waits for a compilation that nobody does says so.
 
     ``pipeline`` is called for the engine of a PipelineModule, with stock's class and its arguments.
     """
@@ -178,6 +181,8 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
         _replace(module, _stock_destroy.__name__, _destroy_process_group)
+    end_well(_undo)
+    name_forgotten_locks(_undo)
 
 
 def uninstall() -> None:

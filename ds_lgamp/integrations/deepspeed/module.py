@@ -139,9 +139,18 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     module.layout = layout
     _register(module, built)
     module.tied_comms = module._index_tied_modules()
+    for layer in module.tied_modules.values():
+        for parameter in layer.parameters():
+            _forget_collectives(parameter)
     for key in module.tied_comms:
         if key not in deferred_keys(module):
             share_tied_values(module, key, module.tied_modules[key])
+
+
+def _forget_collectives(parameter: nn.Parameter) -> None:
+    """Stock's module broadcasts tied parameters under autograd, whose hook would warn of that in every first backward
+    pass. Assigning the hooks that Python has added drops the others."""
+    parameter._backward_hooks = parameter._backward_hooks
 
 
 def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.ending import failures_end_the_process
 from ds_lgamp.integrations.deepspeed.check_keys import check_keys
 from ds_lgamp.integrations.deepspeed.seams import check_seams
-from ds_lgamp.user_script import failures_end_the_process, run_as_main
+from ds_lgamp.user_script import run_as_main
 
 _STOCK_REFUSAL = "must divide distributed world size"
 """What PipelineModule says of a number of stages that does not fit, before any engine is asked for."""
@@ -22,9 +23,11 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
         check_seams()
         _check_config(arguments)
         # Only now: of another DeepSpeed, imports fail.
+        from ds_lgamp.integrations.deepspeed.compiling import compile_no_collective
         from ds_lgamp.integrations.deepspeed.install import install
         from ds_lgamp.integrations.deepspeed.measured import TrainingMeasurement
 
+        compile_no_collective()
         install()
         measurement = TrainingMeasurement()
         if measure is not None:

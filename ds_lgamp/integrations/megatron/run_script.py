@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.user_script import failures_end_the_process, find_modules_beside, run_as_main
+from ds_lgamp.ending import failures_end_the_process
+from ds_lgamp.user_script import find_modules_beside, run_as_main
 
 OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
 

@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 
 import deepspeed
-import deepspeed.ops
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 stock_fsync = os.fsync
 
 

@@ -1,0 +1,72 @@
+"""What DeepSpeed compiles when a job starts, and jobs that wait for a compilation which nobody does."""
+
+import logging
+import os
+import threading
+import time
+from contextlib import ExitStack, suppress
+from functools import wraps
+from pathlib import Path
+
+import deepspeed.ops
+from torch.utils.file_baton import FileBaton
+
+logger = logging.getLogger(__name__)
+_LOOKS_EVERY = 5.0
+"""Seconds between two looks at a lock that this process waits for."""
+
+
+def compile_no_collective() -> None:
+    """Keeps ``deepspeed.init_distributed`` from compiling a collective for the CPU, which takes a compiler and half a
+    minute. Training does not call it."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def name_forgotten_locks(undo: ExitStack) -> None:
+    """From now on, a process that waits for the lock of a compilation that has ended says which file to remove.
+
+    torch locks the folder of an extension with a file. Of a process that is killed while it compiles, the file stays,
+    and every later one waits for it, in silence.
+    """
+    stock = FileBaton.wait
+
+    @wraps(stock)
+    def wait(self: FileBaton) -> None:
+        over = threading.Event()
+        watch = threading.Thread(target=_watch, args=(Path(self.lock_file_path), over), daemon=True)
+        watch.start()
+        try:
+            stock(self)
+        finally:
+            over.set()
+            watch.join()
+
+    undo.callback(setattr, FileBaton, stock.__name__, stock)
+    setattr(FileBaton, stock.__name__, wait)
+
+
+def _watch(lock: Path, over: threading.Event) -> None:
+    """Names ``lock`` once, as soon as nobody seems to compile. One rank of a machine speaks for all of them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    while not over.wait(_LOOKS_EVERY):
+        with suppress(FileNotFoundError):
+            if not _is_open(lock):
+                age = time.time() - lock.stat().st_mtime
+                logger.warning(
+                    f"ds_lgamp: DeepSpeed waits for the lock {lock}, {age:.0f} s old, of a compilation that no process "
+                    f"of this machine does; unless another machine does it, remove the file: rm {lock}"
+                )
+                return
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process of this machine has ``file`` open, as one that compiles has its lock; as far as this user can
+    see. True where the system does not tell."""
+    if not Path("/proc/self/fd").exists():
+        return True
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.path.samefile(descriptor, file):
+                return True
+    return False
