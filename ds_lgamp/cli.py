@@ -45,14 +45,17 @@ def _parser() -> argparse.ArgumentParser:
 def _add_schedule_command(commands) -> None:
     command = commands.add_parser("schedule", help="build, check, simulate and draw a training step's program")
     command.add_argument("--schedule", choices=SCHEDULES, default="layered")
-    command.add_argument("--pipeline-ranks", type=int, default=4, metavar="P")
-    command.add_argument("--chunks-per-rank", type=int, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
-    command.add_argument("--micro-batches", type=int, default=8, metavar="M")
+    command.add_argument("--pipeline-ranks", type=_count, default=4, metavar="P")
+    command.add_argument("--chunks-per-rank", type=_count, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
+    command.add_argument("--micro-batches", type=_count, default=8, metavar="M")
     command.add_argument(
-        "--micro-batch-group", default="all", metavar="G", help="micro-batches that move together, or all"
+        "--micro-batch-group",
+        type=_count_or_all,
+        metavar="G",
+        help="micro-batches that move together, or all (default)",
     )
     command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
-    command.add_argument("--resident-chunks", type=int, default=2, metavar="B")
+    command.add_argument("--resident-chunks", type=_count, default=2, metavar="B")
     command.add_argument("--defer-gathers", action="store_true", help="stages 1 and 2: gather one chunk ahead")
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
     command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
@@ -76,7 +79,7 @@ def _add_run_command(commands) -> None:
         "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
     )
     command.add_argument(
-        "--ranks", type=int, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"
+        "--ranks", type=_count, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"
     )
     command.add_argument("--json", action="store_true", help="with --explain: print it as JSON")
     command.add_argument("script", help="path of the script")
@@ -124,8 +127,6 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("--ranks and --json belong to --explain")
     if options.explain and options.measure is not None:
         parser.error("--explain trains nothing that --measure could measure; remove one of them")
-    if options.ranks is not None and options.ranks < 1:
-        parser.error(f"--ranks is {options.ranks}; use at least 1")
     from ds_lgamp.integrations.megatron import run_script as megatron
 
     try:
@@ -221,7 +222,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
     chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
     placement = options.placement or ("contiguous" if single_chunk else "modular")
     micro_batches = options.micro_batches
-    group = micro_batches if options.micro_batch_group == "all" else _positive(options.micro_batch_group)
+    group = options.micro_batch_group or micro_batches
     return ProgramSpec(
         placement=place_chunks(placement, options.pipeline_ranks * chunks_per_rank, options.pipeline_ranks),
         schedule=options.schedule,
@@ -233,10 +234,15 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
     )
 
 
-def _positive(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--micro-batch-group is '{text}'; use a number of micro-batches from 1, or all")
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1")
     return int(text)
+
+
+def _count_or_all(text: str) -> int | None:
+    """None means all."""
+    return None if text == "all" else _count(text)
 
 
 def _durations(options: argparse.Namespace) -> Durations:

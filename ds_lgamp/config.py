@@ -114,34 +114,63 @@ def chunk_bounds(
     Args:
         layer_types: class names, for automatic chunks.
         layer_weights: what ``chunks_per_rank`` balances.
+
+    Raises ConfigError if a rank would go without a chunk, or the schedule would not take so many.
     """
+    layers = len(layer_types)
+    if layers < pipeline_ranks:
+        raise ConfigError(
+            f"num_stages of the PipelineModule is {pipeline_ranks}, but it has {layers} layers; use at most as many "
+            "pipeline ranks as layers"
+        )
+    if settings.chunks_per_rank is not None:
+        return _bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
     if settings.layers_per_chunk is not None:
-        return split_by_count(len(layer_types), settings.layers_per_chunk)
-    chunks_per_rank = settings.chunks_per_rank
-    if chunks_per_rank is None:
-        return split_automatic(layer_types)
-    chunks = pipeline_ranks * chunks_per_rank
-    if chunks > len(layer_types):
+        bounds = split_by_count(layers, settings.layers_per_chunk)
+        cut = f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}, which cuts {layers} layers"
+        most = layers if pipeline_ranks == 1 else (layers - 1) // (pipeline_ranks - 1)
+        fix = f"use at most {most}"
+    else:
+        bounds = split_automatic(layer_types)
+        cut = f"neither {BLOCK}.chunks_per_rank nor {BLOCK}.layers_per_chunk is given, which cuts {layers} layers"
+        fix = f"set {BLOCK}.chunks_per_rank"
+    chunks = len(bounds) - 1
+    if chunks < pipeline_ranks:
+        raise ConfigError(f"{cut} into {chunks} chunks for {pipeline_ranks} pipeline ranks; {fix}")
+    if settings.schedule == "interleaved_1f1b" and chunks % pipeline_ranks:
+        raise ConfigError(
+            f"{cut} into {chunks} chunks, but schedule 'interleaved_1f1b' needs a multiple of {pipeline_ranks} "
+            f"pipeline ranks; set {BLOCK}.chunks_per_rank instead"
+        )
+    return bounds
+
+
+def _bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
+    chunks, layers = pipeline_ranks * chunks_per_rank, len(layer_weights)
+    if chunks > layers:
         raise ConfigError(
             f"{BLOCK}.chunks_per_rank is {chunks_per_rank}: {pipeline_ranks} pipeline ranks would need {chunks} "
-            f"layers, the model has {len(layer_types)}; use at most {len(layer_types) // pipeline_ranks}"
+            f"layers, the model has {layers}; use at most {layers // pipeline_ranks}"
         )
     return split_balanced(layer_weights, chunks)
 
 
 def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
-    """The pipeline rank of every chunk. Raises ConfigError if a rank would go without."""
+    """The pipeline rank of every chunk; there are as many chunks as ranks, or more."""
     default = "contiguous" if settings.schedule in SINGLE_CHUNK_SCHEDULES else "modular"
-    try:
-        return place_chunks(settings.placement or default, chunks, pipeline_ranks)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return place_chunks(settings.placement or default, chunks, pipeline_ranks)
 
 
 def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:
     """What the programs of a training step are derived from. Raises ConfigError if the batch does not fit the
     schedule."""
     group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
+    pipeline_ranks = max(placement) + 1
+    if settings.schedule == "interleaved_1f1b" and micro_batches % pipeline_ranks:
+        raise ConfigError(
+            f"{BLOCK}.schedule is 'interleaved_1f1b', which needs a multiple of {pipeline_ranks} (pipeline ranks) "
+            f"micro-batches, but gradient_accumulation_steps is {micro_batches}; change that, or use 'layered'"
+        )
     try:
         return ProgramSpec(
             placement,
@@ -153,7 +182,7 @@ def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int
             defers_gathers=settings.defer_gathers,
         )
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{BLOCK}.{error}") from None
 
 
 def _refuse_misspelt_block(config: dict[str, Any]) -> None:

@@ -55,12 +55,14 @@ def test_1f1b_takes_one_contiguous_chunk_per_rank(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schedule", "1f1b", "--chunks-per-rank", "2"], "takes one chunk per rank"),
+        (["--schedule", "1f1b", "--chunks-per-rank", "2"], "; set chunks_per_rank to 1"),
         (["--schedule", "interleaved_1f1b", "--micro-batches", "6"], "multiple of 4 pipeline ranks"),
-        (["--micro-batch-group", "some"], "--micro-batch-group is 'some'"),
-        (["--pipeline-ranks", "0"], "pipeline_ranks is 0"),
+        (["--micro-batch-group", "some"], "--micro-batch-group: 'some' must be a whole number from 1"),
+        (["--pipeline-ranks", "0"], "--pipeline-ranks: '0' must be a whole number from 1"),
+        (["--chunks-per-rank", "0"], "--chunks-per-rank: '0' must be a whole number from 1"),
+        (["--micro-batches", "0"], "--micro-batches: '0' must be a whole number from 1"),
         (["--hop", "-1"], "--hop is -1"),
-        (["--resident-chunks", "0"], "resident_chunks is 0"),
+        (["--resident-chunks", "0"], "--resident-chunks: '0' must be a whole number from 1"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(capsys, arguments, message):

@@ -60,9 +60,45 @@ def test_bad_blocks_are_refused_in_a_sentence(block, message):
     assert not str(refused.value).startswith("ds_lgamp:")
 
 
-def test_more_ranks_than_chunks_are_refused():
-    with pytest.raises(ConfigError, match="^4 chunks cannot occupy 8 pipeline ranks"):
-        place(read_block({"ds_lgamp": {}}), 4, 8)
+@pytest.mark.parametrize(
+    ("block", "ranks", "message"),
+    [
+        (
+            {"layers_per_chunk": 9},
+            2,
+            "ds_lgamp.layers_per_chunk is 9, which cuts 7 layers into 1 chunks for 2 pipeline ranks; use at most 6",
+        ),
+        ({"layers_per_chunk": 4}, 3, "layers_per_chunk is 4, which cuts 7 layers into 2 chunks .*; use at most 3$"),
+        (
+            {},
+            5,
+            "neither ds_lgamp.chunks_per_rank nor ds_lgamp.layers_per_chunk is given, which cuts 7 layers into 4 "
+            "chunks for 5 pipeline ranks; set ds_lgamp.chunks_per_rank",
+        ),
+        ({}, 8, "num_stages of the PipelineModule is 8, but it has 7 layers; use at most as many"),
+        (
+            {"schedule": "interleaved_1f1b", "layers_per_chunk": 3},
+            2,
+            "layers_per_chunk is 3, which cuts 7 layers into 3 chunks, but schedule 'interleaved_1f1b' needs a "
+            "multiple of 2 pipeline ranks; set ds_lgamp.chunks_per_rank instead",
+        ),
+    ],
+)
+def test_chunks_that_do_not_fit_the_ranks_are_refused_by_their_key(block, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        chunk_bounds(read_block({"ds_lgamp": block}), ranks, TYPES, WEIGHTS)
+
+
+def test_the_most_layers_per_chunk_that_an_error_names_do_fit():
+    for layers in range(2, 12):
+        for ranks in range(2, layers + 1):
+            with pytest.raises(ConfigError) as refused:
+                chunk_bounds(read_block({"ds_lgamp": {"layers_per_chunk": layers}}), ranks, TYPES[:1] * layers, [])
+            most = int(str(refused.value).split()[-1])
+            cuts = [read_block({"ds_lgamp": {"layers_per_chunk": count}}) for count in (most, most + 1)]
+            assert len(chunk_bounds(cuts[0], ranks, TYPES[:1] * layers, [])) > ranks
+            with pytest.raises(ConfigError):
+                chunk_bounds(cuts[1], ranks, TYPES[:1] * layers, [])
 
 
 def test_more_chunks_than_layers_are_refused():
@@ -72,5 +108,5 @@ def test_more_chunks_than_layers_are_refused():
 
 def test_a_batch_that_does_not_interleave_is_refused():
     settings = read_block({"ds_lgamp": {"schedule": "interleaved_1f1b"}})
-    with pytest.raises(ConfigError, match="micro_batches is 3: interleaved_1f1b needs a multiple of 2"):
+    with pytest.raises(ConfigError, match="needs a multiple of 2 .* but gradient_accumulation_steps is 3"):
         program_spec(settings, (0, 1, 0, 1), 3, 1)

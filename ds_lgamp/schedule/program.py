@@ -60,7 +60,8 @@ class ProgramSpec:
                 self.placement == tuple(range(self.pipeline_ranks)),
                 "schedule",
                 self.schedule,
-                f"it takes one chunk per rank, this placement has {self.chunks} chunks on {self.pipeline_ranks} ranks",
+                f"it takes one chunk per rank in the order of the ranks, this placement has {self.chunks} chunks on "
+                f"{self.pipeline_ranks} ranks; set chunks_per_rank to 1",
             )
         if self.schedule != "layered":
             _require(
@@ -76,15 +77,16 @@ class ProgramSpec:
         _require(self.placement == modular, "placement", "contiguous", "interleaved_1f1b needs modular placement")
         _require(
             self.chunks % ranks == 0,
-            "chunks",
-            self.chunks,
-            f"interleaved_1f1b needs a multiple of {ranks} pipeline ranks; set chunks_per_rank",
+            "schedule",
+            self.schedule,
+            f"it needs a multiple of {ranks} pipeline ranks, there are {self.chunks} chunks; set chunks_per_rank",
         )
         _require(
             self.forward_only or self.micro_batches % ranks == 0,
-            "micro_batches",
-            self.micro_batches,
-            f"interleaved_1f1b needs a multiple of {ranks} pipeline ranks; layered takes any number",
+            "schedule",
+            self.schedule,
+            f"it needs a multiple of {ranks} pipeline ranks, there are {self.micro_batches} micro-batches; layered "
+            "takes any number",
         )
 
     @cached_property

@@ -58,9 +58,9 @@ BLOCKS = {
     ),
     "chunks that do not interleave": (
         {"schedule": "interleaved_1f1b", "layers_per_chunk": 2},
-        "chunks is 3: interleaved_1f1b needs a multiple of 2 pipeline ranks; set chunks_per_rank",
+        "ds_lgamp.layers_per_chunk is 2, which cuts 5 layers into 3 chunks, but schedule 'interleaved_1f1b' needs a mu",
     ),
-    "more ranks than chunks": ({"layers_per_chunk": 5}, "1 chunks cannot occupy 2 pipeline ranks"),
+    "more ranks than chunks": ({"layers_per_chunk": 5}, "ds_lgamp.layers_per_chunk is 5, which cuts 5 layers into 1"),
     "more chunks than layers": ({"chunks_per_rank": 4}, "ds_lgamp.chunks_per_rank is 4: 2 pipeline ranks would need 8"),
 }
 
@@ -103,7 +103,7 @@ CONFIGS = {
     "what DeepSpeed refuses": ({"data_types": {"keep_in_fp32_modules": 3}}, "refuses the configuration: DeepSpeedConf"),
     "micro-batches that do not interleave": (
         {"ds_lgamp": {"schedule": "interleaved_1f1b", "chunks_per_rank": 2}, "gradient_accumulation_steps": 3},
-        "micro_batches is 3: interleaved_1f1b needs a multiple of 2 pipeline ranks",
+        "ds_lgamp.schedule is 'interleaved_1f1b', which needs a multiple of 2 (pipeline ranks) micro-batches, but grad",
     ),
     "batch sizes that do not multiply": (
         {"train_batch_size": 9},

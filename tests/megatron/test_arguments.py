@@ -172,12 +172,17 @@ REFUSED = [
     ),
     ({}, {}, {"multiple_validation_sets": True}, "--multiple-validation-sets is True: every chunk"),
     ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; say with --pipeline-model-parallel-layout"),
-    ({}, {"schedule": "interleaved_1f1b"}, {"global_batch_size": 12}, "micro_batches is 3: interleaved_1f1b needs"),
+    (
+        {},
+        {"schedule": "interleaved_1f1b"},
+        {"global_batch_size": 12},
+        "but gradient_accumulation_steps is 3; change that, or use",
+    ),
     (
         {},
         {"schedule": "interleaved_1f1b"},
         {"rampup_batch_size": ["8", "4", "100"]},
-        "micro_batches is 3: interleaved_1f1b needs",
+        "but gradient_accumulation_steps is 3; change that, or use",
     ),
     ({}, {"schedule": "1f1b"}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "takes one chunk per rank"),
 ]
