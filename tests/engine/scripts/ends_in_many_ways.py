@@ -1,0 +1,63 @@
+"""Ends in the way that each of its arguments names, in a process of its own, with what that printed and its exit status
+in a folder, the first argument."""
+
+import atexit
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+
+folder, *ways = sys.argv[1:]
+way = None
+for each in ways:
+    child = os.fork()
+    if child == 0:
+        way = each
+        break
+    _, status = os.waitpid(child, 0)
+    Path(folder, f"{each}.status").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def own_hook(kind, error, trace):
+    print("OWN HOOK", file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
+
+
+def later_hook(kind, error, trace):
+    print("LATER HOOK", file=sys.stderr)
+    installed_hook(kind, error, trace)
+
+
+if way is not None:
+    printed = os.open(Path(folder, way), os.O_CREAT | os.O_WRONLY)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    atexit.register(print, "ORDERLY EXIT")
+    if way == "own hook":
+        sys.excepthook = own_hook
+    ds_lgamp.install()
+    installed_hook = sys.excepthook
+    if way != "before init":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1 if way == "alone" else 2)
+    if way == "later hook":
+        sys.excepthook = later_hook
+    if way == "uninstalled":
+        ds_lgamp.uninstall()
+        assert sys.excepthook is sys.__excepthook__
+    if way == "refused":
+        raise ConfigError("schedule is 'layerd'; use 'layered'")
+    if way == "interrupted":
+        raise KeyboardInterrupt
+    if way == "exit":
+        sys.exit(3)
+    try:
+        raise ArithmeticError("the script is in trouble")
+    except ArithmeticError:
+        if way != "caught":
+            raise
+        sys.excepthook(*sys.exc_info())
