@@ -7,7 +7,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -91,11 +92,14 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
     installed = True
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ends = installed and issubclass(kind, Exception) and _script_is_over() and _has_peers()
-        if ends and isinstance(error, ConfigError):
-            _leave(_sentence(error), _REFUSED)
-        previous(kind, error, trace)
-        if ends:
+        if not (installed and issubclass(kind, Exception) and _script_is_over() and _has_peers()):
+            previous(kind, error, trace)
+            return
+        # torch's own hook, which calls this one, collects in memory what is printed: leaving would lose that.
+        with redirect_stderr(sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr):
+            if isinstance(error, ConfigError):
+                _leave(_sentence(error), _REFUSED)
+            previous(kind, error, trace)
             _finish_checkpoints()
             _leave("", _FAILED)
 
