@@ -95,13 +95,13 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
         if not (installed and issubclass(kind, Exception) and _script_is_over() and _has_peers()):
             previous(kind, error, trace)
             return
-        # torch's own hook, which calls this one, collects in memory what is printed: leaving would lose that.
-        with redirect_stderr(sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr):
-            if isinstance(error, ConfigError):
-                _leave(_sentence(error), _REFUSED)
+        if isinstance(error, ConfigError):
+            _leave(_sentence(error), _REFUSED)
+        # In one piece: other ranks may print at the same time.
+        with redirect_stderr(StringIO()) as printed:
             previous(kind, error, trace)
-            _finish_checkpoints()
-            _leave("", _FAILED)
+        _finish_checkpoints()
+        _leave(printed.getvalue(), _FAILED)
 
     def take_back() -> None:
         nonlocal installed
@@ -146,6 +146,9 @@ def _sentence(error: ConfigError) -> str:
 
 def _leave(message: str, status: int) -> None:
     sys.stdout.flush()
-    sys.stderr.write(message)
-    sys.stderr.flush()
+    # torch's hook, which may have called this module's, collects in memory what others print: leaving would lose it.
+    stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
+    if stream is not None:
+        stream.write(message)
+        stream.flush()
     os._exit(status)

@@ -15,7 +15,6 @@ WAYS = {
     "refused": (2, "ds_lgamp: schedule is 'layerd'; use 'layered'", False),
     "own hook": (1, f"OWN HOOK\n.*{TRACEBACK}", False),
     "later hook": (1, f"LATER HOOK\n.*{TRACEBACK}", False),
-    "torch's hook": (1, TRACEBACK, False),
     "caught": (0, TRACEBACK, True),
     "before init": (1, TRACEBACK, True),
     "alone": (1, TRACEBACK, True),

@@ -2,8 +2,6 @@
 in a folder, the first argument."""
 
 import atexit
-import contextlib
-import io
 import os
 import sys
 from pathlib import Path
@@ -35,13 +33,6 @@ def later_hook(kind, error, trace):
     installed_hook(kind, error, trace)
 
 
-def collecting_hook(kind, error, trace):
-    """As the one that torch puts in front when a process group starts."""
-    with contextlib.redirect_stderr(io.StringIO()) as collected:
-        installed_hook(kind, error, trace)
-    print(collected.getvalue(), file=sys.stderr)
-
-
 if way is not None:
     printed = os.open(Path(folder, way), os.O_CREAT | os.O_WRONLY)
     os.dup2(printed, 1)
@@ -55,11 +46,8 @@ if way is not None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1 if way == "alone" else 2)
     if way == "later hook":
         sys.excepthook = later_hook
-    if way == "torch's hook":
-        sys.excepthook = collecting_hook
     if way == "uninstalled":
         ds_lgamp.uninstall()
-        assert sys.excepthook is sys.__excepthook__
     if way == "refused":
         raise ConfigError("schedule is 'layerd'; use 'layered'")
     if way == "interrupted":
