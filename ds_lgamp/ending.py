@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from ds_lgamp.config import ConfigError
 
@@ -24,12 +25,25 @@ _PATIENCE = 10.0
 """Seconds that the end waits for collectives which nobody awaited."""
 
 
-def end_well(undo: ExitStack) -> None:
-    """From now on, a rank that fails leaves at once, so that the launcher ends the job; and one that is done ends
-    without an abort. ``undo`` takes both back."""
+def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
+    """From now on, a rank that fails leaves at once, so that the launcher ends the job; and one that is done calls
+    ``finish``, which waits for its collectives, and ends without an abort. ``undo`` takes both back."""
+
+    def end() -> None:
+        finish()
+        await_gloo_threads()
+
     _leave_at_unhandled_errors(undo)
-    atexit.register(await_gloo_threads)
-    undo.callback(atexit.unregister, await_gloo_threads)
+    atexit.register(end)
+    undo.callback(atexit.unregister, end)
+
+
+def leave() -> NoReturn:
+    """Ends the process of a script that is done: everything that an exit does for Python code, but the interpreter is
+    not taken down. A thread of gloo's that wants it meanwhile would abort the process."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _leave("", 0)
 
 
 @contextmanager

@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
@@ -67,6 +69,17 @@ _SHAPES_ADVICE = (
 )
 
 
+_engines: "WeakSet[LgampEngine]" = WeakSet()
+
+
+def finish_engines() -> None:
+    """Until nothing is under way that an engine began: saves and gathers. Collective over all ranks; raises
+    CheckpointError on every rank if a save failed."""
+    for engine in _engines:
+        engine.finish_gathers()
+    wait_for_all()
+
+
 class LgampEngine(PipelineEngine):
     """A :class:`PipelineEngine` that runs programs: layered or other orders, modular placement, ZeRO stage 0 to 3.
 
@@ -117,6 +130,7 @@ class LgampEngine(PipelineEngine):
         # Often only rank 0 has a monitor, but all ranks measure.
         reports = self._loader.largest(int(self.monitor.enabled or self.wall_clock_breakdown()))
         self._step_monitor = StepMonitor(self._stopwatch) if reports else None
+        _engines.add(self)
 
     def _place(self, module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:
         """Moves layers, and the user's parameter groups with them."""
@@ -450,11 +464,16 @@ class LgampEngine(PipelineEngine):
         """Until the last save is on the disk. Collective; raises CheckpointError on every rank if it failed."""
         self.saver.wait()
 
+    def finish_gathers(self) -> None:
+        """Until no parameters are on their way to this rank."""
+        self._partition.finish_gathers()
+        get_accelerator().synchronize()
+
     def destroy(self) -> None:
         try:
             # Not of an engine that was refused half-built.
             if hasattr(self, "saver"):
-                self._partition.finish_gathers()
+                self.finish_gathers()
                 self.saver.wait()
         finally:
             super().destroy()

@@ -18,13 +18,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
 
-from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.ending import end_well
 from ds_lgamp.integrations.deepspeed.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.deferred_init import is_deferred
-from ds_lgamp.integrations.deepspeed.engine import LgampEngine
+from ds_lgamp.integrations.deepspeed.engine import LgampEngine, finish_engines
 from ds_lgamp.integrations.deepspeed.refusals import refuse_differing_ranks, sentence_of
 from ds_lgamp.integrations.seams import resolve
 
@@ -155,10 +154,10 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
 
 @wraps(_stock_destroy)
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Waits for checkpoints that are being written, for which ranks have yet to talk to each other."""
+    """Waits for what engines began, for which ranks have yet to talk to each other."""
     try:
         if group in (None, dist.group.WORLD):
-            wait_for_all()
+            finish_engines()
     finally:
         _stock_destroy(group)
 
@@ -181,7 +180,7 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
         _replace(module, _stock_destroy.__name__, _destroy_process_group)
-    end_well(_undo)
+    end_well(_undo, finish_engines)
     name_forgotten_locks(_undo)
 
 

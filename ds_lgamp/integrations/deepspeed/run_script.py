@@ -5,10 +5,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.ending import failures_end_the_process
+from ds_lgamp.ending import failures_end_the_process, leave
 from ds_lgamp.integrations.deepspeed.check_keys import check_keys
 from ds_lgamp.integrations.deepspeed.seams import check_seams
 from ds_lgamp.user_script import run_as_main
@@ -17,8 +17,8 @@ _STOCK_REFUSAL = "must divide distributed world size"
 """What PipelineModule says of a number of stages that does not fit, before any engine is asked for."""
 
 
-def run_script(script: str, arguments: Sequence[str], measure: str | None = None) -> int:
-    """Runs ``script`` as ``__main__``; returns the exit status."""
+def run_script(script: str, arguments: Sequence[str], measure: str | None = None) -> NoReturn:
+    """Runs ``script`` as ``__main__``, and ends the process with it."""
     with failures_end_the_process(_STOCK_REFUSAL):
         check_seams()
         _check_config(arguments)
@@ -35,7 +35,7 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
         run_as_main(script, arguments)
         if measure is not None:
             measurement.write(Path(measure))
-    return 0
+    leave()
 
 
 def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_json: bool, output: TextIO) -> int:

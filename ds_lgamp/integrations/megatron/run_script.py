@@ -4,10 +4,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.ending import failures_end_the_process
+from ds_lgamp.ending import failures_end_the_process, leave
 from ds_lgamp.user_script import find_modules_beside, run_as_main
 
 OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
@@ -30,8 +30,8 @@ def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, rest
 
 
-def run_script(script: str, arguments: Sequence[str], path: str) -> int:
-    """Runs ``script`` as ``__main__`` with the block in the file at ``path`` heeded; returns the exit status."""
+def run_script(script: str, arguments: Sequence[str], path: str) -> NoReturn:
+    """Runs ``script`` as ``__main__`` with the block in the file at ``path`` heeded, and ends the process with it."""
     with failures_end_the_process():
         config = _read(path)
         settings = read_block(config)
@@ -47,7 +47,7 @@ def run_script(script: str, arguments: Sequence[str], path: str) -> int:
 
             install_training(check_file(config, settings))
         run_as_main(script, arguments)
-    return 0
+    leave()
 
 
 def _read(path: str) -> dict[str, Any]:
