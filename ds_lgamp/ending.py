@@ -158,7 +158,7 @@ def _sentence(error: ConfigError) -> str:
     return f"ds_lgamp: {error}\n"
 
 
-def _leave(message: str, status: int) -> None:
+def _leave(message: str, status: int) -> NoReturn:
     sys.stdout.flush()
     # torch's hook, which may have called this module's, collects in memory what others print: leaving would lose it.
     stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
