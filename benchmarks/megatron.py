@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_gpt.py with a block and without: the losses, at every place of tests/megatron/pretraining.py.
+"""Megatron-LM's pretrain_gpt.py with a block and without: the losses, at every place of testing/pretraining.py.
 
 ``MEGATRON_LM_PATH`` names the tree, of the branch core_r0.16.0.
 """
@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.record import OURS, Record, begin
-from tests.megatron.pretraining import (
+from testing.pretraining import (
     EVALUATED_EVERY,
     ITERATIONS,
     PLACES,

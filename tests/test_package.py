@@ -14,7 +14,7 @@ import pytest
 import ds_lgamp
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("ds_lgamp", "benchmarks", "docs", "example_configs", "launch", "tests")
+FOLDERS = ("ds_lgamp", "benchmarks", "docs", "example_configs", "launch", "testing", "tests")
 FILES = ("LICENSE", "NOTICE", "README.md", "pyproject.toml")
 IMPORT_SECONDS = 0.3
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.contenders import Layout
 from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, block_elements, loss_function, micro_batch
-from tests import cpu_shim
+from testing import cpu_shim
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 

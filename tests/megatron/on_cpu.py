@@ -1,4 +1,4 @@
-"""What Megatron-core's layers need on a CPU under DeepSpeed, which must not see a GPU as with tests.cpu_shim."""
+"""What Megatron-core's layers need on a CPU under DeepSpeed, which must not see a GPU as with testing.cpu_shim."""
 
 import contextlib
 

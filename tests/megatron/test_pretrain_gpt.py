@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.pretraining import (
+from testing.pretraining import (
     EVALUATED_EVERY,
     ITERATIONS,
     PLACES,

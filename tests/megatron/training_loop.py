@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.runtime.measure import CollectiveCounter
-from tests import cpu_shim
+from testing import cpu_shim
 
 VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 2, 3
 STOCK = "stock"

@@ -3,8 +3,8 @@
 ``install()`` comes before the first import of megatron. As a program, the module installs the shim and then runs what
 follows as ``python`` would::
 
-    torchrun --standalone --nproc_per_node 2 -m tests.cpu_shim /path/to/pretrain_gpt.py FLAGS
-    torchrun --standalone --nproc_per_node 2 -m tests.cpu_shim -m ds_lgamp run /path/to/pretrain_gpt.py FLAGS
+    torchrun --standalone --nproc_per_node 2 -m testing.cpu_shim /path/to/pretrain_gpt.py FLAGS
+    torchrun --standalone --nproc_per_node 2 -m testing.cpu_shim -m ds_lgamp run /path/to/pretrain_gpt.py FLAGS
 """
 
 import importlib.abc

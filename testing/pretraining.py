@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LAYERS, MICRO_BATCHES = 8, 8
 """The micro-batches are those of all data-parallel ranks."""
 ITERATIONS, EVALUATED_EVERY = 20, 10
@@ -81,7 +81,7 @@ def pretrain(
     """
     script = str(megatron_tree() / script)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    words += ["-m", "tests.cpu_shim", *launcher.split(), script, *f"{model} {TRAINING} {PLATFORM} {flags}".split()]
+    words += ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {TRAINING} {PLATFORM} {flags}".split()]
     environment = {
         **os.environ,
         **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and the run of public code share; no part of the package that is installed."""
