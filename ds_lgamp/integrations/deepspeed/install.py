@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.engine import LgampEngine, finish_engines
 from ds_lgamp.integrations.deepspeed.refusals import refuse_differing_ranks, sentence_of
+from ds_lgamp.integrations.deepspeed.zero_init import gather_partitioned, whole_construction
 from ds_lgamp.integrations.seams import resolve
 
 _registry = resolve("deepspeed.runtime.engine_registry")
@@ -112,6 +113,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     if settings is None:
         log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
         return stock(*positional, **arguments)
+    gather_partitioned(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 
@@ -176,6 +178,7 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
         _undo.callback(_registry.unregister_engine_factory, factory)
     else:
         _replace_engines(pipeline)
+    _replace(PipelineModule, "__init__", whole_construction(PipelineModule.__init__))
     _installed.append(deepspeed.PipelineEngine)
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):

@@ -86,7 +86,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.utils": ("is_model_parallel_parameter", "set_random_seed"),
     "deepspeed.runtime.tensor_parallel.init_utils": ("load_ds_config",),
-    "deepspeed.runtime.zero.partition_parameters": ("GatheredParameters", "ZeroParamStatus"),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "GatheredParameters",
+        "ZeroParamStatus",
+        "restore_init_context",
+        "shutdown_init_context",
+        "top_level_context",
+    ),
+    "deepspeed.runtime.zero.partition_parameters.Init": ("_convert_to_deepspeed_param",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
         "get_fp32_grad_for_param",
         "get_full_hp_param",
