@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from testing.launching import torchrun
+
 LAYERS, MICRO_BATCHES = 8, 8
 """The micro-batches are those of all data-parallel ranks."""
 ITERATIONS, EVALUATED_EVERY = 20, 10
@@ -80,28 +79,9 @@ def pretrain(
     fails or takes longer than ``seconds``.
     """
     script = str(megatron_tree() / script)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    words += ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {TRAINING} {PLATFORM} {flags}".split()]
-    environment = {
-        **os.environ,
-        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        # The tree stays as it is.
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    with tempfile.TemporaryDirectory() as events, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*words, "--tensorboard-dir", events],
-            **{"cwd": ROOT, "env": environment, "stdout": output, "stderr": subprocess.STDOUT},
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            # Ended thus, torchrun ends its ranks.
-            process.terminate()
-            process.wait()
-            status = f"none within {seconds} seconds"
-        output.seek(0)
-        assert status == 0, f"exit status: {status}\n{output.read()}"
+    words = ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {TRAINING} {PLATFORM} {flags}".split()]
+    with tempfile.TemporaryDirectory() as events:
+        torchrun(ranks, [*words, "--tensorboard-dir", events], seconds)
         return _losses(events)
 
 

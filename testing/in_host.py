@@ -1,0 +1,145 @@
+"""What processes of public code under test have beside that code, which stays as it is: DeepSpeed on the CPU, a block in
+every configuration, and a record of losses.
+
+``stand_ins/sitecustomize.py`` calls :func:`prepare` in each of them. Everything is asked for by environment variables:
+
+    LGAMP_BLOCK     JSON: what ``deepspeed.initialize`` finds in the configuration of a PipelineModule beside its own keys
+    LGAMP_LOSSES    a folder; each rank writes the loss of every ``train_batch`` into a file of its own
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+BLOCK, LOSSES = "LGAMP_BLOCK", "LGAMP_LOSSES"
+
+
+def prepare() -> None:
+    """Changes modules as soon as the public code imports them."""
+    sys.meta_path.insert(0, _Changed())
+
+
+class _Changed(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in CHANGES and name not in MADE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None and name in MADE:
+            return importlib.machinery.ModuleSpec(name, _Made(MADE[name]))
+        if spec is not None and name in CHANGES:
+            spec.loader = _Then(spec.loader, CHANGES[name])
+        return spec
+
+
+class _Then(importlib.abc.Loader):
+    """Loads a module and changes it."""
+
+    def __init__(self, loader: Any, change: Callable[[ModuleType], None]) -> None:
+        self.loader, self.change = loader, change
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.change(module)
+
+
+class _Made(importlib.abc.Loader):
+    """A module that is nowhere, of these names."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self.names)
+
+
+def sample_index(sizes: Any, documents: Any, sequence: int, epochs: int, tokens_per_epoch: int) -> Any:
+    """Where every sample begins: the position of its document in ``documents``, and the offset there. A sample begins
+    with the last token of the one before, [samples + 1, 2]."""
+    import numpy
+
+    starts = numpy.arange((epochs * tokens_per_epoch - 1) // sequence + 1, dtype=numpy.int64) * sequence
+    ends = numpy.cumsum(sizes[documents], dtype=numpy.int64)
+    places = numpy.searchsorted(ends, starts, side="right")
+    return numpy.stack([places, starts - (ends - sizes[documents])[places]], axis=1)
+
+
+def _change_deepspeed(deepspeed: ModuleType) -> None:
+    import torch
+
+    # It would compile a collective, fork workers with gloo's threads, and choose a GPU.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
+    construct = loader.__init__
+    loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})
+    torch.cuda.set_device = lambda device: None
+    if BLOCK in os.environ:
+        import ds_lgamp
+
+        ds_lgamp.install()
+    deepspeed.initialize = _initialize(deepspeed.initialize)  # type: ignore[attr-defined]
+
+
+def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def initialize(*positional: Any, **arguments: Any) -> Any:
+        from deepspeed.runtime.pipe.module import PipelineModule
+
+        config = arguments.get("config")
+        if isinstance(config, dict) and isinstance(arguments.get("model"), PipelineModule):
+            arguments["config"] = with_block(config, json.loads(os.environ.get(BLOCK, "{}")))
+        engine, *others = stock(*positional, **arguments)
+        if LOSSES in os.environ:
+            engine.train_batch = _recording(engine.train_batch, engine.global_rank)
+        return engine, *others
+
+    return initialize
+
+
+def with_block(config: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with the keys of ``added`` in each section, and Adam in torch's own version: DeepSpeed would compile
+    its kernels."""
+    merged = dict(config)
+    for key, value in added.items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    optimizer = merged.get("optimizer")
+    if optimizer is not None and optimizer.get("type") in ("Adam", "AdamW"):
+        merged["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True}}
+    return merged
+
+
+def _recording(train_batch: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    @wraps(train_batch)
+    def recorded(*positional: Any, **arguments: Any) -> Any:
+        loss = train_batch(*positional, **arguments)
+        with (Path(os.environ[LOSSES]) / str(rank)).open("a") as file:
+            file.write(f"{float(loss)!r}\n")
+        return loss
+
+    return recorded
+
+
+def _compile_nothing(module: ModuleType) -> None:
+    module.compile_helper = lambda: None  # type: ignore[attr-defined]
+
+
+CHANGES = {"deepspeed": _change_deepspeed, "megatron.data.dataset_utils": _compile_nothing}
+"""What happens to a module after it was imported."""
+MADE = {
+    # Megatron-DeepSpeed would compile it into its tree.
+    "megatron.data.helpers": {"build_sample_idx": sample_index},
+    # It imports this from DeepSpeed, which has it no more.
+    "deepspeed.compression.compress": {"init_compression": None, "redundancy_clean": None},
+}
+"""Modules that are there only if nothing else is of that name, and what they hold."""

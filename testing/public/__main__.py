@@ -1,0 +1,101 @@
+"""``python -m testing.public``: the options, the table, the exit status."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from testing.public import deepspeed_examples, deepspeed_tests, megatron_deepspeed, megatron_lm
+from testing.public.outcome import Case, Outcome, markdown, outcomes, to_json
+
+PACKAGES = ("torch", "deepspeed", "megatron-core")
+
+
+class Part(NamedTuple):
+    """One tree and what is run of it."""
+
+    material: str
+    variable: str
+    """The environment variable that names the tree if no option does."""
+    needed: str
+    """A file by which the tree is known."""
+    cases: Callable[[Path, Path], Iterable[Case]]
+    """Of the tree and a folder to write into."""
+
+
+PARTS = {
+    "deepspeed": Part("DeepSpeed's tests", "DEEPSPEED_PATH", "tests/unit/common.py", deepspeed_tests.cases),
+    "deepspeed-examples": Part(
+        "DeepSpeedExamples' pipeline_parallelism/train.py",
+        "DEEPSPEED_EXAMPLES_PATH",
+        "training/pipeline_parallelism/train.py",
+        deepspeed_examples.cases,
+    ),
+    "megatron-deepspeed": Part(
+        "Megatron-DeepSpeed's pretrain_gpt.py", "MEGATRON_DEEPSPEED_PATH", "pretrain_gpt.py", megatron_deepspeed.cases
+    ),
+    "megatron-lm": Part("Megatron-LM's pretrain_gpt.py", "MEGATRON_LM_PATH", "pretrain_gpt.py", megatron_lm.cases),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs what was asked for; 1 if anything differs or fails, else 0."""
+    options = parse(words)
+    found: list[Outcome] = []
+    for name in options.only or PARTS:
+        for outcome in run_part(name, getattr(options, name.replace("-", "_")), options.matching):
+            print(f"{outcome.material}: {outcome.configuration}: {outcome.result}", file=sys.stderr, flush=True)
+            found.append(outcome)
+    print(markdown(found))
+    if options.json is not None:
+        command = " ".join(["python -m testing.public", *_without_paths(options)])
+        options.json.write_text(to_json(found, command, {package: version(package) for package in PACKAGES}))
+    return int(any(outcome.bad for outcome in found))
+
+
+def run_part(name: str, tree: Path | None, matching: str = "") -> Iterable[Outcome]:
+    """The outcomes of one tree, of the configurations that contain ``matching``."""
+    part = PARTS[name]
+    lack = f"no tree; give --{name} or {part.variable}"
+    if tree is not None and not (tree / part.needed).exists():
+        tree, lack = None, f"the given folder has no {part.needed}"
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [] if tree is None else part.cases(tree, Path(folder))
+        chosen = [case for case in cases if matching in case.configuration]
+        yield from outcomes(part.material, tree, chosen, lack)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m testing.public", description=__doc__)
+    for name, part in PARTS.items():
+        parser.add_argument(
+            f"--{name}",
+            type=Path,
+            metavar="DIR",
+            default=os.environ.get(part.variable) or None,
+            help=f"tree for {part.material}; default: {part.variable}",
+        )
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; default: all")
+    parser.add_argument("--matching", default="", help="only configurations that contain these words")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the outcomes there")
+    options = parser.parse_args(words)
+    for name in PARTS:
+        tree = getattr(options, name.replace("-", "_"))
+        if tree is not None:
+            setattr(options, name.replace("-", "_"), Path(tree).resolve())
+    return options
+
+
+def _without_paths(options: argparse.Namespace) -> list[str]:
+    """The options again, which no page should tie to one machine."""
+    words = [f"--{name} DIR" for name in PARTS if getattr(options, name.replace("-", "_")) is not None]
+    words += ["--only", *options.only] if options.only else []
+    return [*words, *(["--matching", f"'{options.matching}'"] if options.matching else [])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What came of a run of public code, and the table of all."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from docs.blocks import table
+
+BAD = ("differs", "failed")
+"""The first words of results that make the whole run fail."""
+_REFUSAL = re.compile(r"(?:^|\n)(?:\[\w+\]:)?(?:ds_lgamp: |(?:\S+\.)?ConfigError: )(.+)")
+_ERROR = re.compile(r"(?:^|\n)(?:\[\w+\]:)?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Failed)\b.*)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    material: str
+    version: str
+    """The commit of the tree; "unknown" if it is no git checkout."""
+    configuration: str
+    result: str
+    seconds: float
+
+    @property
+    def bad(self) -> bool:
+        return self.result.startswith(BAD)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration to run; ``run`` returns its result, and may raise AssertionError with what a process wrote."""
+
+    configuration: str
+    run: Callable[[], str]
+
+
+def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str) -> Iterable[Outcome]:
+    """Runs ``cases`` on ``tree``, one after the other; without a tree there is one outcome, which says ``lack``."""
+    if tree is None:
+        yield Outcome(material, "", "", f"skipped: {lack}", 0.0)
+        return
+    version = commit_of(tree)
+    for case in cases:
+        start = time.monotonic()
+        try:
+            result = case.run()
+        except AssertionError as error:
+            result = told_by(str(error))
+        yield Outcome(material, version, case.configuration, result, round(time.monotonic() - start, 1))
+
+
+def told_by(output: str) -> str:
+    """The result of a run that ended early with this ``output``."""
+    refusal = _REFUSAL.search(output)
+    if refusal:
+        return f"refused: {refusal[1].strip()}"
+    errors = _ERROR.findall(output)
+    return f"failed: {errors[0].strip() if errors else output.strip().splitlines()[-1]}"
+
+
+def compared(losses: Sequence[float], stock: Sequence[float], tolerance: float = 1e-5) -> str:
+    """Whether two trainings have the same losses, each within the relative ``tolerance``."""
+    if not stock or len(losses) != len(stock):
+        return f"differs: {len(losses)} losses, stock has {len(stock)}"
+    difference = max(abs(own - other) / abs(other) for own, other in zip(losses, stock))
+    # Written so that NaN differs.
+    if not difference <= tolerance:
+        return f"differs: by {difference:.1e}"
+    return f"equal within {difference:.0e}" if difference else "equal"
+
+
+def commit_of(tree: Path) -> str:
+    """The short commit that ``tree`` is checked out at."""
+    found = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+def markdown(found: Iterable[Outcome]) -> str:
+    rows = [
+        [outcome.material, outcome.version, outcome.configuration, outcome.result, f"{outcome.seconds:.0f}"]
+        for outcome in found
+    ]
+    return table(["material", "version", "configuration", "result", "seconds"], rows, numbers_from=4)
+
+
+def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) -> str:
+    """One outcome per line."""
+    lines = ",\n".join(f"  {json.dumps(asdict(outcome))}" for outcome in found)
+    return f'{{"command": {json.dumps(command)},\n"versions": {json.dumps(versions)},\n"outcomes": [\n{lines}\n]}}\n'
