@@ -8,6 +8,7 @@ from benchmarks.record import ROOT
 from docs import policy
 from docs.blocks import with_block
 from docs.versions import versions_table
+from testing.public.outcome import page_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
@@ -39,6 +40,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "saving": tables.saving,
         "gpu": tables.gpu,
     },
+    "docs/compatibility.md": {"public": page_block},
     "docs/megatron.md": {"megatron": tables.megatron},
     "docs/performance.md": {"overhead": tables.overhead},
     "docs/partition.md": {

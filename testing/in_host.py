@@ -1,9 +1,9 @@
-"""What processes of public code under test have beside that code, which stays as it is: DeepSpeed on the CPU, a block in
-every configuration, and a record of losses.
+"""What processes of public code under test have beside that code, which stays as it is: DeepSpeed on the CPU, a block
+in every configuration, and a record of losses.
 
 ``stand_ins/sitecustomize.py`` calls :func:`prepare` in each of them. Everything is asked for by environment variables:
 
-    LGAMP_BLOCK     JSON: what ``deepspeed.initialize`` finds in the configuration of a PipelineModule beside its own keys
+    LGAMP_BLOCK     JSON: what ``deepspeed.initialize`` finds in the configuration of a PipelineModule beside its keys
     LGAMP_LOSSES    a folder; each rank writes the loss of every ``train_batch`` into a file of its own
 """
 

@@ -66,23 +66,33 @@ def megatron_tree() -> Path:
 
 
 def pretrain(
+    ranks: int, flags: str = "", launcher: str = "", script: str = "pretrain_gpt.py", model: str = MODEL
+) -> Losses:
+    """The losses of :func:`trained`; those of evaluations after training are not among them."""
+    scalars = trained(ranks, flags, launcher, script=script, model=model)
+    return Losses(*(scalars.get(tag, {}) for tag in ("lm loss", "lm loss validation")))
+
+
+def trained(
     ranks: int,
     flags: str = "",
     launcher: str = "",
+    training: str = TRAINING,
     seconds: float = 240,
     script: str = "pretrain_gpt.py",
     model: str = MODEL,
-) -> Losses:
-    """Trains on ``ranks`` processes with ``flags`` beside those above.
+) -> dict[str, dict[int, float]]:
+    """Trains on ``ranks`` processes with ``model``, ``training`` and ``flags`` beside those above; returns what
+    TensorBoard gets, by tag and iteration.
 
     ``launcher`` comes before the script, such as "-m ds_lgamp run". Raises AssertionError with the output of a run that
     fails or takes longer than ``seconds``.
     """
     script = str(megatron_tree() / script)
-    words = ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {TRAINING} {PLATFORM} {flags}".split()]
+    words = ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {training} {PLATFORM} {flags}".split()]
     with tempfile.TemporaryDirectory() as events:
         torchrun(ranks, [*words, "--tensorboard-dir", events], seconds)
-        return _losses(events)
+        return _scalars(events)
 
 
 def pretrain_with_block(place: str, flags: str, folder: Path, **block: Any) -> Losses:
@@ -99,13 +109,13 @@ def block_flag(flags: str, folder: Path, **block: Any) -> str:
     return f"--ds-lgamp-config {path}"
 
 
-def _losses(folder: str) -> Losses:
+def _scalars(folder: str) -> dict[str, dict[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(folder)
     events.Reload()
-    losses = Losses({}, {})
-    for tag, by_iteration in zip(("lm loss", "lm loss validation"), losses):
-        for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else ():
-            by_iteration.setdefault(event.step, event.value)
-    return losses
+    scalars: dict[str, dict[int, float]] = {}
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            scalars.setdefault(tag, {}).setdefault(event.step, event.value)
+    return scalars

@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from docs.blocks import table
+from testing.launching import ROOT
+
+RECORDED = ROOT / "benchmarks" / "results" / "public.json"
+"""The run that docs/compatibility.md shows."""
 
 BAD = ("differs", "failed")
 """The first words of results that make the whole run fail."""
@@ -68,10 +72,12 @@ def compared(losses: Sequence[float], stock: Sequence[float], tolerance: float =
     """Whether two trainings have the same losses, each within the relative ``tolerance``."""
     if not stock or len(losses) != len(stock):
         return f"differs: {len(losses)} losses, stock has {len(stock)}"
-    difference = max(abs(own - other) / abs(other) for own, other in zip(losses, stock))
-    # Written so that NaN differs.
-    if not difference <= tolerance:
-        return f"differs: by {difference:.1e}"
+    differences = [abs(own - other) / (abs(other) or 1.0) for own, other in zip(losses, stock)]
+    # Also NaN, which compares as nothing.
+    apart = [difference for difference in differences if not difference <= tolerance]
+    if apart:
+        return f"differs: by {apart[0]:.1e}"
+    difference = max(differences)
     return f"equal within {difference:.0e}" if difference else "equal"
 
 
@@ -93,3 +99,11 @@ def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) ->
     """One outcome per line."""
     lines = ",\n".join(f"  {json.dumps(asdict(outcome))}" for outcome in found)
     return f'{{"command": {json.dumps(command)},\n"versions": {json.dumps(versions)},\n"outcomes": [\n{lines}\n]}}\n'
+
+
+def page_block(path: Path = RECORDED) -> str:
+    """What docs/compatibility.md shows of the recorded run: the command, versions and the table."""
+    recorded = json.loads(path.read_text())
+    versions = ", ".join(f"{package} {version}" for package, version in recorded["versions"].items())
+    rows = markdown(Outcome(**outcome) for outcome in recorded["outcomes"])
+    return f"`{recorded['command']}`, {versions}:\n\n{rows}"

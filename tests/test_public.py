@@ -1,0 +1,220 @@
+"""The runner of public code: what it tells of runs, what it skips, its exit status. No tree is needed."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from importlib.machinery import PathFinder
+from types import SimpleNamespace
+
+import numpy
+import pytest
+
+from testing import in_host
+from testing.launching import ROOT, run
+from testing.public import __main__ as public
+from testing.public.deepspeed_tests import counted
+from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
+from testing.public.outcome import Case, Outcome, compared, markdown, page_block, told_by
+
+
+def part(name, results):
+    """A tree's cases with these results; an AssertionError is raised instead."""
+
+    def run_case(result):
+        if isinstance(result, AssertionError):
+            raise result
+        return result
+
+    def cases(tree, folder):
+        assert folder.is_dir()
+        return [Case(f"configuration {index}", partial(run_case, result)) for index, result in enumerate(results)]
+
+    return public.Part(name, "NO_SUCH_VARIABLE", "script.py", cases)
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Makes the runner have these parts, each with a tree."""
+
+    def choose(**results):
+        for name in results:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "script.py").touch()
+        monkeypatch.setattr(public, "PARTS", {name: part(name, found) for name, found in results.items()})
+        return [word for name in results for word in (f"--{name}", str(tmp_path / name))]
+
+    return choose
+
+
+def test_without_trees_every_part_is_skipped_in_the_table(monkeypatch, capsys):
+    for each in public.PARTS.values():
+        monkeypatch.delenv(each.variable, raising=False)
+    assert public.main([]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == len(public.PARTS) == 4
+    for row, (name, each) in zip(rows, public.PARTS.items(), strict=True):
+        assert f"skipped: no tree; give --{name} or {each.variable}" in row
+
+
+def test_a_folder_that_is_no_such_tree_is_skipped(tmp_path, capsys):
+    assert public.main(["--only", "megatron-lm", "--megatron-lm", str(tmp_path)]) == 0
+    assert "skipped: the given folder has no pretrain_gpt.py" in capsys.readouterr().out
+
+
+def test_an_environment_variable_names_a_tree(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEPSPEED_PATH", str(tmp_path))
+    assert public.parse([]).deepspeed == tmp_path
+    assert public.parse(["--deepspeed", str(tmp_path / "other")]).deepspeed == tmp_path / "other"
+
+
+@pytest.mark.parametrize(
+    ("result", "status"),
+    [
+        ("equal", 0),
+        ("equal within 1e-07", 0),
+        ("passed 3 of 3", 0),
+        ("refused: no", 0),
+        ("differs: by 1.0e-01", 1),
+        ("failed: 1 of 3, test_it", 1),
+        (AssertionError("exit status: 1\nValueError: no\n"), 1),
+        (AssertionError("exit status: 1\nds_lgamp: stage is 4; use another\n"), 0),
+    ],
+)
+def test_the_exit_status_tells_of_what_differs_or_fails(result, status, parts):
+    words = parts(first=["equal", result], second=["equal"])
+    assert public.main(words) == status
+
+
+def test_parts_and_configurations_can_be_chosen(parts, capsys):
+    words = parts(first=["equal", "failed: x"], second=["failed: y"])
+    assert public.main([*words, "--only", "first", "--matching", "configuration 0"]) == 0
+    assert capsys.readouterr().out.count("\n") == 3
+
+
+def test_the_record_is_what_the_page_shows_and_names_no_folder(parts, tmp_path, capsys):
+    words = parts(first=["equal"], second=["refused: a | b"])
+    public.main([*words, "--json", str(tmp_path / "found.json")])
+    table = capsys.readouterr().out.strip()
+    recorded = json.loads((tmp_path / "found.json").read_text())
+    assert [outcome["result"] for outcome in recorded["outcomes"]] == ["equal", "refused: a | b"]
+    assert str(tmp_path) not in (tmp_path / "found.json").read_text()
+    assert recorded["command"] == "python -m testing.public --first DIR --second DIR"
+    assert page_block(tmp_path / "found.json").endswith(f":\n\n{table}")
+    assert "torch " in page_block(tmp_path / "found.json")
+
+
+def test_the_table_has_the_commit_of_a_tree(parts, tmp_path, capsys):
+    words = parts(first=["equal"])
+    assert public.main(words) == 0
+    assert "| first | unknown | configuration 0 | equal |" in capsys.readouterr().out
+    git = ["git", "-C", str(tmp_path / "first"), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    public.main(words)
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert f"| first | {commit} | configuration 0 | equal |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("losses", "stock", "result"),
+    [
+        ([1.0, 0.5], [1.0, 0.5], "equal"),
+        ([1.0, 0.5000001], [1.0, 0.5], "equal within 2e-07"),
+        ([1.0, 0.6], [1.0, 0.5], "differs: by 2.0e-01"),
+        ([1.0, 0.9, 0.8], [1.0, 0.5, 0.2], "differs: by 8.0e-01"),
+        ([1.0, float("nan")], [1.0, 0.5], "differs: by nan"),
+        ([float("nan"), 0.5], [1.0, 0.5], "differs: by nan"),
+        ([1.0], [1.0, 0.5], "differs: 1 losses, stock has 2"),
+        ([], [], "differs: 0 losses, stock has 0"),
+        ([0.0, 1.0], [0.0, 1.0], "equal"),
+    ],
+)
+def test_losses_are_compared(losses, stock, result):
+    assert compared(losses, stock) == result
+
+
+@pytest.mark.parametrize(
+    ("output", "result"),
+    [
+        ("words\nds_lgamp: schedule is 'x'; use another\nmore", "refused: schedule is 'x'; use another"),
+        ("[rank1]:ds_lgamp.config.ConfigError: no; use y", "refused: no; use y"),
+        ("Traceback\n  File\ntorch.x.SomeError: first\nValueError: second", "failed: torch.x.SomeError: first"),
+        ("exit status: none within 3 seconds\nstep 1\n", "failed: step 1"),
+    ],
+)
+def test_the_output_of_an_ended_run_tells_why(output, result):
+    assert told_by(output) == result
+
+
+def report(**numbers):
+    counts = {"tests": 0, "skipped": 0, "failures": 0, "errors": 0, **numbers}
+    attributes = " ".join(f'{name}="{count}"' for name, count in counts.items())
+    cases = '<testcase name="good"/><testcase name="bad"><failure/></testcase>'
+    return f"<testsuites><testsuite {attributes}>{cases}</testsuite></testsuites>"
+
+
+def test_results_of_a_trees_own_tests_are_counted():
+    assert counted(report(tests=10)) == "passed 10 of 10"
+    assert counted(report(tests=10, skipped=2)) == "passed 8 of 8, 2 skipped"
+    assert counted(report(tests=10, failures=1)) == "failed: 1 of 10, bad"
+    assert counted(report(tests=10, errors=1)).startswith("failed: 1 of 10")
+    assert counted(report(tests=2, skipped=2)).startswith("failed: 0 of 0")
+
+
+def test_a_command_that_takes_too_long_is_ended_and_says_so():
+    with pytest.raises(AssertionError, match=r"(?s)exit status: none within 2 seconds.*started"):
+        run([sys.executable, "-c", "print('started', flush=True); import time; time.sleep(60)"], 2)
+
+
+def test_the_block_joins_the_configuration_and_adam_is_torchs():
+    config = {"zero_optimization": {"stage": 0, "x": 1}, "optimizer": {"type": "Adam", "params": {"lr": 1}}}
+    merged = in_host.with_block(config, {"zero_optimization": {"stage": 3}, "ds_lgamp": {}})
+    assert merged["zero_optimization"] == {"stage": 3, "x": 1} and merged["ds_lgamp"] == {}
+    assert merged["optimizer"]["params"] == {"lr": 1, "torch_adam": True}
+    assert config["optimizer"]["params"] == {"lr": 1} and config["zero_optimization"]["stage"] == 0
+
+
+def test_samples_begin_with_the_last_token_of_the_one_before():
+    numbers = numpy.random.default_rng(0)
+    sizes = numbers.integers(1, 9, 20).astype(numpy.int32)
+    documents = numpy.concatenate([numbers.permutation(20), numbers.permutation(20)]).astype(numpy.int32)
+    places = [(place, offset) for place, document in enumerate(documents) for offset in range(sizes[document])]
+    found = in_host.sample_index(sizes, documents, 5, 2, int(sizes.sum()))
+    assert found.tolist() == [list(places[start]) for start in range(0, len(places), 5)]
+
+
+def test_the_text_has_the_size_its_index_says(tmp_path):
+    write_text(tmp_path / "text")
+    tokens = numpy.fromfile(tmp_path / "text.bin", numpy.uint16)
+    assert len(tokens) == DOCUMENTS * TOKENS and tokens.max() < VOCABULARY
+    index = (tmp_path / "text.idx").read_bytes()
+    assert len(index) == 34 + DOCUMENTS * (4 + 8) + 8 * (DOCUMENTS + 1)
+
+
+def test_what_is_there_is_not_replaced(monkeypatch):
+    """The stand-in of a module that the public code lacks."""
+    finder, name = in_host._Changed(), "deepspeed.compression.compress"
+    monkeypatch.setattr(PathFinder, "find_spec", lambda *_: None)
+    made = finder.find_spec(name, None)
+    module = SimpleNamespace()
+    made.loader.exec_module(module)
+    assert module.init_compression is None
+    there = SimpleNamespace(loader=None)
+    monkeypatch.setattr(PathFinder, "find_spec", lambda *_: there)
+    assert finder.find_spec(name, None) is there and there.loader is None
+    assert finder.find_spec("json", None) is None
+
+
+def test_the_stand_ins_are_ahead_of_what_is_installed():
+    code = (
+        "import torchvision, transformers; print(torchvision.__file__, len(torchvision.datasets.FakeData(3, (3,), 2)))"
+    )
+    words = [sys.executable, "-c", code]
+    out = run(words, 100, {"PYTHONPATH": f"{ROOT / 'testing' / 'stand_ins'}:{ROOT}"})
+    assert str(ROOT / "testing" / "stand_ins") in out and out.split()[-1] == "3"
+
+
+def test_an_outcome_is_a_row():
+    table = markdown([Outcome("x", "abc", "P2", "equal", 12.4)])
+    assert table.splitlines()[-1] == "| x | abc | P2 | equal | 12 |"
