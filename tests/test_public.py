@@ -13,7 +13,7 @@ import pytest
 from testing import in_host
 from testing.launching import ROOT, run
 from testing.public import __main__ as public
-from testing.public.deepspeed_tests import counted
+from testing.public.deepspeed_tests import Results, compare, results_in
 from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
 from testing.public.outcome import Case, Outcome, compared, markdown, page_block, told_by
 
@@ -147,19 +147,35 @@ def test_the_output_of_an_ended_run_tells_why(output, result):
     assert told_by(output) == result
 
 
-def report(**numbers):
-    counts = {"tests": 0, "skipped": 0, "failures": 0, "errors": 0, **numbers}
-    attributes = " ".join(f'{name}="{count}"' for name, count in counts.items())
-    cases = '<testcase name="good"/><testcase name="bad"><failure/></testcase>'
-    return f"<testsuites><testsuite {attributes}>{cases}</testsuite></testsuites>"
+REPORT = """<testsuites><testsuite tests="4">
+<testcase classname="a.B" name="good"/><testcase classname="a.C" name="good"/>
+<testcase classname="a.B" name="bad"><failure/></testcase><testcase classname="a.B" name="worse"><error/></testcase>
+<testcase classname="a.B" name="left"><skipped/></testcase></testsuite></testsuites>"""
 
 
-def test_results_of_a_trees_own_tests_are_counted():
-    assert counted(report(tests=10)) == "passed 10 of 10"
-    assert counted(report(tests=10, skipped=2)) == "passed 8 of 8, 2 skipped"
-    assert counted(report(tests=10, failures=1)) == "failed: 1 of 10, bad"
-    assert counted(report(tests=10, errors=1)).startswith("failed: 1 of 10")
-    assert counted(report(tests=2, skipped=2)).startswith("failed: 0 of 0")
+def test_results_of_a_trees_own_tests_are_read():
+    assert results_in(REPORT) == Results({"B.good", "C.good"}, {"B.bad", "B.worse"}, {"B.left"})
+
+
+@pytest.mark.parametrize(
+    ("failed", "without_block", "result"),
+    [
+        (set(), set(), "passed 2 of 2, 1 skipped"),
+        ({"y"}, set(), "failed: 1 of 3, y"),
+        ({"y", "z"}, {"z"}, "failed: 1 of 3, y"),
+        ({"z"}, {"z"}, "passed 2 of 2, 1 skipped, 1 fail without a block, too"),
+    ],
+)
+def test_tests_that_fail_without_a_block_too_do_not_count(failed, without_block, result):
+    def tests(added):
+        assert not added or added["zero_optimization"] == {"stage": 3}
+        return Results({"a", "b"}, failed if added else without_block, {"c"})
+
+    assert compare(tests, 3) == result
+
+
+def test_no_test_at_all_is_a_failure():
+    assert compare(lambda added: Results(set(), set(), {"c"}), 0).startswith("failed: 0 of 0")
 
 
 def test_a_command_that_takes_too_long_is_ended_and_says_so():
@@ -211,7 +227,7 @@ def test_the_stand_ins_are_ahead_of_what_is_installed():
         "import torchvision, transformers; print(torchvision.__file__, len(torchvision.datasets.FakeData(3, (3,), 2)))"
     )
     words = [sys.executable, "-c", code]
-    out = run(words, 100, {"PYTHONPATH": f"{ROOT / 'testing' / 'stand_ins'}:{ROOT}"})
+    out = run(words, 300, {"PYTHONPATH": f"{ROOT / 'testing' / 'stand_ins'}:{ROOT}"})
     assert str(ROOT / "testing" / "stand_ins") in out and out.split()[-1] == "3"
 
 
