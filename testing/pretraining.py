@@ -68,7 +68,7 @@ def megatron_tree() -> Path:
 def pretrain(
     ranks: int, flags: str = "", launcher: str = "", script: str = "pretrain_gpt.py", model: str = MODEL
 ) -> Losses:
-    """The losses of :func:`trained`; those of evaluations after training are not among them."""
+    """The losses of :func:`trained`."""
     scalars = trained(ranks, flags, launcher, script=script, model=model)
     return Losses(*(scalars.get(tag, {}) for tag in ("lm loss", "lm loss validation")))
 

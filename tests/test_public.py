@@ -15,7 +15,7 @@ from testing.launching import ROOT, run
 from testing.public import __main__ as public
 from testing.public.deepspeed_tests import Results, compare, results_in
 from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
-from testing.public.outcome import Case, Outcome, compared, markdown, page_block, told_by
+from testing.public.outcome import Case, Outcome, compared, markdown, page_block, told_by, without_block
 
 
 def part(name, results):
@@ -102,6 +102,7 @@ def test_the_record_is_what_the_page_shows_and_names_no_folder(parts, tmp_path, 
     assert recorded["command"] == "python -m testing.public --first DIR --second DIR"
     assert page_block(tmp_path / "found.json").endswith(f":\n\n{table}")
     assert "torch " in page_block(tmp_path / "found.json")
+    assert page_block(ROOT / "benchmarks" / "none.json").endswith("testing.public --json benchmarks/none.json`.")
 
 
 def test_the_table_has_the_commit_of_a_tree(parts, tmp_path, capsys):
@@ -134,12 +135,28 @@ def test_losses_are_compared(losses, stock, result):
     assert compared(losses, stock) == result
 
 
+def test_a_run_without_a_block_that_fails_says_so():
+    def fail():
+        raise AssertionError("exit status: 1\nValueError: y")
+
+    assert without_block(lambda: [1.0]) == [1.0]
+    with pytest.raises(AssertionError) as caught:
+        without_block(fail)
+    assert told_by(str(caught.value)) == "failed: without a block: ValueError: y"
+
+
 @pytest.mark.parametrize(
     ("output", "result"),
     [
         ("words\nds_lgamp: schedule is 'x'; use another\nmore", "refused: schedule is 'x'; use another"),
         ("[rank1]:ds_lgamp.config.ConfigError: no; use y", "refused: no; use y"),
         ("Traceback\n  File\ntorch.x.SomeError: first\nValueError: second", "failed: torch.x.SomeError: first"),
+        (
+            "[rank0]: AssertionError: mine\ntorch.distributed.elastic.x.ChildFailedError: \n",
+            "failed: AssertionError: mine",
+        ),
+        ("torch.distributed.elastic.x.ChildFailedError:\nlast", "failed: last"),
+        ("without a block: x\nValueError: y", "failed: without a block: ValueError: y"),
         ("exit status: none within 3 seconds\nstep 1\n", "failed: step 1"),
     ],
 )

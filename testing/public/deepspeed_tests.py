@@ -14,7 +14,7 @@ from testing.launching import run
 from testing.public.deepspeed_scripts import host_environment
 from testing.public.outcome import Case
 
-PIPE, MODULE, CHECKPOINT = "runtime/pipe", "pipe/test_pipe_module.py", "checkpoint/test_pipeline.py"
+PIPE, MODULE, CHECKPOINT = "runtime/pipe/test_pipe.py", "pipe/test_pipe_module.py", "checkpoint/test_pipeline.py"
 MOST_RANKS = 4
 CHUNKS = {"layers_per_chunk": 2, "placement": "modular"}
 
@@ -47,7 +47,7 @@ def compare(tests: Callable[[dict[str, Any]], Results], stage: int) -> str:
     return f"passed {total} of {total}{''.join(notes)}"
 
 
-def run_tests(tree: Path, tests: str, added: dict[str, Any], seconds: float = 900) -> Results:
+def run_tests(tree: Path, tests: str, added: dict[str, Any], seconds: float = 1800) -> Results:
     """Runs ``tests`` with ``added`` in their configurations."""
     with tempfile.TemporaryDirectory() as folder:
         # Its conftest would put a DeepSpeed beside it ahead of the installed one.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from testing.public.deepspeed_scripts import losses_of
-from testing.public.outcome import Case, compared
+from testing.public.outcome import Case, compared, without_block
 
 VOCABULARY, DOCUMENTS, TOKENS = 1023, 64, 256
 RANKS, STEPS = 4, 6
@@ -44,7 +44,7 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
         return losses_of(tree / "pretrain_gpt.py", RANKS, words, config)
 
     def compare(flags: str, stage: int) -> str:
-        alone = stock(flags)
+        alone = without_block(partial(stock, flags))
         return compared(train(flags, stage, {"ds_lgamp": BLOCK}), alone)
 
     stock = cache(lambda flags: train(flags, 1, {}))

@@ -2,19 +2,20 @@
 
 import json
 import os
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from testing.pretraining import DISTRIBUTED_OPTIMIZER, MICRO_BATCHES, PIPELINE, trained
-from testing.public.outcome import Case, compared
+from testing.public.outcome import Case, compared, without_block
 
 TRAINING = """
     --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-eps 1e-4
     --log-interval 1 --eval-interval 100 --eval-iters 1
 """
 LENGTH = "--train-iters 8"
+CHUNKS = 4
 TAGS = ("lm loss", "grad-norm")
 TOLERANCE = 1e-5
 LLAMA = (
@@ -29,22 +30,19 @@ class Flags(NamedTuple):
     ranks: int
     flags: str
     stage: int = 0
-    chunks: int = 4
     length: str = LENGTH
+    interleaved: bool = True
+    """Whether stock has the block's chunks, so that its weights are drawn alike; else both load a checkpoint."""
 
     @property
     def stock_chunks(self) -> str:
-        """Stock's interleaved schedule with the chunks of the block, whose weights are then drawn alike."""
-        if self.chunks == 1:
+        if not self.interleaved:
             return ""
+        micro_batches = MICRO_BATCHES * 2 // self.ranks
         return (
-            f"--num-virtual-stages-per-pipeline-rank {self.chunks} "
-            f"--microbatch-group-size-per-virtual-pipeline-stage {MICRO_BATCHES // self.data_ranks}"
+            f"--num-virtual-stages-per-pipeline-rank {CHUNKS} "
+            f"--microbatch-group-size-per-virtual-pipeline-stage {micro_batches}"
         )
-
-    @property
-    def data_ranks(self) -> int:
-        return self.ranks // 2
 
 
 SETS = {
@@ -53,30 +51,36 @@ SETS = {
     "P2 x W4, two instances of the distributed optimizer": Flags(
         8, f"{DISTRIBUTED_OPTIMIZER} --num-distributed-optimizer-instances 2", 1
     ),
-    "P2, iterations to skip": Flags(2, "--iterations-to-skip 3 5"),
+    "P2, iterations to skip": Flags(2, "--iterations-to-skip 3 5", interleaved=False),
     "P2, rope, SwiGLU, RMSNorm, grouped queries": Flags(2, LLAMA),
     "P2, full recomputation": Flags(
         2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
-    "P2, ramp-up of the batch": Flags(2, "--rampup-batch-size 4 4 32", chunks=1, length="--train-samples 96"),
+    "P2, ramp-up of the batch": Flags(2, "--rampup-batch-size 4 4 32", length="--train-samples 96", interleaved=False),
 }
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
     """Each set of flags on two pipeline ranks, from the same weights: losses and norms of gradients."""
     os.environ["MEGATRON_LM_PATH"] = str(tree)
+    weights = folder / "weights"
+
+    @cache
+    def start() -> str:
+        saving = f"--save {weights} --save-interval 1 --exit-interval 1"
+        without_block(partial(trained, 1, saving, training=f"{TRAINING} {LENGTH}"))
+        return f"--load {weights} --finetune"
+
     for number, (name, flags) in enumerate(SETS.items()):
-        yield Case(name, partial(compare, flags, folder / f"{number}.json"))
+        yield Case(name, partial(compare, flags, folder / f"{number}.json", start))
 
 
-def compare(flags: Flags, path: Path) -> str:
+def compare(flags: Flags, path: Path, start: Callable[[], str]) -> str:
     """Trains without a block and with one, whose file is ``path``."""
-    path.write_text(
-        json.dumps({"zero_optimization": {"stage": flags.stage}, "ds_lgamp": {"chunks_per_rank": flags.chunks}})
-    )
-    common = f"{PIPELINE} {flags.flags}"
+    path.write_text(json.dumps({"zero_optimization": {"stage": flags.stage}, "ds_lgamp": {"chunks_per_rank": CHUNKS}}))
+    common = f"{PIPELINE} {flags.flags} {'' if flags.interleaved else start()}"
     training = f"{TRAINING} {flags.length}"
-    stock = trained(flags.ranks, f"{common} {flags.stock_chunks}", training=training)
+    stock = without_block(partial(trained, flags.ranks, f"{common} {flags.stock_chunks}", training=training))
     ours = trained(flags.ranks, f"{common} --ds-lgamp-config {path}", "-m ds_lgamp run", training)
     found = {tag: compared(list(ours[tag].values()), list(stock[tag].values()), TOLERANCE) for tag in TAGS}
     return next((f"{text} ({tag})" for tag, text in found.items() if text.startswith("differs")), found[TAGS[0]])

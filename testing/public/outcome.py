@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from docs.blocks import table
 from testing.launching import ROOT
@@ -14,10 +15,15 @@ from testing.launching import ROOT
 RECORDED = ROOT / "benchmarks" / "results" / "public.json"
 """The run that docs/compatibility.md shows."""
 
+T = TypeVar("T")
 BAD = ("differs", "failed")
 """The first words of results that make the whole run fail."""
-_REFUSAL = re.compile(r"(?:^|\n)(?:\[\w+\]:)?(?:ds_lgamp: |(?:\S+\.)?ConfigError: )(.+)")
-_ERROR = re.compile(r"(?:^|\n)(?:\[\w+\]:)?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Failed)\b.*)")
+WITHOUT_BLOCK = "without a block: "
+_REFUSAL = re.compile(r"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(.+)", re.MULTILINE)
+# Not that of torchrun, which says that a rank has failed.
+_ERROR = re.compile(
+    r"^(?:\[\w+\]: ?)?((?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b.*)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,20 @@ def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str)
 
 def told_by(output: str) -> str:
     """The result of a run that ended early with this ``output``."""
+    whose = WITHOUT_BLOCK if output.startswith(WITHOUT_BLOCK) else ""
     refusal = _REFUSAL.search(output)
     if refusal:
-        return f"refused: {refusal[1].strip()}"
+        return f"refused: {whose}{refusal[1].strip()}"
     errors = _ERROR.findall(output)
-    return f"failed: {errors[0].strip() if errors else output.strip().splitlines()[-1]}"
+    return f"failed: {whose}{errors[0].strip() if errors else output.strip().splitlines()[-1]}"
+
+
+def without_block(train: Callable[[], T]) -> T:
+    """What ``train`` returns; if it fails, the result will say that there was no block."""
+    try:
+        return train()
+    except AssertionError as error:
+        raise AssertionError(f"{WITHOUT_BLOCK}{error}") from None
 
 
 def compared(losses: Sequence[float], stock: Sequence[float], tolerance: float = 1e-5) -> str:
@@ -103,6 +118,8 @@ def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) ->
 
 def page_block(path: Path = RECORDED) -> str:
     """What docs/compatibility.md shows of the recorded run: the command, versions and the table."""
+    if not path.exists():
+        return f"Not recorded yet: `python -m testing.public --json {path.relative_to(ROOT)}`."
     recorded = json.loads(path.read_text())
     versions = ", ".join(f"{package} {version}" for package, version in recorded["versions"].items())
     rows = markdown(Outcome(**outcome) for outcome in recorded["outcomes"])
