@@ -19,7 +19,7 @@ CHUNKS = 4
 TAGS = ("lm loss", "grad-norm")
 TOLERANCE = 1e-5
 LLAMA = (
-    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --no-rope-fusion --swiglu --normalization RMSNorm --disable-bias-linear "
     "--group-query-attention --num-query-groups 2"
 )
 
