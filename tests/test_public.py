@@ -193,6 +193,8 @@ def test_tests_that_fail_without_a_block_too_do_not_count(failed, without_block,
 
 def test_no_test_at_all_is_a_failure():
     assert compare(lambda added: Results(set(), set(), {"c"}), 0).startswith("failed: 0 of 0")
+    alike = Results(set(), {"a", "b"}, set())
+    assert compare(lambda added: alike, 0) == "skipped: 2 of 2 fail without a block, too"
 
 
 def test_a_command_that_takes_too_long_is_ended_and_says_so():
