@@ -203,9 +203,14 @@ def test_a_command_that_takes_too_long_is_ended_and_says_so():
 
 
 def test_the_block_joins_the_configuration_and_adam_is_torchs():
-    config = {"zero_optimization": {"stage": 0, "x": 1}, "optimizer": {"type": "Adam", "params": {"lr": 1}}}
+    config = {
+        "grandient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 0, "x": 1},
+        "optimizer": {"type": "Adam", "params": {"lr": 1}},
+    }
     merged = in_host.with_block(config, {"zero_optimization": {"stage": 3}, "ds_lgamp": {}})
     assert merged["zero_optimization"] == {"stage": 3, "x": 1} and merged["ds_lgamp"] == {}
+    assert merged.keys() == {"zero_optimization", "optimizer", "ds_lgamp"}
     assert merged["optimizer"]["params"] == {"lr": 1, "torch_adam": True}
     assert config["optimizer"]["params"] == {"lr": 1} and config["zero_optimization"]["stage"] == 0
 

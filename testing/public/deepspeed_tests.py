@@ -16,7 +16,7 @@ from testing.public.outcome import Case
 
 PIPE, MODULE, CHECKPOINT = "runtime/pipe/test_pipe.py", "pipe/test_pipe_module.py", "checkpoint/test_pipeline.py"
 MOST_RANKS = 4
-CHUNKS = {"layers_per_chunk": 2, "placement": "modular"}
+CHUNKS = {"layers_per_chunk": 1, "placement": "modular"}
 
 
 class Results(NamedTuple):
