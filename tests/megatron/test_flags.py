@@ -15,7 +15,7 @@ import torch
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.flags import FLAGS, TOGETHER, Treatment, option_of, refuse_flags, refuse_together
 from ds_lgamp.runtime.executor import ActionError
-from tests.megatron.pretraining import megatron_tree
+from testing.pretraining import megatron_tree
 from tests.megatron.training_loop import STOCK, Place, Training, prepare_process, train_all
 from tests.ranks import run_on_ranks
 

@@ -154,7 +154,7 @@ def test_the_command_of_the_page_trains(tmp_path):
     (command,) = re.findall(r"```bash\n(cat > ds_config.json.*?)```", page, re.DOTALL)
     command = command.replace("Megatron-LM/pretrain_gpt.py", str(megatron_tree() / "pretrain_gpt.py"))
     command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
-    command = command.replace("-m ds_lgamp", "-m tests.cpu_shim -m ds_lgamp").rstrip() + " --distributed-backend gloo"
+    command = command.replace("-m ds_lgamp", "-m testing.cpu_shim -m ds_lgamp").rstrip() + " --distributed-backend gloo"
     environment = {
         **os.environ,
         **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"},

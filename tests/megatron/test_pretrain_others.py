@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.megatron.pretraining import LAYERS, MICRO_BATCHES, block_flag, megatron_tree, pretrain
+from testing.pretraining import LAYERS, MICRO_BATCHES, block_flag, megatron_tree, pretrain
 from tests.megatron.training_loop import prepare_process
 from tests.ranks import run_on_ranks
 
