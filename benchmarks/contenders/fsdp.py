@@ -54,7 +54,9 @@ class Accumulation:
 
 
 def is_gathered(block: nn.Module) -> bool:
-    """Whether a ``fully_shard`` group holds its full parameters, or memory for those on their way."""
+    """Whether the full parameters are there, or memory for those on their way; always where nothing is sharded."""
+    if not isinstance(block, FSDPModule):
+        return True
     group = block._get_fsdp_state()._fsdp_param_group
     outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
     return group._all_gather_result is not None or any(output.untyped_storage().size() > 0 for output in outputs)
