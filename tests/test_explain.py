@@ -233,7 +233,7 @@ def test_the_example_is_explained(explained):
     assert [rank["traffic"]["gathers"] for rank in facts["ranks"]] == [4, 4]
     assert [rank["traffic"]["reduces"] for rank in facts["ranks"]] == [3, 3]
     assert facts["micro_batch_outer_gathers"] == 2 * 3 * 4
-    assert [rank["memory"]["stored_activations"] for rank in facts["ranks"]] == [12, 12]
+    assert [rank["memory"]["stored_activations"] for rank in facts["ranks"]] == [11, 9]
 
 
 def test_text_is_for_people_and_nothing_but_the_explanation(explained):

@@ -250,8 +250,10 @@ def test_tensor_parallel_ranks_drop_alike_where_they_compute_the_same_and_only_t
     for name, states in first.items():
         same = [one == other for one, other in zip(states, second[name], strict=True)]
         assert all(same) if name == "dropout" and not place.sequence_parallel else not any(same)
-        visits = 2 if place.recompute == "full" else 1
-        assert len(states) == visits * len(set(states)), "drawn once each, and again when recomputed"
+        # The last chunk, with one layer, is not recomputed.
+        draws_of_a_layer = {"scaled_dot_product_attention": 1, "dropout": 2}[name] * 2 * MICRO_BATCHES
+        again = len(set(states)) - draws_of_a_layer if place.recompute == "full" else 0
+        assert len(states) == len(set(states)) + again, "drawn once each, and again when recomputed"
 
 
 @pytest.mark.parametrize("place", [place for place in DROPPING if place.recompute == "full"], ids=tag_of)
