@@ -362,6 +362,7 @@ def test_layers_that_offer_it_recompute_selectively(two_ranks):
 
 
 def test_the_context_leaves_nothing_behind():
+    ds_lgamp.install()
     construct, names = PipelineModule.__init__, set(vars(LayerSpec(nn.Linear, 6, 6)))
     with pytest.raises(ZeroDivisionError), ds_lgamp.deferred_init():
         assert PipelineModule.__init__ is not construct

@@ -178,7 +178,6 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
         _undo.callback(_registry.unregister_engine_factory, factory)
     else:
         _replace_engines(pipeline)
-    _replace(PipelineModule, "__init__", whole_construction(PipelineModule.__init__))
     _installed.append(deepspeed.PipelineEngine)
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
@@ -198,6 +197,7 @@ def _replace_engines(pipeline: Callable[..., Any]) -> None:
     for name, instantiate in instantiations.items():
         _replace(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate))
     _replace(PipelineModule, _stock_partition_layers.__name__, _partition_layers)
+    _replace(PipelineModule, "__init__", whole_construction(PipelineModule.__init__))
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
