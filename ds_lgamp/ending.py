@@ -27,7 +27,7 @@ _PATIENCE = 10.0
 
 def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
     """From now on, a rank that fails leaves at once, so that the launcher ends the job; and one that is done calls
-    ``finish``, which waits for its collectives, and ends without an abort. ``undo`` takes both back."""
+    ``finish``, which waits for its collectives, and most likely ends without an abort. ``undo`` takes both back."""
 
     def end() -> None:
         finish()
