@@ -9,6 +9,7 @@ NAMES = (
     "overlap",
     "network",
     "training",
+    "gathers",
     "overhead",
     "growth",
     "checkpoint",

@@ -1,69 +1,71 @@
-"""What gathers behind the step cost against deferred ones at ZeRO stages 1 and 2: ``python -m benchmarks.gathers``.
+"""What gathers behind the step cost against deferred ones at ZeRO stages 1 and 2: ``python -m benchmarks run gathers``.
 
 Whole training steps of a small GPT, on loopback and on a slow network. Each mode in its turn makes some steps without a
 pause, and what counts is the time from the end of its first to the end of its last: single steps would leave gathers
-behind them to run unseen. Prints a table, writes no file.
+behind them to run unseen.
 """
 
 import gc
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from statistics import median
 
-from benchmarks.__main__ import others_on_stderr
 from benchmarks.contenders import Layout
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
+from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.training import LOOPBACK, MICRO_BATCHES, SECONDS, SLOW, SLOW_RATE, SMALL, keep_memory
 from benchmarks.virtual.steps import begin_together
-from docs.blocks import table
 from tests.engine.running import prepare_rank
 from tests.ranks import run_on_ranks
 
+NAME = "gathers"
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
 STAGES = (1, 2)
 STEPS = 6
 """In a turn, the first included, which does not count."""
-TURNS = 5
-MODES = {"behind the step": False, "deferred": True}
+MODES = {f"{OURS}, gathers behind the step": False, f"{OURS}, gathers deferred": True}
+RATIO = "behind the step / deferred"
+
+Found = dict[tuple[int, str], list[float]]
+"""By stage and mode, the seconds of a step in every turn that counts."""
 
 
-def main() -> None:
-    # gloo and the CPU, whatever the machine has.
-    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    rows: list[list[str]] = []
-    for grid in LAYOUTS:
+def run(layouts: Sequence[tuple[int, int]] = LAYOUTS, turns: int = REPETITIONS, steps: int = STEPS) -> Record:
+    """Measures every layout on loopback, then on the slow network."""
+    record = begin(NAME)
+    for grid in layouts:
         layout = Layout(*grid, SMALL)
-        with others_on_stderr():
-            rows += compare(layout, LOOPBACK)
-            try:
-                with throttled_network(grid[0] * grid[1], SLOW_RATE) as network:
-                    rows += compare(layout, SLOW, network.enter)
-            except NetworkUnavailable as reason:
-                rows.append([f"{grid[0]} x {grid[1]}", f"{SLOW}: {reason}", *[""] * 5])
-    header = ["P x W", "link", "stage", "behind the step, s", "spread", "deferred, s", "spread", "ratio"]
-    print(table(header, rows, numbers_from=2))
+        enter(record, layout, LOOPBACK, measure(layout, turns, steps))
+        try:
+            with throttled_network(grid[0] * grid[1], SLOW_RATE) as network:
+                enter(record, layout, SLOW, measure(layout, turns, steps, network.enter))
+        except NetworkUnavailable as reason:
+            record.lack_network(f"nothing measured at {SLOW}", reason)
+    return record
 
 
-def compare(layout: Layout, link: str, enter: Callable[[int], None] | None = None) -> list[list[str]]:
-    """A row for every stage: median and spread of the seconds of a step in both modes, and their ratio."""
+def measure(layout: Layout, turns: int, steps: int, enter_network: Callable[[int], None] | None = None) -> Found:
+    """The seconds of a step on the slowest rank."""
     ranks = layout.pipeline_ranks * layout.data_ranks
-    found = run_on_ranks(ranks, _train_on_rank, layout, before_init=enter, seconds=SECONDS)
-    rows = []
+    found = run_on_ranks(ranks, _train_on_rank, layout, turns, steps, before_init=enter_network, seconds=SECONDS)
+    return {key: [max(turn) for turn in zip(*(rank[key] for rank in found))] for key in found[0]}
+
+
+def enter(record: Record, layout: Layout, link: str, found: Found) -> None:
+    """Both modes' rows of one layout at one link, and their ratio."""
     for stage in STAGES:
-        own, deferred = ([max(turn) for turn in zip(*(rank[stage, mode] for rank in found))] for mode in MODES)
-        seconds = [f"{value:.4f}" for each in (own, deferred) for value in (median(each), max(each) - min(each))]
-        ratio = f"{median(own) / median(deferred):.3f}"
-        rows.append([f"{layout.pipeline_ranks} x {layout.data_ranks}", link, f"{stage}", *seconds, ratio])
-    return rows
+        config = {**layout.config(MICRO_BATCHES), "link": link, "zero_stage": stage}
+        for mode in MODES:
+            record.add(mode, config, "step", found[stage, mode], "s")
+        behind, deferred = (median(found[stage, mode]) for mode in MODES)
+        record.add(OURS, config, RATIO, [behind / deferred], "ratio")
 
 
-def _train_on_rank(layout: Layout) -> dict[tuple[int, str], list[float]]:
-    """By stage and mode, the seconds of a step in every turn but the first."""
+def _train_on_rank(layout: Layout, turns: int, steps: int) -> Found:
     prepare_rank()
     keep_memory()
     build = partial(Layered, layout, resident_chunks=2)
@@ -72,19 +74,15 @@ def _train_on_rank(layout: Layout) -> dict[tuple[int, str], list[float]]:
     }
     gc.collect()
     gc.freeze()
-    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in trainings}
-    for turn in range(1 + TURNS):
+    seconds: Found = {key: [] for key in trainings}
+    for turn in range(1 + turns):
         for key, training in trainings.items():
             begin_together()
-            for step in range(STEPS):
-                training.step(turn * STEPS + step, MICRO_BATCHES)
+            for step in range(steps):
+                training.step(turn * steps + step, MICRO_BATCHES)
                 if step == 0:
                     start = time.monotonic()
-            seconds[key].append((time.monotonic() - start) / (STEPS - 1))
+            seconds[key].append((time.monotonic() - start) / (steps - 1))
             # Nothing of this one runs in the next one's turn.
             training.engine.optimizer.partition.finish_gathers()
     return {key: each[1:] for key, each in seconds.items()}
-
-
-if __name__ == "__main__":
-    main()

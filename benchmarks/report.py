@@ -33,6 +33,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "training-small": partial(tables.training, "small", "loopback"),
         "training-wide": partial(tables.training, "wide", "loopback"),
         "training-slow": partial(tables.training, "small", "200 Mbit/s"),
+        "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},
         "launch": tables.launch,

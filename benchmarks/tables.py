@@ -162,6 +162,23 @@ def training(width: str, link: str) -> str:
     return table(["P x W", "parameters", "", *columns.values()], lines, numbers_from=3)
 
 
+def gathers() -> str:
+    """Seconds of a step with gathers behind it and with deferred ones, in every layout at every link."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read("gathers").rows:
+        layout = "{pipeline_ranks} x {data_ranks}".format(**row.config)
+        setting = layout, str(row.config["link"]), str(row.config["zero_stage"])
+        found.setdefault(setting, {})[row.contender] = row
+    lines = [
+        [
+            *setting,
+            *(f"{row.median:.3f}" + (f" ± {row.spread / 2:.3f}" if row.unit == "s" else "") for row in rows.values()),
+        ]
+        for setting, rows in found.items()
+    ]
+    return table(["P x W", "link", "stage", "behind the step, s", "deferred, s", "ratio"], lines, numbers_from=2)
+
+
 def overhead() -> str:
     """Every row of the record."""
     return table(
