@@ -9,6 +9,7 @@ NAMES = (
     "overlap",
     "network",
     "training",
+    "training_slow",
     "gathers",
     "overhead",
     "growth",

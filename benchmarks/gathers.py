@@ -16,7 +16,8 @@ from benchmarks.contenders import Layout
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Record, begin
-from benchmarks.training import LOOPBACK, MICRO_BATCHES, SECONDS, SLOW, SLOW_RATE, SMALL, keep_memory
+from benchmarks.training import LOOPBACK, MICRO_BATCHES, SECONDS, SMALL, keep_memory
+from benchmarks.training_slow import SLOW, SLOW_RATE
 from benchmarks.virtual.steps import begin_together
 from tests.engine.running import prepare_rank
 from tests.ranks import run_on_ranks

@@ -14,7 +14,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "quickstart": tables.quickstart,
         "peers": tables.peers,
-        "training-slow": partial(tables.training, "small", "200 Mbit/s"),
+        "training-slow": partial(tables.training, "training_slow", "small"),
         "versions": versions_table,
     },
     "docs/benchmarks.md": {
@@ -30,9 +30,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "latency": tables.latency,
         "overlap": tables.overlap,
         "network": tables.network,
-        "training-small": partial(tables.training, "small", "loopback"),
-        "training-wide": partial(tables.training, "wide", "loopback"),
-        "training-slow": partial(tables.training, "small", "200 Mbit/s"),
+        "training-small": partial(tables.training, "training", "small"),
+        "training-wide": partial(tables.training, "training", "wide"),
+        "training-slow": partial(tables.training, "training_slow", "small"),
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

@@ -144,10 +144,10 @@ def network() -> str:
     return table(columns, lines, numbers_from=3)
 
 
-def training(width: str, link: str) -> str:
-    """Seconds of a step and CPU seconds of all ranks, of every contender at one link, of the ``small`` or the ``wide``
-    model: with recomputation and, where it was measured, without."""
-    rows = [row for row in read("training").rows if row.config["link"] == link and row.unit == "s"]
+def training(name: str, width: str) -> str:
+    """Seconds of a step and CPU seconds of all ranks, of every contender in the record ``name``, of the ``small`` or
+    the ``wide`` model: with recomputation and, where it was measured, without."""
+    rows = [row for row in read(name).rows if row.unit == "s"]
     widths = sorted({row.config["width"] for row in rows})
     rows = [row for row in rows if row.config["width"] == widths[{"small": 0, "wide": -1}[width]]]
     kinds = list(dict.fromkeys(row.config["recompute"] for row in rows))

@@ -1,4 +1,4 @@
-"""Whole training steps of small GPTs against the clock: ``python -m benchmarks run training``.
+"""Whole training steps of small GPTs on loopback, against the clock: ``python -m benchmarks run training``.
 
 Everybody trains the same model on real ranks, one after the other in every round. Beside the seconds of a step stand
 the CPU seconds of all ranks together: where there are more ranks than cores, those are what a contender costs. The
@@ -16,7 +16,6 @@ from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.field import BARE, in_training
 from benchmarks.counting import check_losses
 from benchmarks.model import ModelSize, reference_losses
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual.steps import begin_together
 from tests.engine.running import prepare_rank
@@ -28,8 +27,6 @@ WIDE = SMALL._replace(width=4 * SMALL.width)
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 """Pipeline ranks and data-parallel ranks."""
 MICRO_BATCHES = 8
-SLOW_LAYOUTS = ((1, 2), (2, 2))
-SLOW_RATE, SLOW = "200mbit", "200 Mbit/s"
 LOOPBACK = "loopback"
 RECOMPUTE = {True: "full", False: "none"}
 SMALL_REPETITIONS = 11
@@ -72,15 +69,14 @@ def run(
     small: ModelSize = SMALL,
     wide: ModelSize = WIDE,
     layouts: Sequence[tuple[int, int]] = LAYOUTS,
-    slow_layouts: Sequence[tuple[int, int]] = SLOW_LAYOUTS,
     micro_batches: int = MICRO_BATCHES,
     repetitions: int = REPETITIONS,
     small_repetitions: int = SMALL_REPETITIONS,
 ) -> Record:
-    """Measures every layout on loopback, with and without recomputation, then those of the slow network.
+    """Measures every layout, with and without recomputation.
 
     Args:
-        small_repetitions: those of the small model on loopback.
+        small_repetitions: those of the small model.
     """
     record = begin(NAME)
     for pipeline_ranks, data_ranks in layouts:
@@ -99,16 +95,6 @@ def run(
         groups = compete(closest, layout, micro_batches, repetitions)
         enter(record, layout, micro_batches, True, LOOPBACK, groups)
         aim(record, layout, LOOPBACK, [groups])
-    for pipeline_ranks, data_ranks in slow_layouts:
-        layout = Layout(pipeline_ranks, data_ranks, small)
-        try:
-            with throttled_network(pipeline_ranks * data_ranks, SLOW_RATE) as network:
-                groups = compete(in_training(layout, True), layout, micro_batches, repetitions, network.enter)
-        except NetworkUnavailable as reason:
-            record.lack_network(f"nothing measured at {SLOW}", reason)
-            break
-        enter(record, layout, micro_batches, True, SLOW, groups)
-        aim(record, layout, SLOW, [groups])
     return record
 
 

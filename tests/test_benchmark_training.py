@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from benchmarks import training
+from benchmarks import training, training_slow
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.field import BARE, KEPT, SHARDED, in_training
@@ -87,24 +87,12 @@ def competitions(monkeypatch):
             for held, contenders in groups.items()
         }
 
-    def no_network(nodes, rate):
-        raise NetworkUnavailable(f"{nodes} nodes are too many")
-
     monkeypatch.setattr(training, "compete", pretend)
-    monkeypatch.setattr(training, "throttled_network", no_network)
     return asked
 
 
-def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(competitions, capsys):
-    record = run(
-        TINY,
-        WIDE,
-        layouts=((1, 1),),
-        slow_layouts=((1, 2),),
-        micro_batches=MICRO_BATCHES,
-        repetitions=2,
-        small_repetitions=3,
-    )
+def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(competitions):
+    record = run(TINY, WIDE, layouts=((1, 1),), micro_batches=MICRO_BATCHES, repetitions=2, small_repetitions=3)
     sizes, rounds, groups = zip(*competitions)
     assert sizes == (TINY, TINY, WIDE)
     assert rounds == (3, 3, 2)
@@ -114,6 +102,15 @@ def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(compe
         (f"largest {RATIO}", 4.0, LIMIT),
         ("largest step / bare loop's", 0.5, training.BARE_LIMIT),
     ] * 2
+
+
+def test_without_a_slow_network_the_record_says_so(monkeypatch, capsys):
+    def no_network(nodes, rate):
+        raise NetworkUnavailable(f"{nodes} nodes are too many")
+
+    monkeypatch.setattr(training_slow, "throttled_network", no_network)
+    record = training_slow.run(TINY, layouts=((1, 2),), repetitions=1)
+    assert not record.rows
     assert record.machine["network"] == "nothing measured at 200 Mbit/s: 2 nodes are too many"
     assert "nothing measured" in capsys.readouterr().err
 
@@ -125,7 +122,7 @@ def test_the_wide_model_meets_ours_the_bare_loop_and_close_peers():
 
 
 def test_the_faster_of_ours_meets_the_target(competitions):
-    record = run(TINY, WIDE, layouts=((2, 1),), slow_layouts=(), micro_batches=MICRO_BATCHES, repetitions=2)
+    record = run(TINY, WIDE, layouts=((2, 1),), micro_batches=MICRO_BATCHES, repetitions=2)
     own = [f"{OURS}, ZeRO-1", f"{OURS}, ZeRO-1, 1F1B"]
     assert competitions[-1] == (WIDE, 2, {KEPT: [*own, "DeepSpeed 1F1B"]})
     assert [(target.value, target.limit) for target in record.targets] == [(0.5, LIMIT)] * 2
