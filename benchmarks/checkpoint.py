@@ -33,9 +33,9 @@ from ds_lgamp.checkpoint.saver import THREADS, Saver
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.partition.agreement import everyone
-from tests.checkpoint.examples import example
-from tests.engine.running import prepare_rank
-from tests.ranks import run_on_ranks
+from testing.checkpoints import example
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
 
 NAME = "checkpoint"
 RANKS = (1, 2, 4)

@@ -1,7 +1,7 @@
 """Collectives and bytes that one step costs a rank, counted at dispatch: ``python -m benchmarks run communication``.
 
 Every contender trains the same model with one block per chunk and recomputes every block. Ours runs through
-``deepspeed.initialize``; each of its counts is compared with the formulas of ``ds_lgamp/schedule/traffic.py``.
+``deepspeed.initialize``; each of its counts is compared with the formulas of ``ds_lgamp/cost/traffic.py``.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, Step, count
 from benchmarks.model import ModelSize
 from benchmarks.record import OURS, REPETITIONS, Record, begin
-from ds_lgamp.schedule.memory import ElementBytes
-from ds_lgamp.schedule.traffic import collective_bytes, predict_traffic
+from ds_lgamp.cost.memory import ElementBytes
+from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 
 NAME = "communication"
 SIZE = ModelSize()

@@ -13,8 +13,8 @@ from benchmarks.contenders import Contender, Layout
 from benchmarks.model import reference_losses
 from benchmarks.record import REPETITIONS
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors, storage_of
-from tests.engine.running import prepare_rank
-from tests.ranks import run_on_ranks
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
 
 ENGINES_PER_SPAWN = 10
 """Every engine has process groups of its own; with very many in one process, gloo stalls."""

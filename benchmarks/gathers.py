@@ -19,8 +19,8 @@ from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.training import LOOPBACK, MICRO_BATCHES, SECONDS, SMALL, keep_memory
 from benchmarks.training_slow import SLOW, SLOW_RATE
 from benchmarks.virtual.steps import begin_together
-from tests.engine.running import prepare_rank
-from tests.ranks import run_on_ranks
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
 
 NAME = "gathers"
 LAYOUTS = ((1, 2), (2, 2))

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Record, begin, finish
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
 
 NAME = "gpu"
 SECONDS = 450

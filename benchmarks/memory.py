@@ -1,6 +1,6 @@
 """Peak bytes of live tensors on a rank in one step, counted at dispatch: ``python -m benchmarks run memory``.
 
-Ours runs through ``deepspeed.initialize`` and is compared with the formula of ``ds_lgamp/schedule/memory.py``. What one
+Ours runs through ``deepspeed.initialize`` and is compared with the formula of ``ds_lgamp/cost/memory.py``. What one
 micro-batch takes on a chunk is an input of the formula, measured on a block by itself, in one process.
 """
 
@@ -16,12 +16,12 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, count
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
+from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
+from ds_lgamp.cost.memory import ElementBytes, Memory, rank_memory
 from ds_lgamp.runtime.graph import begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.random_state import default_sources, read_states
 from ds_lgamp.runtime.saved_tensors import SavedTensors
-from ds_lgamp.schedule.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.schedule.memory import ElementBytes, Memory, rank_memory
 
 NAME = "memory"
 SIZE = ModelSize()

@@ -21,7 +21,7 @@ from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed
 from benchmarks.virtual.steps import Start, Step, check_durations, is_precise, scheduling, time_step
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
 
 NAME = "network"
 RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual import bare, chunk
-from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.chunk import Chunk
@@ -38,7 +38,7 @@ from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
 
 NAME = "overhead"
 BARE, CHECKPOINT, MESSAGES, PIPELINE = "bare loop", "torch.utils.checkpoint", "bare messages", "bare pipeline"
@@ -60,7 +60,7 @@ STARTS = {
     "import deepspeed": ("DeepSpeed", ["-c", "import deepspeed"]),
     "import deepspeed and the engine": (
         OURS,
-        ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine"],
+        ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine.engine"],
     ),
 }
 """Whose they are, and the arguments of an interpreter, by what it loads."""

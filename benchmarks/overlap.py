@@ -34,7 +34,7 @@ from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatte
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Durations, Timeline, simulate
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
 
 NAME = "overlap"
 RATE, BYTES_PER_SECOND = "1gbit", 125e6

@@ -18,8 +18,8 @@ from benchmarks.counting import check_losses
 from benchmarks.model import ModelSize, reference_losses
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual.steps import begin_together
-from tests.engine.running import prepare_rank
-from tests.ranks import run_on_ranks
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
 
 NAME = "training"
 SMALL = ModelSize(blocks=8, width=256, sequence=128, vocabulary=1024)

@@ -4,7 +4,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 from docs.blocks import table
-from ds_lgamp.cli import main
+from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import Durations, simulate

@@ -8,7 +8,7 @@ from typing import Any
 
 from docs.blocks import table, with_block
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.keys import KEYS, Key, Treatment
+from ds_lgamp.integrations.deepspeed.config.keys import KEYS, Key, Treatment
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEADINGS = {

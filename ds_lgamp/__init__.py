@@ -13,18 +13,18 @@ def install() -> None:
 
     Raises ConfigError if the installed DeepSpeed lacks what the integration builds on.
     """
-    from ds_lgamp.integrations.deepspeed.seams import check_seams
+    from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
 
     check_seams()
     # Only now: of another DeepSpeed, imports fail.
-    from ds_lgamp.integrations.deepspeed.install import install
+    from ds_lgamp.integrations.deepspeed.hook.install import install
 
     install()
 
 
 def uninstall() -> None:
     """Undoes :func:`install`: no attribute of deepspeed differs afterwards, and errors end the script as ever."""
-    from ds_lgamp.integrations.deepspeed.install import uninstall
+    from ds_lgamp.integrations.deepspeed.hook.install import uninstall
 
     uninstall()
 
@@ -42,6 +42,6 @@ def deferred_init() -> AbstractContextManager[None]:
     them raises ConfigError. Does what :func:`install` does, and raises what it raises.
     """
     install()
-    from ds_lgamp.integrations.deepspeed.deferred_init import deferred_init
+    from ds_lgamp.integrations.deepspeed.model.deferred_init import deferred_init
 
     return deferred_init()

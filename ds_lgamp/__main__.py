@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_lgamp.cli import main
+from ds_lgamp.cli.main import main
 
 # Guarded: worker processes that a script spawns import this module again.
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
-from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
+from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
 
 
 def start_distributed(args: argparse.Namespace) -> None:

@@ -1,1 +1,7 @@
-"""What tests, benchmarks and the run of public code share; no part of the package that is installed."""
+"""What tests and benchmarks share, and what runs other projects' scripts; not shipped."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "testing" / "scripts"
+"""Small training scripts that ranks of tests run."""

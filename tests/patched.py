@@ -7,7 +7,9 @@ import sys
 from importlib.metadata import distribution, version
 from pathlib import Path
 
-PATCHES = Path(__file__).parents[1] / "patches"
+from testing import ROOT
+
+PATCHES = ROOT / "patches"
 PACKAGES = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
 """By distribution."""
 

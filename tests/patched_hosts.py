@@ -4,13 +4,14 @@ import pytest
 
 import ds_lgamp
 from ds_lgamp.config import LgampConfig
-from tests.engine.models import Training
-from tests.engine.running import Layout, initialize, prepare_rank
-from tests.engine.test_bad_input import MODULES, merged, pipeline, refusal
-from tests.engine.test_equivalence import check, pairwise_cases
-from tests.engine.test_install import attributes_of, differences
-from tests.megatron.training_loop import STOCK, Place, prepare_process, train_all
-from tests.ranks import run_on_ranks
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.config.test_bad_input import MODULES, merged, pipeline, refusal
+from tests.integrations.deepspeed.engine.test_equivalence import check, pairwise_cases
+from tests.integrations.deepspeed.hook.test_install import attributes_of, differences
+from tests.integrations.deepspeed.models import Training
+from tests.integrations.deepspeed.running import Layout, initialize
+from tests.integrations.megatron.training_loop import STOCK, Place, prepare_process, train_all
 
 GRID = (2, 1)
 OTHER_MODULES = ("a plain module", "a module with a schedule of its own")
@@ -21,7 +22,7 @@ def deepspeed_with_its_registry():
     import deepspeed
     from deepspeed.runtime.engine_registry import _engine_factories
 
-    from ds_lgamp.integrations.deepspeed.install import partition_method_of
+    from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
 
     before = attributes_of("deepspeed")
     ds_lgamp.install()
@@ -62,8 +63,8 @@ ALONE, CHUNKS = Place(1, 1, STOCK), Place(1, 4, "layered")
 def megatron_with_its_registry():
     from megatron.core.pipeline_parallel import schedules  # noqa: F401
 
-    from ds_lgamp.integrations.megatron.arguments import Job
-    from ds_lgamp.integrations.megatron.install import install_schedules, uninstall
+    from ds_lgamp.integrations.megatron.loop.arguments import Job
+    from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
 
     before = attributes_of("megatron")
     install_schedules(Job(LgampConfig(), 0, {}))
@@ -78,7 +79,7 @@ def layers_of_chunks(cut):
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig, transformer_block, transformer_layer
 
-    from ds_lgamp.integrations.megatron import several_chunks as ours
+    from ds_lgamp.integrations.megatron.loop import several_chunks as ours
 
     config = TransformerConfig(hidden_size=8, num_attention_heads=1, **cut)
     chunks = config.virtual_pipeline_model_parallel_size

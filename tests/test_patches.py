@@ -4,17 +4,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from testing import ROOT
 from tests.patched import PATCHES, copy_patched, other_versions
 
-ROOT = Path(__file__).parents[1]
 SUITE = (
     "tests/patched_hosts.py",
-    "tests/engine/test_install.py::test_without_an_enabled_block_deepspeed_is_stock_to_the_bit",
-    "tests/engine/test_install.py::test_uninstall_leaves_no_trace",
+    "tests/integrations/deepspeed/hook/test_install.py::test_without_an_enabled_block_deepspeed_is_stock_to_the_bit",
+    "tests/integrations/deepspeed/hook/test_install.py::test_uninstall_leaves_no_trace",
 )
 """The part that CI runs; ``pytest --patched`` runs all."""
 

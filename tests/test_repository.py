@@ -9,8 +9,8 @@ import yaml
 
 import ds_lgamp
 from docs.versions import versions_table
+from testing import ROOT
 
-ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 ELSEWHERE = ("http://", "https://", "mailto:", "#")
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|home|Users|tmp)/")

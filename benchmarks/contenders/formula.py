@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from benchmarks.contenders import Layout
 from benchmarks.model import Block
+from ds_lgamp.cost.memory import UnitSize
+from ds_lgamp.cost.storage import aligned
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.memory import UnitSize
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
-from ds_lgamp.schedule.storage import aligned
 
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline and data-parallel ranks in which communication and memory are measured."""

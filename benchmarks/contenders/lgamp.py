@@ -7,7 +7,7 @@ import ds_lgamp
 from benchmarks.contenders import Layout
 from benchmarks.contenders.stock_pipeline import train_batch
 from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function
-from tests.engine.running import quiet
+from testing.deepspeed_rank import quiet
 
 
 class Layered:

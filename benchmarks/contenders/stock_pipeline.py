@@ -8,7 +8,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from benchmarks.contenders import Layout
 from benchmarks.contenders.zero import by_blocks
 from benchmarks.model import Block, build_optimizer, loss_function, micro_batch
-from tests.engine.running import quiet
+from testing.deepspeed_rank import quiet
 
 
 class StockPipeline:

@@ -15,7 +15,7 @@ import ds_lgamp
 from benchmarks.gpt.model import SEED, Gpt, batch_of, build_optimizer, layer_specs
 from benchmarks.gpt.sizes import GptSize
 from benchmarks.record import OURS
-from ds_lgamp.integrations.megatron.gpt_layers import language_model_loss
+from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
 
 BASELINE = "plain torch"
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpt.sizes import GptSize
-from ds_lgamp.integrations.megatron.gpt_layers import gpt_layer_specs, language_model_loss
+from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
 from ds_lgamp.schedule.placement import split_automatic
 
 LEARNING_RATE = ADAM_EPSILON = 1e-2

@@ -29,7 +29,7 @@ from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.runtime.random_state import default_sources
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
-from tests.engine.running import quiet
+from testing.deepspeed_rank import quiet
 
 DEVICE = torch.device("cpu")
 LABELS = torch.zeros(1)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.virtual.chunk import Setting, check_work, sleep_until
 from benchmarks.virtual.pipelines import Contender, Pipeline
-from tests.engine.running import prepare_rank
-from tests.ranks import run_on_ranks
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
 
 MESSAGES = 20
 """How many of them a calibration sends, after a first one."""

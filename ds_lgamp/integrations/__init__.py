@@ -1,0 +1,1 @@
+"""The hosts: DeepSpeed and Megatron; here, what both integrations share."""

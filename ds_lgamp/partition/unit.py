@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ds_lgamp.cost.storage import offsets, part_size
 from ds_lgamp.partition.collectives import (
     Finish,
     start_all_gather,
@@ -15,7 +16,6 @@ from ds_lgamp.partition.collectives import (
     sum_in_rank_order,
 )
 from ds_lgamp.partition.guard import NotGatheredError, guarded
-from ds_lgamp.schedule.storage import offsets, part_size
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 class Unit:
     """Parameters that are gathered, released and reduced together.
 
-    The flat storage has W equal parts; ``schedule/storage.py`` says where in it parameters lie. Stage 0 (or W = 1)
+    The flat storage has W equal parts; ``cost/storage.py`` says where in it parameters lie. Stage 0 (or W = 1)
     updates all of it on every rank; stages 1 and 2 update this rank's part in place and gather the others'; stage 3
     keeps this rank's part in a storage of its own and frees the flat one between uses. It is freed by resizing and
     refilled in place, so views that autograd saved stay exact. A released parameter has no elements. While parameters

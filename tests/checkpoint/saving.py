@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.whole import read_whole
-from tests.checkpoint.examples import example
+from testing.checkpoints import example
 
 SHAPE = (257, 129)
 NAMES = ("parameters/0.weight", "optimizer/exp_avg/0.weight", "buffers/0/1.mean")

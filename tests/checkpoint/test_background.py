@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_lgamp.checkpoint.folder import read_latest
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
+from testing import SCRIPTS
+from testing.ranks import run_on_ranks, started_ranks
 from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
-from tests.ranks import run_on_ranks, started_ranks
 
-SCRIPT = Path(__file__).parents[1] / "engine" / "scripts" / "saves_and_ends.py"
+SCRIPT = SCRIPTS / "saves_and_ends.py"
 SLOW = 0.5
 """Seconds a rank takes to write."""
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.folder import STATE, read_latest
 from ds_lgamp.checkpoint.saver import Saver
+from testing.ranks import run_on_ranks, shared_number, started_ranks
 from tests.checkpoint.saving import SHAPE, number_of, numbered_state, numbered_tensors
-from tests.ranks import run_on_ranks, shared_number, started_ranks
 
 KILLS, SAVES_EACH = 9, 12
 

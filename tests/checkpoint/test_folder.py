@@ -17,7 +17,7 @@ from ds_lgamp.checkpoint.folder import (
     write_latest,
 )
 from ds_lgamp.checkpoint.whole import read_whole, write_whole
-from tests.checkpoint.examples import content, example, forge_state, tensors_folder, written
+from testing.checkpoints import content, example, forge_state, tensors_folder, written
 
 
 def names(folder):

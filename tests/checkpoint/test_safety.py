@@ -24,7 +24,7 @@ from ds_lgamp.checkpoint.safetensors_files import read_safetensors
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.verify import verify
 from ds_lgamp.checkpoint.whole import read_whole
-from tests.checkpoint.examples import (
+from testing.checkpoints import (
     content,
     example,
     forge_index,

@@ -21,7 +21,7 @@ from ds_lgamp.checkpoint.storage import (
 )
 from ds_lgamp.checkpoint.verify import verify
 from ds_lgamp.checkpoint.whole import read_whole
-from tests.checkpoint.examples import content, example, flip, items_file, tensors_folder, written
+from testing.checkpoints import content, example, flip, items_file, tensors_folder, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.validate import validate
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid, gathered
 from tests.runtime.models import LEARNING_RATE, build_model, micro_batch, train_reference
 

@@ -9,9 +9,9 @@ from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import Durations, simulate
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
+from tests.cost.test_traffic import train
 from tests.runtime.assembly import build_grid
-from tests.runtime.test_traffic import train
 
 DURATIONS = Durations(1, 2, 0, gather=2, reduce=3)
 """Which collectives are awaited, and by what, does not depend on them."""

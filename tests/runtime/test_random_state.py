@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_lgamp.integrations.deepspeed.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program
-from tests.ranks import run_on_ranks
+from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, assemble, build_grid
 from tests.runtime.models import Model, build_model, micro_batch
 

@@ -1,1 +1,1 @@
-"""Megatron-core layers for pipelines."""
+"""Megatron-core: its layers under DeepSpeed, and Megatron-LM's own training loop."""

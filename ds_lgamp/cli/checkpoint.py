@@ -1,0 +1,155 @@
+"""``ds_lgamp checkpoint``: looks at checkpoints, checks them, and converts them to and from other formats."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensors, write_safetensors
+from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER
+from ds_lgamp.checkpoint.verify import verify
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, write_whole
+
+_DATA_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_GIGABYTE = 10**9
+
+
+def run_command(action: str, options: argparse.Namespace, output: TextIO) -> int:
+    """Does what the command line says; returns 0, or 1 after one sentence on standard error."""
+    actions: dict[str, Callable[[argparse.Namespace, TextIO], None]] = {
+        "info": _info,
+        "verify": _verify,
+        "export": _export,
+        "import": _import,
+    }
+    try:
+        actions[action](options, output)
+    except (CheckpointError, OSError) as error:
+        print(f"ds_lgamp checkpoint {action}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _info(options: argparse.Namespace, output: TextIO) -> None:
+    described = describe(_existing(options.source))
+    output.write(json.dumps(described) + "\n" if options.json else _as_text(described))
+
+
+def _verify(options: argparse.Namespace, output: TextIO) -> None:
+    folder = _existing(options.source)
+    verify(folder)
+    output.write(f"{folder} is whole\n")
+
+
+def _export(options: argparse.Namespace, output: TextIO) -> None:
+    source, target = _existing(options.source), options.target
+    if options.format == "deepspeed":
+        from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
+
+        target = _new(target, source.name)
+        write_stock(read_whole(source), target, options.pipeline_ranks, options.data_ranks)
+    else:
+        write_safetensors(source, target, _DATA_TYPES[options.dtype], int(options.max_shard_size * _GIGABYTE))
+    output.write(f"wrote {target}\n")
+
+
+def _import(options: argparse.Namespace, output: TextIO) -> None:
+    whole, tag = _read_foreign(options.source)
+    target = _new(options.target, tag)
+    write_whole(target, whole)
+    folders.write_latest(target.parent, target.name)
+    weights_only = "" if whole.state["optimizer"] is not None else ": weights only, for load_module_only=True"
+    output.write(f"wrote {target}{weights_only}\n")
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What the checkpoint ``folder`` is, as JSON can hold it; sizes in bytes. Raises CheckpointError if it is none."""
+    state = folders.read_state(folder)
+    tensors = folders.reader(folder, state).tensors
+    optimizer, scheduler = state["optimizer"], state["lr_scheduler"]
+    elements = {name: prod(parameter["shape"]) for name, parameter in state["parameters"].items()}
+    files = [folder / folders.STATE, *(folder / state["tensors"]).iterdir()]
+    return {
+        "folder": str(folder),
+        "bytes": sum(path.stat().st_size for path in files),
+        "versions": state["versions"],
+        "layout": state["layout"],
+        "counters": state["counters"],
+        "parameters": {"count": len(elements), "elements": sum(elements.values())},
+        "buffers": sum(name.startswith(f"{BUFFERS}/0/") for name in tensors),
+        "optimizer": None
+        if optimizer is None
+        else {
+            "class": optimizer["class"],
+            "groups": len(optimizer["groups"]),
+            "state": sorted(
+                {name.split("/")[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")}.union(
+                    *optimizer["scalars"]
+                )
+            ),
+        },
+        "lr_scheduler": None if scheduler is None else scheduler["class"],
+    }
+
+
+def _as_text(described: dict[str, Any]) -> str:
+    layout, counters, parameters = (described[key] for key in ("layout", "counters", "parameters"))
+    optimizer, scheduler = described["optimizer"], described["lr_scheduler"]
+    chunks = len(layout["chunk_bounds"]) - 1
+    trained = "none, weights only"
+    if optimizer is not None:
+        state = ", ".join(optimizer["state"]) or "nothing"
+        trained = f"{optimizer['class'] or 'of unknown class'}, {optimizer['groups']} groups, state: {state}"
+    tensor = f" x {layout['tensor_ranks']} tensor-parallel" if layout["tensor_ranks"] > 1 else ""
+    lines = {
+        "checkpoint": described["folder"],
+        "steps": f"{counters['global_steps']}, {counters['global_samples']} samples",
+        "layout": f"{layout['pipeline_ranks']} pipeline x {layout['data_ranks']} data-parallel{tensor} ranks, ZeRO "
+        f"stage {layout['zero_stage']}, {layout['schedule']}, {chunks} chunks",
+        "data type": layout["data_type"],
+        "parameters": f"{parameters['count']} of {parameters['elements']:,} elements, {described['buffers']} buffers",
+        "optimizer": trained,
+        "lr scheduler": scheduler or "none",
+        "on disk": f"{described['bytes']:,} bytes",
+        "versions": ", ".join(f"{name} {version}" for name, version in described["versions"].items()),
+    }
+    return "".join(f"{name:13}{value}\n" for name, value in lines.items())
+
+
+def _existing(source: Path) -> Path:
+    """``source`` if it is a checkpoint, or that which its ``latest`` names."""
+    source = source.resolve()
+    tag = None if _is_checkpoint(source) else folders.read_latest(source)
+    return source if tag is None else source / tag
+
+
+def _new(target: Path, tag: str) -> Path:
+    """``target``, or ``tag`` inside it if it is a folder of checkpoints already."""
+    target = target.resolve()
+    folder = target / tag if target.is_dir() and not _is_checkpoint(target) else target
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists; remove it or name another folder")
+    return folder
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / folders.STATE).exists()
+
+
+def _read_foreign(source: Path) -> tuple[WholeCheckpoint, str]:
+    """What another program wrote, and what to call it."""
+    if source.suffix == ".safetensors" or any((source / name).is_file() for name in (SINGLE, INDEX)):
+        return read_safetensors(source), source.resolve().name.removesuffix(".safetensors")
+    folder = _existing(source)
+    if _is_checkpoint(folder):
+        raise CheckpointError(f"{folder} is a checkpoint of ds_lgamp already; load it as it is")
+    from ds_lgamp.integrations.deepspeed.checkpoint.stock_reader import read_stock
+
+    return read_stock(folder), folder.name

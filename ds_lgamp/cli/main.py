@@ -1,0 +1,271 @@
+"""The command line: ``ds_lgamp schedule``, ``ds_lgamp run``, ``ds_lgamp checkpoint`` and ``ds_lgamp env``."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
+from ds_lgamp.schedule.program import Program, ProgramSpec, build_program
+from ds_lgamp.schedule.render import text_gantt
+from ds_lgamp.schedule.simulate import Durations, Timeline, peak_live_activations, simulate
+from ds_lgamp.schedule.validate import validate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # The deepspeed launcher puts --local_rank=k right behind the module's name; it belongs to the script.
+    launcher_words = []
+    while words and words[0].startswith("--local_rank"):
+        launcher_words.append(words.pop(0))
+    parser = _parser()
+    options = parser.parse_args(words)
+    options.launcher_words = launcher_words
+    return options.run(parser, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_lgamp", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_schedule_command(commands)
+    _add_run_command(commands)
+    _add_checkpoint_command(commands)
+    _add_env_command(commands)
+    return parser
+
+
+def _add_schedule_command(commands) -> None:
+    command = commands.add_parser("schedule", help="build, check, simulate and draw a training step's program")
+    command.add_argument("--schedule", choices=SCHEDULES, default="layered")
+    command.add_argument("--pipeline-ranks", type=_count, default=4, metavar="P")
+    command.add_argument("--chunks-per-rank", type=_count, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
+    command.add_argument("--micro-batches", type=_count, default=8, metavar="M")
+    command.add_argument(
+        "--micro-batch-group",
+        type=_count_or_all,
+        metavar="G",
+        help="micro-batches that move together, or all (default)",
+    )
+    command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
+    command.add_argument("--resident-chunks", type=_count, default=2, metavar="B")
+    command.add_argument("--defer-gathers", action="store_true", help="stages 1 and 2: gather one chunk ahead")
+    command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
+    command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
+    command.add_argument("--backward", type=float, default=2.0, help="the same for its backward")
+    command.add_argument("--hop", type=float, default=0.0, help="time of a tensor's way to the next rank")
+    command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
+    command.add_argument("--reduce", type=float, default=0.0, help="the same for its reduction")
+    command.add_argument(
+        "--recompute", type=float, default=0.0, help="by which a backward takes longer if its chunk is recomputed"
+    )
+    command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
+    command.set_defaults(run=_schedule)
+
+
+def _add_run_command(commands) -> None:
+    command = commands.add_parser(
+        "run", help="run a DeepSpeed or Megatron-LM script, unedited, with the ds_lgamp block heeded"
+    )
+    command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
+    command.add_argument(
+        "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
+    )
+    command.add_argument(
+        "--ranks", type=_count, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"
+    )
+    command.add_argument("--json", action="store_true", help="with --explain: print it as JSON")
+    command.add_argument("script", help="path of the script")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    command.set_defaults(run=_run)
+
+
+def _add_checkpoint_command(commands) -> None:
+    command = commands.add_parser("checkpoint", help="look at checkpoints, check them, convert them")
+    command.set_defaults(run=_checkpoint)
+    actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
+    of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
+    info = actions.add_parser("info", help="print what a checkpoint is")
+    info.add_argument("source", **of_one)
+    info.add_argument("--json", action="store_true", help="print it as JSON")
+    verify = actions.add_parser("verify", help="read all of a checkpoint and check that nothing is missing or damaged")
+    verify.add_argument("source", **of_one)
+    export = actions.add_parser("export", help="write a checkpoint in another format")
+    export.add_argument("source", **of_one)
+    export.add_argument("target", type=Path, metavar="TARGET", help="a folder that does not exist")
+    export.add_argument("--format", choices=("safetensors", "deepspeed"), default="safetensors")
+    export.add_argument("--dtype", choices=("fp32", "bf16"), help="safetensors: of the parameters; default: fp32")
+    export.add_argument(
+        "--max-shard-size", type=float, metavar="GB", help="safetensors: of a file, in 10^9 bytes; default: 5"
+    )
+    export.add_argument("--pipeline-ranks", type=int, metavar="P", help="deepspeed: of the run that will load it")
+    export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: the same")
+    importing = actions.add_parser("import", help="make a checkpoint of weights or of one of stock DeepSpeed")
+    importing.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder of them, or DeepSpeed's DIR[/TAG]"
+    )
+    importing.add_argument(
+        "target", type=Path, metavar="DIR/TAG", help="a new folder, or one that exists, which gets the source's tag"
+    )
+
+
+def _add_env_command(commands) -> None:
+    command = commands.add_parser("env", help="print what is installed and whether ds_lgamp can work with it")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.set_defaults(run=_env)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if not options.explain and (options.ranks is not None or options.json):
+        parser.error("--ranks and --json belong to --explain")
+    if options.explain and options.measure is not None:
+        parser.error("--explain trains nothing that --measure could measure; remove one of them")
+    from ds_lgamp.integrations.megatron.loop import run_script as megatron
+
+    try:
+        config, arguments = megatron.split_option(options.arguments)
+    except ConfigError as error:
+        parser.error(str(error))
+    if config is not None:
+        if options.explain or options.measure is not None:
+            parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+        # Which takes its rank from the environment, and no launcher's words.
+        return megatron.run_script(options.script, arguments, config)
+    arguments = [*options.launcher_words, *arguments]
+    from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
+
+    if not options.explain:
+        return run_script(options.script, arguments, options.measure)
+    with _own_output() as output:
+        return explain_script(options.script, arguments, options.ranks, options.json, output)
+
+
+def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.action == "export":
+        _check_export(parser, options)
+    from ds_lgamp.cli.checkpoint import run_command
+
+    with _own_output() as output:
+        return run_command(options.action, options, output)
+
+
+def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Every option belongs to the format; fills in defaults."""
+    ranks, files = (options.pipeline_ranks, options.data_ranks), (options.dtype, options.max_shard_size)
+    if options.format == "deepspeed":
+        if files != (None, None):
+            parser.error("--dtype and --max-shard-size belong to --format safetensors")
+        if None in ranks or min(ranks) < 1:
+            parser.error("--format deepspeed needs --pipeline-ranks and --data-ranks of at least 1")
+        return
+    if ranks != (None, None):
+        parser.error("--pipeline-ranks and --data-ranks belong to --format deepspeed")
+    options.dtype = options.dtype or "fp32"
+    options.max_shard_size = 5.0 if options.max_shard_size is None else options.max_shard_size
+    if not 0 < options.max_shard_size < float("inf"):
+        parser.error(f"--max-shard-size is {options.max_shard_size:g}; use a size above 0, in 10^9 bytes")
+
+
+def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from ds_lgamp.cli.environment import run_env
+
+    with _own_output() as output:
+        return run_env(options.json, output)
+
+
+@contextmanager
+def _own_output() -> Iterator[TextIO]:
+    """Standard output for the command alone: what scripts and libraries print meanwhile goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(kept, "w", closefd=False) as output:
+            yield output
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        spec = _spec(options)
+        durations = _durations(options)
+    except ValueError as error:
+        parser.error(str(error))
+    program = build_program(spec)
+    validate(spec, program)
+    timeline = simulate(spec, program, durations)
+    report = _report(program, timeline)
+    if options.json:
+        json.dump(report, sys.stdout)
+        print()
+        return 0
+    print(text_gantt(spec, timeline))
+    print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
+    exposed = ("exposed_gather_time", "exposed_reduce_time") if options.gather or options.reduce else ()
+    for key in ("gathers", "reduces", *exposed, "peak_live_activations"):
+        print(f"{key.replace('_', ' ')} by rank: {report[key]}")
+    return 0
+
+
+def _spec(options: argparse.Namespace) -> ProgramSpec:
+    single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
+    chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
+    placement = options.placement or ("contiguous" if single_chunk else "modular")
+    micro_batches = options.micro_batches
+    group = options.micro_batch_group or micro_batches
+    return ProgramSpec(
+        placement=place_chunks(placement, options.pipeline_ranks * chunks_per_rank, options.pipeline_ranks),
+        schedule=options.schedule,
+        micro_batches=micro_batches,
+        micro_batch_group=min(group, micro_batches),
+        zero_stage=options.zero_stage,
+        resident_chunks=options.resident_chunks,
+        defers_gathers=options.defer_gathers,
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1")
+    return int(text)
+
+
+def _count_or_all(text: str) -> int | None:
+    """None means all."""
+    return None if text == "all" else _count(text)
+
+
+def _durations(options: argparse.Namespace) -> Durations:
+    names = ("forward", "backward", "hop", "gather", "reduce", "recompute")
+    durations = Durations(**{name: getattr(options, name) for name in names})
+    for name, duration in durations._asdict().items():
+        if not 0 <= duration < float("inf"):
+            raise ValueError(f"--{name} is {duration:g}; a duration is finite and not negative")
+    return durations
+
+
+def _report(program: Program, timeline: Timeline) -> dict:
+    def count(kind: Kind) -> list[int]:
+        return [sum(action.kind is kind for action in actions) for actions in program]
+
+    return {
+        "valid": True,
+        "step_time": timeline.step_time,
+        "bubble": timeline.bubble,
+        "gathers": count(Kind.GATHER),
+        "reduces": count(Kind.REDUCE),
+        "exposed_gather_time": timeline.exposed(Kind.GATHER),
+        "exposed_reduce_time": timeline.exposed(Kind.REDUCE),
+        "peak_live_activations": [peak_live_activations(actions) for actions in program],
+        "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
+    }

@@ -1,0 +1,1 @@
+"""What a program costs: bytes of memory and of traffic, from formulas."""

@@ -1,0 +1,190 @@
+"""What micro-batches take on a pipeline rank, by following its program; the formula is in ``memory.py``."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ds_lgamp.cost.ledger import Ledger
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.orders import turns_at_once
+
+SENDS_IN_FLIGHT = 2
+"""Messages of a link and kind that may be under way, kept alive, before the oldest is awaited. The receiver holds
+more receives posted, so that wait is short."""
+
+Tensor = tuple[Kind, int, int]
+"""What crosses a chunk boundary: FORWARD and a chunk for its result, BACKWARD and a chunk for the gradient of its
+result; then the micro-batch."""
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """What one micro-batch takes on a chunk, a property of its layers and of whether it is recomputed, which a last
+    chunk that turns at once is not. The last chunk includes the loss."""
+
+    result: int
+    """What the next chunk gets, and the gradient of it; 0 for the last chunk."""
+    forward: int
+    """The most its forward takes at once beside its input, result included."""
+    backward: int
+    """The most its backward takes at once beside the gradient of the result, gradient of the input included: with
+    recomputation beside the input too, from the beginning of the forward that is repeated; else beside ``saved`` and
+    the result if it is kept."""
+    saved: int = 0
+    """Without recomputation: what autograd keeps of the forward, the input included where it needs it, without the
+    result."""
+    keeps_result: bool = False
+    """Without recomputation: whether autograd keeps the result."""
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What one micro-batch takes on the way through the model."""
+
+    inputs: int
+    """Of the first chunk, as the script's data give them."""
+    labels: int
+    chunks: Sequence[ChunkBytes]
+    """All of the model, in order."""
+    random_states: int = 0
+    """One state of every generator that recomputation restores; 0 where they lie in other memory, as beside a GPU."""
+    draws: bool = False
+    """Whether layers draw random numbers: then every stored input has states of its own."""
+    recompute: bool = True
+    """Whether chunks are recomputed, but for a last chunk that turns at once."""
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Bytes on one rank by kind, each at its highest in a step."""
+
+    batch: int
+    """Inputs and labels of micro-batches."""
+    inputs: int
+    """Of chunks, stored for their backward; those of chunk 0 belong to the batch."""
+    handed_over: int
+    """Results and gradients of results that a chunk of the same rank takes."""
+    receives: int
+    sends: int
+    saved: int
+    """Without recomputation: what autograd keeps, inputs and results included."""
+    working: int
+    """Of the one forward or backward that runs."""
+    random_states: int
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> "ActivationMemory":
+        return cls(**{kind.name: ledger.most[kind.name] for kind in fields(cls)})
+
+
+class ActivationWalk:
+    """Takes and frees on paper what the executor and its links take and free."""
+
+    def __init__(self, actions: Sequence[Action], size: ActivationBytes, ledger: Ledger) -> None:
+        self.size, self.ledger = size, ledger
+        self.own = {action.chunk for action in actions if action.kind in COMPUTE}
+        self.last = len(size.chunks) - 1
+        self.kept = {self.last} if turns_at_once(actions, self.last) else set()
+        """Chunks that are not recomputed, whatever the others are."""
+        self.holders: dict[Tensor, list[str]] = defaultdict(list)
+        self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
+        if self.own & {0, self.last}:
+            micro_batches = 1 + max(action.micro_batch for action in actions)
+            ledger.take("batch", micro_batches * (size.inputs + size.labels))
+        if size.recompute:
+            ledger.take("random_states", size.random_states)
+
+    def follow(self, action: Action) -> None:
+        kind, chunk, micro_batch = action
+        if kind is Kind.FORWARD:
+            self.forward(chunk, micro_batch)
+        elif kind is Kind.BACKWARD:
+            self.backward(chunk, micro_batch)
+        elif kind is Kind.RECV_FORWARD:
+            self.hold((Kind.FORWARD, chunk - 1, micro_batch), "receives")
+        elif kind is Kind.RECV_BACKWARD:
+            self.hold((Kind.BACKWARD, chunk, micro_batch), "receives")
+        elif kind is Kind.SEND_FORWARD:
+            self.send((Kind.FORWARD, chunk, micro_batch))
+        elif kind is Kind.SEND_BACKWARD:
+            self.send((Kind.BACKWARD, chunk - 1, micro_batch))
+
+    def hold(self, tensor: Tensor, kind: str) -> None:
+        """A tensor with several holders counts once, where it was first."""
+        holders = self.holders[tensor]
+        if not holders:
+            self.ledger.take(kind, self.size.chunks[tensor[1]].result)
+        holders.append(kind)
+
+    def drop(self, tensor: Tensor, kind: str) -> None:
+        holders, amount = self.holders[tensor], self.size.chunks[tensor[1]].result
+        counted = holders[0]
+        holders.remove(kind)
+        if not holders:
+            del self.holders[tensor]
+            self.ledger.free(counted, amount)
+        elif holders[0] != counted:
+            self.ledger.free(counted, amount)
+            self.ledger.take(holders[0], amount)
+
+    def forward(self, chunk: int, micro_batch: int) -> None:
+        self.take_input(chunk, micro_batch)
+        size, result = self.size.chunks[chunk], (Kind.FORWARD, chunk, micro_batch)
+        self.ledger.pass_by("working", self.input_bytes(chunk) + size.forward)
+        if not self.recomputes(chunk):
+            if chunk == 0:
+                self.ledger.free("batch", self.size.inputs)
+            self.ledger.take("saved", size.saved)
+            if size.keeps_result:
+                self.hold(result, "saved")
+        elif self.size.draws:
+            self.ledger.take("random_states", self.size.random_states)
+        if chunk < self.last:
+            self.hold(result, "handed_over" if chunk + 1 in self.own else "sends")
+
+    def take_input(self, chunk: int, micro_batch: int) -> None:
+        if chunk == min(self.own & {0, self.last}, default=None):
+            # The rest of the micro-batch is for other ranks.
+            self.ledger.free("batch", self.size.inputs * (0 not in self.own))
+            self.ledger.free("batch", self.size.labels * (self.last not in self.own))
+        if chunk > 0:
+            taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
+            if self.recomputes(chunk):
+                self.hold(taken, "inputs")
+            elif on_this_rank and not self.recomputes(chunk - 1):
+                # Copied, then let go.
+                self.ledger.pass_by("working", self.input_bytes(chunk))
+            self.drop(taken, "handed_over" if on_this_rank else "receives")
+
+    def backward(self, chunk: int, micro_batch: int) -> None:
+        size = self.size.chunks[chunk]
+        copy = self.input_bytes(chunk) if self.recomputes(chunk) else 0
+        if chunk == self.last:
+            self.ledger.free("batch", self.size.labels)
+        self.ledger.pass_by("working", copy + size.backward)
+        if not self.recomputes(chunk):
+            self.ledger.free("saved", size.saved)
+            if size.keeps_result:
+                self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
+        elif self.size.draws:
+            self.ledger.free("random_states", self.size.random_states)
+        if chunk < self.last:
+            self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
+        if chunk > 0:
+            if self.recomputes(chunk):
+                self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
+            self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
+        elif self.recomputes(chunk):
+            self.ledger.free("batch", self.size.inputs)
+
+    def send(self, tensor: Tensor) -> None:
+        under_way = self.under_way[tensor[0]]
+        under_way.append(tensor)
+        if len(under_way) > SENDS_IN_FLIGHT:
+            self.drop(under_way.popleft(), "sends")
+
+    def recomputes(self, chunk: int) -> bool:
+        return self.size.recompute and chunk not in self.kept
+
+    def input_bytes(self, chunk: int) -> int:
+        return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs

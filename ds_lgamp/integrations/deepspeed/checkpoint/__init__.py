@@ -1,0 +1,1 @@
+"""Training runs of the engine on disk, and those of stock DeepSpeed."""

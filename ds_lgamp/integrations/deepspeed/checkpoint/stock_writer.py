@@ -1,0 +1,332 @@
+"""Writes a checkpoint that stock DeepSpeed's pipeline engine loads, in one process, for any layout of it."""
+
+import math
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.folder import write_latest
+from ds_lgamp.checkpoint.whole import WholeCheckpoint
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import KEYS, TIED, layer_file, rank_file, shard_file
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import tied_keys
+
+_ALIGNMENT = 2
+"""DeepSpeed makes a group's flat tensor a multiple of this many elements for every data-parallel rank."""
+
+
+class FlatGroup(NamedTuple):
+    """What one pipeline rank has of a parameter group, each tensor over all its parameters in order."""
+
+    sizes: dict[str, int]
+    """Elements by parameter."""
+    master: Tensor
+    moments: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+def write_stock(
+    whole: WholeCheckpoint,
+    folder: Path,
+    pipeline_ranks: int,
+    data_ranks: int,
+    stage: int = 1,
+    layer_bounds: Sequence[int] | None = None,
+) -> None:
+    """Writes ``folder`` (DIR/TAG), which must not exist, and DIR/latest.
+
+    A run loads it whose optimizer lists the parameters of each group in the order of ``module.parameters()``, and whose
+    configuration has neither ``round_robin_gradients`` nor ``elastic_checkpoint``.
+
+    Args:
+        pipeline_ranks, data_ranks, stage: of the run that will load it; stage 0 or, for all data types, 1.
+        layer_bounds: the first layer of every pipeline rank, and the number of layers; None for where DeepSpeed cuts
+            with the module's ``partition_method``.
+
+    Raises CheckpointError if the checkpoint has no optimizer state or does not say enough for this layout.
+    """
+    _check(whole, folder, pipeline_ranks, data_ranks, stage)
+    bounds = _bounds(whole.state, pipeline_ranks, layer_bounds)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for layer in range(bounds[-1]):
+        torch.save(_layer_content(whole, layer), partial / layer_file(layer))
+    bf16 = whole.state["layout"]["data_type"] == "bfloat16"
+    for rank, layers in enumerate(pairwise(bounds)):
+        modules = _modules(whole.state, range(*layers))
+        groups = _groups(whole, modules)
+        content = _rank_content(whole, modules, groups, pipeline_ranks, data_ranks)
+        if stage == 0:
+            content["optimizer"] = _whole_optimizer(whole, groups)
+        else:
+            _write_shards(whole, groups, [partial / shard_file(rank, number, bf16) for number in range(data_ranks)])
+        torch.save(content, partial / rank_file(rank))
+    partial.rename(folder)
+    write_latest(folder.parent, folder.name)
+
+
+def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks: int, stage: int) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists; remove it or name another folder")
+    if whole.state["optimizer"] is None:
+        raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs to load it; save a run")
+    if min(pipeline_ranks, data_ranks) < 1:
+        raise CheckpointError(f"the layout is {pipeline_ranks} pipeline x {data_ranks} data ranks; use at least 1 x 1")
+    data_type = whole.state["layout"]["data_type"]
+    if stage not in (0, 1):
+        raise CheckpointError(f"the stage is {stage}, which DeepSpeed's pipeline does not have; use 0 or 1")
+    if stage == 0 and data_type != "float32":
+        raise CheckpointError(f"the stage is 0 and the weights are {data_type}; only stage 1 is written for that type")
+    taken = sorted(KEYS & whole.client_state.keys())
+    if taken:
+        raise CheckpointError(f"client_state has {', '.join(taken)}, which DeepSpeed's files use themselves; rename it")
+
+
+def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[int] | None) -> list[int]:
+    """The first layer of every pipeline rank, and the number of layers."""
+    layers, tied = state["layers"], tied_keys(state["parameters"])
+    # Only a run knows all layers; DeepSpeed's own files show what the layout needs that they were written at.
+    known = layers["types"] is not None
+    same = not known and pipeline_ranks == state["layout"]["pipeline_ranks"]
+    fix = "load it in a run with a ds_lgamp block and save it there"
+    if any(key not in layers["tied"] for key in tied) or (tied and not known and not same):
+        raise CheckpointError(
+            f"the checkpoint does not say which layers use the tied modules {', '.join(tied)}, so what "
+            f"{pipeline_ranks} pipeline ranks hold is unknown; {fix}"
+        )
+    if layer_bounds is not None:
+        bounds, end = [int(bound) for bound in layer_bounds], state["layout"]["chunk_bounds"][-1]
+        if len(bounds) != pipeline_ranks + 1 or bounds != sorted({0, *bounds}) or bounds[-1] != end:
+            raise CheckpointError(
+                f"layer_bounds are {bounds}; use {pipeline_ranks + 1} rising numbers from 0 to {end}, the layers"
+            )
+        return bounds
+    if known:
+        return [int(bound) for bound in _stock_bounds(state, pipeline_ranks)]
+    if same:
+        return state["layout"]["chunk_bounds"]
+    raise CheckpointError(
+        f"the checkpoint is that of {state['layout']['pipeline_ranks']} stock pipeline ranks, which does not say how "
+        f"{pipeline_ranks} share the layers; pass layer_bounds, or {fix}"
+    )
+
+
+def _stock_bounds(state: dict[str, Any], pipeline_ranks: int) -> list[int]:
+    """Where DeepSpeed's PipelineModule cuts."""
+    types, method = state["layers"]["types"], state["layers"]["partition_method"].lower()
+    if method == "uniform":
+        return partition_uniform(len(types), pipeline_ranks)
+    if method.startswith("type:"):
+        chosen = re.compile(method.split(":")[1], re.IGNORECASE)
+        return partition_balanced([int(chosen.search(kind) is not None) for kind in types], pipeline_ranks)
+    sizes: dict[str, int] = defaultdict(int)
+    for name, described in state["parameters"].items():
+        if described["group"] is not None:
+            sizes[_prefix(name)] += math.prod(described["shape"])
+    return partition_balanced([sizes[_module_of(state, layer)] for layer in range(len(types))], pipeline_ranks)
+
+
+def _prefix(name: str) -> str:
+    """What of a name says which layer or tied module it belongs to."""
+    words = name.split(".")
+    return ".".join(words[: 2 if words[0] == TIED else 1])
+
+
+def _module_of(state: dict[str, Any], layer: int) -> str:
+    """What the names of ``layer`` begin with."""
+    return next((f"{TIED}.{key}" for key, users in state["layers"]["tied"].items() if layer in users), str(layer))
+
+
+def _modules(state: dict[str, Any], layers: range) -> list[str]:
+    """What the names of ``layers`` begin with, in the order of PipelineModule: tied modules first."""
+    modules = list(dict.fromkeys(_module_of(state, layer) for layer in layers))
+    return sorted(modules, key=lambda module: not module.startswith(TIED))
+
+
+def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor | None]:
+    module = _module_of(whole.state, layer)
+    data_type = getattr(torch, whole.state["layout"]["data_type"])
+    extra_states = (name for name in whole.state["layers"]["extra_states"] if _prefix(name) == module)
+    content: dict[str, Tensor | None] = {name.removeprefix(f"{module}."): None for name in extra_states}
+    for name, tensor in (whole.parameters | whole.buffers).items():
+        if _prefix(name) == module:
+            trained = name in whole.parameters and whole.state["parameters"][name]["group"] is not None
+            content[name.removeprefix(f"{module}.")] = tensor.to(data_type) if trained else tensor
+    return content
+
+
+def _groups(whole: WholeCheckpoint, modules: list[str]) -> list[tuple[int, list[str]]]:
+    """The optimizer's groups that have parameters in ``modules``, with these in DeepSpeed's order."""
+    described = whole.state["parameters"]
+    names = [name for module in modules for name in described if _prefix(name) == module]
+    groups = [
+        (index, [name for name in names if described[name]["group"] == index])
+        for index in range(len(whole.state["optimizer"]["groups"]))
+    ]
+    return [(index, members) for index, members in groups if members]
+
+
+def _rank_content(
+    whole: WholeCheckpoint,
+    modules: list[str],
+    groups: list[tuple[int, list[str]]],
+    pipeline_ranks: int,
+    data_ranks: int,
+) -> dict[str, Any]:
+    counters, scheduler = whole.state["counters"], whole.state["lr_scheduler"]
+    return {
+        **whole.client_state,
+        **dict.fromkeys(KEYS - {"ds_config", "universal_checkpoint_info"}),
+        "buffer_names": [name for name in whole.buffers if _prefix(name) in modules],
+        "param_shapes": [{name: whole.parameters[name].shape for name in names} for _, names in groups],
+        "shared_params": {},
+        "lr_scheduler": scheduler and scheduler["state"],
+        "skipped_steps": counters["skipped_steps"],
+        "global_steps": counters["global_steps"],
+        "global_samples": counters["global_samples"],
+        "dp_world_size": data_ranks,
+        "mp_world_size": pipeline_ranks,
+        "checkpoint_parallel_dimensions": {"pp_degree": pipeline_ranks, "tp_degree": 1},
+        "ds_version": deepspeed.__version__,
+    }
+
+
+def _options(whole: WholeCheckpoint, group: int, numbers: list[int]) -> dict[str, Any]:
+    optimizer = whole.state["optimizer"]
+    options = {**optimizer["groups"][group], "params": numbers}
+    if optimizer["class"] in ("Adam", "AdamW") and "step" in optimizer["scalars"][group]:
+        # DeepSpeed's FusedAdam, which it makes of those in its configuration, looks for these here.
+        options |= {"step": int(optimizer["scalars"][group]["step"]), "bias_correction": True}
+    return options
+
+
+def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]]:
+    """By key of the optimizer's state, the tensors of ``names``, which have either all or none."""
+    moments = {}
+    for key, by_name in whole.moments.items():
+        held = [by_name[name] for name in names if name in by_name]
+        if held and len(held) < len(names):
+            lacking = next(name for name in names if name not in by_name)
+            raise CheckpointError(f"{lacking} has no {key}, others of its parameter group have; train it before saving")
+        if held:
+            moments[key] = held
+    return moments
+
+
+def _whole_optimizer(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]]) -> dict[str, Any]:
+    """Stage 0: the state_dict of torch's optimizer, which numbers parameters."""
+    state: dict[int, dict[str, Any]] = {}
+    options = []
+    for group, names in groups:
+        first = len(state)
+        moments, scalars = _moments(whole, names), whole.state["optimizer"]["scalars"][group]
+        for position in range(len(names)):
+            own = {key: tensors[position] for key, tensors in moments.items()}
+            # Copied: an optimizer counts in the tensors it loads, and a file keeps what is shared.
+            state[first + position] = {**deepcopy(scalars), **own}
+        options.append(_options(whole, group, list(range(first, first + len(names)))))
+    # A parameter without state is left out, as torch does.
+    return {"state": {number: own for number, own in state.items() if own}, "param_groups": options}
+
+
+def _write_shards(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]], paths: list[Path]) -> None:
+    """Stage 1: a file for every data-parallel rank."""
+    flat = [_flatten(whole, group, names) for group, names in groups]
+    options = [_options(whole, group, [number]) for number, (group, _) in enumerate(groups)]
+    scaling = _loss_scaler(whole.state["loss_scaler"])
+    for data_rank, path in enumerate(paths):
+        shard = _shard(flat, data_rank, len(paths)) | scaling
+        shard["base_optimizer_state"]["param_groups"] = options
+        torch.save({"optimizer_state_dict": shard, "ds_version": deepspeed.__version__}, path)
+
+
+def _flatten(whole: WholeCheckpoint, group: int, names: list[str]) -> FlatGroup:
+    masters = [whole.parameters[name].float() for name in names]
+    return FlatGroup(
+        dict(zip(names, (tensor.numel() for tensor in masters), strict=True)),
+        _flat(masters),
+        {key: _flat(tensors) for key, tensors in _moments(whole, names).items()},
+        whole.state["optimizer"]["scalars"][group],
+    )
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _shard(groups: list[FlatGroup], data_rank: int, data_ranks: int) -> dict[str, Any]:
+    """Stage 1: what ``data_rank`` holds of every group, without the groups' options."""
+    shards = [_range(group.master.numel(), data_rank, data_ranks) for group in groups]
+    return {
+        "base_optimizer_state": {
+            "state": {
+                number: {**group.scalars, **{key: _cut(tensor, shard) for key, tensor in group.moments.items()}}
+                for number, (group, shard) in enumerate(zip(groups, shards, strict=True))
+                if group.scalars or group.moments
+            },
+        },
+        "single_partition_of_fp32_groups": [
+            _cut(group.master, shard) for group, shard in zip(groups, shards, strict=True)
+        ],
+        "zero_stage": ZeroStageEnum.optimizer_states,
+        "group_paddings": [
+            len(shard) - len(_inside(shard, 0, group.master.numel()))
+            for group, shard in zip(groups, shards, strict=True)
+        ],
+        "partition_count": [data_ranks] * len(groups),
+        "ds_version": deepspeed.__version__,
+        "param_slice_mappings": [_places(group.sizes, shard) for group, shard in zip(groups, shards, strict=True)],
+    }
+
+
+def _range(elements: int, data_rank: int, data_ranks: int) -> range:
+    """The part of a group's flat, padded tensor that ``data_rank`` holds."""
+    length = -(-elements // (_ALIGNMENT * data_ranks)) * _ALIGNMENT
+    return range(data_rank * length, (data_rank + 1) * length)
+
+
+def _inside(shard: range, start: int, stop: int) -> range:
+    """The elements of ``shard`` from ``start`` to ``stop``."""
+    return range(max(shard.start, start), min(shard.stop, stop))
+
+
+def _cut(flat: Tensor, shard: range) -> Tensor:
+    part = flat.new_zeros(len(shard))
+    held = flat[shard.start : shard.stop]
+    part[: held.numel()] = held
+    return part
+
+
+def _places(sizes: dict[str, int], shard: range) -> dict[str, fragment_address]:
+    """Where in ``shard`` the parameters are that it holds."""
+    places, start = {}, 0
+    for name, size in sizes.items():
+        held = _inside(shard, start, start + size)
+        if held:
+            places[name] = fragment_address(numel=len(held), start=held.start - shard.start)
+        start += size
+    return places
+
+
+def _loss_scaler(state: dict[str, Any] | None) -> dict[str, Any]:
+    """fp16 with a dynamic scale: DeepSpeed goes on with the object it loads, settings included. Otherwise what is in
+    its configuration counts."""
+    if state is None:
+        return {}
+    scaler = DynamicLossScaler.__new__(DynamicLossScaler)
+    vars(scaler).update(state, dtype=torch.float16)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True}

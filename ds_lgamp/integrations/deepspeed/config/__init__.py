@@ -1,0 +1,1 @@
+"""What a ``ds_lgamp`` block makes of the rest of ds_config.json."""

@@ -1,0 +1,183 @@
+"""What a ``ds_lgamp`` block makes of the other keys in ds_config.json, before anything is built from them."""
+
+import math
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treatment
+
+_ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
+_ALIASES = {"bfloat16": "bf16"}
+"""Sections that DeepSpeed reads under an old name too."""
+_AUTO_IS_A_VALUE = {"data_types.keep_in_fp32_modules", "pipeline.stages"}
+"""Keys for which DeepSpeed itself takes "auto"; elsewhere Hugging Face's Trainer replaces it by a value."""
+_SWITCHES = {"enabled", "device", "autotp_size", "deepcompile"}
+"""Last names of refused keys without which the rest of their section does nothing in DeepSpeed either."""
+_TYPO = 0.8
+"""How similar, from 0 to 1, an unknown key at the top must be to a known one to be no key of the user's own."""
+_SIMILAR = 0.6
+"""The same inside a section, for an unknown key to be taken for a known one."""
+_SHOWN = 60
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class _Setting(NamedTuple):
+    """A key the user gave a value.
+
+    Args:
+        name: as the user wrote it.
+        position: of its row in the table.
+        key: its row.
+    """
+
+    name: str
+    position: int
+    key: Key
+    value: Any
+
+
+def check_keys(config: dict[str, Any]) -> list[str]:
+    """The keys of a DeepSpeed configuration that are set and mean nothing with a ``ds_lgamp`` block, in the order of
+    the table. Keys beside a switch that is off are left out: they mean nothing in DeepSpeed either.
+
+    Raises ConfigError for the first key, in the order of the configuration, that is refused, looks like a typo or is
+    "auto".
+    """
+    meaningless: dict[str, int] = {}
+    for setting in _settings(config):
+        takes = setting.key.takes
+        if takes and not VALUES[takes](setting.value):
+            raise ConfigError(f"{setting.name} is {_short(setting.value)}; write {takes}")
+        if setting.key.treatment is Treatment.MEANINGLESS:
+            if not _has_switch(setting.key.name):
+                meaningless[setting.name] = setting.position
+        elif not _passes(setting.key, setting.value):
+            raise ConfigError(_complaint(setting))
+    halves = [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled")]
+    if len(halves) > 1 and halves[0] == "fp16":
+        raise ConfigError(f"fp16.enabled and {halves[1]}.enabled are True; set one of them to false")
+    if config.get("wall_clock_breakdown") and config.get("steps_per_print") is None:
+        raise ConfigError("wall_clock_breakdown is True, but steps_per_print is missing; write how often it is printed")
+    return sorted(meaningless, key=lambda name: meaningless[name])
+
+
+def check_batch_sizes(config: dict[str, Any], data_ranks: int) -> None:
+    """Raises ConfigError where the three batch sizes, whole numbers each, do not multiply."""
+    total, micro, steps = (config.get(key) for key in _BATCH_SIZES)
+    if total is None and micro is None:
+        raise ConfigError(f"{_BATCH_SIZES[0]} and {_BATCH_SIZES[1]} are missing; write at least one of them")
+    if total is None:
+        return
+    factors = {_BATCH_SIZES[1]: micro, _BATCH_SIZES[2]: steps, "data-parallel ranks": data_ranks}
+    given = {name: factor for name, factor in factors.items() if factor is not None}
+    product = math.prod(given.values())
+    words = " x ".join(f"{factor} ({name})" for name, factor in given.items())
+    if total % product or (len(given) == len(factors) and total != product):
+        raise ConfigError(
+            f"{_BATCH_SIZES[0]} is {total}, which is {'not' if len(given) == 3 else 'no multiple of'} {words} = "
+            f"{product}; change one of them"
+        )
+
+
+def _settings(
+    section: dict[str, Any], name: str = "", path: str = "", rest: _Setting | None = None
+) -> Iterator[_Setting]:
+    """The keys of a section that have a value; sections that are refused as a whole count as one.
+
+    Args:
+        name: of the section as the user wrote it, "" for the whole configuration.
+        path: its name in the table.
+        rest: what keys without a row of their own stand under; without it they are unknown.
+    """
+    if f"{path}.*" in _ROWS:
+        rest = _Setting(name, *_ROWS[f"{path}.*"], section)
+    known = _members(path)
+    for member, value in section.items():
+        member_name = f"{name}.{member}" if name else str(member)
+        member_path = f"{path}.{member}" if path else _ALIASES.get(member, str(member))
+        if member not in known:
+            if rest is None:
+                _refuse_typo(str(member), member_name, known, is_top=not path)
+            elif value is not None:
+                yield rest
+            continue
+        if value is None and (member_path in _ROWS or path):
+            continue
+        if member_path in _ROWS:
+            _refuse_auto(value, member_name, member_path)
+            yield _Setting(member_name, *_ROWS[member_path], value)
+        elif _refused_whole(member_path):
+            yield _Setting(member_name, *_ROWS[f"{member_path}.*"], value)
+        elif isinstance(value, dict):
+            yield from _settings(value, member_name, member_path, rest)
+        elif not (member_path == "zero_optimization" and isinstance(value, bool)):
+            raise ConfigError(f"{member_name} is {_short(value)}; it must be an object such as {{}}")
+
+
+def _members(path: str) -> set[str]:
+    """The keys and sections the table has inside a section."""
+    prefix = f"{path}." if path else ""
+    names = {key.name.removeprefix(prefix).split(".")[0] for key in KEYS if key.name.startswith(prefix)}
+    return names - {"*"}
+
+
+def _refused_whole(path: str) -> bool:
+    row = _ROWS.get(f"{path}.*")
+    return row is not None and row[1].treatment is Treatment.REFUSED
+
+
+def _has_switch(name: str) -> bool:
+    """Whether the rest of this key's section, or of one around it, hangs on a refused key."""
+    sections = name.split(".")[:-1]
+    rows = [
+        _ROWS.get(".".join([*sections[:depth], switch]))
+        for depth in range(1, len(sections) + 1)
+        for switch in _SWITCHES
+    ]
+    return any(row is not None and row[1].treatment is Treatment.REFUSED for row in rows)
+
+
+def _passes(key: Key, value: Any) -> bool:
+    if key.treatment is Treatment.HONOURED:
+        return not key.harmless or value in key.harmless
+    if isinstance(value, str):
+        value = value.lower()
+    if key.name.endswith(".*") and isinstance(value, dict):
+        return value.get("enabled") is False
+    return value in key.harmless
+
+
+def _complaint(setting: _Setting) -> str:
+    start = f"{setting.name} is {_short(setting.value)}"
+    if setting.key.treatment is Treatment.HONOURED:
+        return f"{start}, but {BLOCK} takes {setting.key.note}; use one of them or remove it"
+    return f"{start}: {setting.key.note}"
+
+
+def _refuse_typo(key: str, name: str, known: set[str], is_top: bool) -> None:
+    if key == BLOCK:
+        raise ConfigError(f"{name} is the block in the wrong place; it stands at the top, beside zero_optimization")
+    nearest = get_close_matches(key, sorted(known), n=1, cutoff=_TYPO if is_top else _SIMILAR)
+    if nearest:
+        ending = "Rename it if it is a key of your own" if is_top else "Or remove it"
+        raise ConfigError(f"{name} is no known key; did you mean {nearest[0]}? {ending}")
+    if not is_top:
+        raise ConfigError(f"{name} is no known key; remove it")
+
+
+def _refuse_auto(value: Any, name: str, path: str) -> None:
+    """Looks into the parameters of optimizers and schedulers too, but not into the block, which has its own checks."""
+    if path == BLOCK or path in _AUTO_IS_A_VALUE:
+        return
+    if isinstance(value, dict):
+        for member, inner in value.items():
+            _refuse_auto(inner, f"{name}.{member}", f"{path}.{member}")
+    elif value == "auto":
+        raise ConfigError(f'{name} is "auto", which only Hugging Face\'s Trainer fills in; write a value or remove it')
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

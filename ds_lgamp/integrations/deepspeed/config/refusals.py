@@ -1,0 +1,192 @@
+"""What the engine cannot train as asked, refused before anything changes, alike on every rank."""
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from pydantic import ValidationError
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    check_elementwise,
+    check_optimizer_type,
+    choose_optimizer,
+    kernels_of,
+    try_out,
+)
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
+from ds_lgamp.integrations.deepspeed.engine.optimizer import complaint_about_history
+from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, announced_tensors, global_names
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
+
+_SECTIONS = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
+    "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedFP16Config": "fp16",
+    "HybridEngineConfig": "hybrid_engine",
+    "CompileConfig": "compile",
+}
+"""Where the keys of DeepSpeed's models stand in ds_config.json."""
+
+_SHARED_KEYS = (
+    BLOCK,
+    "zero_optimization",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+    "data_types",
+    "communication_data_type",
+)
+"""Keys that all ranks must agree on."""
+
+
+def refuse_differing_ranks(config: dict[str, Any]) -> None:
+    """Raises ConfigError if the configurations of two ranks would not work together and one has a block. Collective."""
+    own = [repr(config.get(key)) for key in _SHARED_KEYS]
+    ranks = everyone(own)
+    if all(values[0] == repr(None) for values in ranks):
+        return
+    for position, key in enumerate(_SHARED_KEYS):
+        for rank, values in enumerate(ranks):
+            if values[position] != ranks[0][position]:
+                raise ConfigError(
+                    f"{key} is {ranks[0][position]} on rank 0 and {values[position]} on rank {rank}; give every "
+                    "rank the same configuration"
+                )
+
+
+def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> None:
+    """Raises ConfigError for modules and optimizers the engine cannot honour. Collective over all ranks."""
+    device = torch.device(get_accelerator().current_device_name())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_elementwise(optimizer, config.zero_allow_untested_optimizer, device)
+        raise_everywhere(complaint_about_history(optimizer), ConfigError)
+    elif optimizer is None:
+        if config.optimizer_name is None:
+            raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
+        check_optimizer_type(config.optimizer_name, config.zero_allow_untested_optimizer)
+        _try_optimizer(config.optimizer_name, config.optimizer_params or {}, device)
+    if config.scheduler_name is not None:
+        _try_scheduler(config.scheduler_name, config.scheduler_params)
+    refuse_precision(config)
+    _refuse_module(module)
+    raise_everywhere(_complaint_about_tensors(module), ConfigError)
+    _refuse_differing_freezing(module)
+    for name, info in announced_tensors(module).items():
+        if info.is_parameter:
+            refuse_cast_parameter(config, name, info.dtype)
+
+
+def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:
+    """Raises ConfigError for what ``reproducible`` cannot keep its word on. Collective over all ranks."""
+    if not settings.reproducible:
+        return
+    trains = {name for name, info in announced_tensors(module).items() if info.is_parameter and info.requires_grad}
+    users: dict[str, list[int]] = {}
+    for layer, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec) and any(name.startswith(f"tied_modules.{spec.key}.") for name in trains):
+            users.setdefault(spec.key, []).append(layer)
+    for key, layers in users.items():
+        if len(layers) > 1:
+            raise ConfigError(
+                f"{BLOCK}.reproducible is true, but layers {', '.join(map(str, layers))} share the tied module "
+                f"'{key}', whose gradients add up in an order that depends on the layout; untie them or set it to false"
+            )
+    types = {"data_types.grad_accum_dtype": accumulation_dtype(config)}
+    types["communication_data_type"] = config.communication_data_type or types["data_types.grad_accum_dtype"]
+    for key, dtype in types.items():
+        if config.zero_optimization_stage == 0 and dtype != torch.float32:
+            raise ConfigError(
+                f"{BLOCK}.reproducible is true, but at zero_optimization.stage 0 gradients are summed in {dtype}, at "
+                f"others in fp32; set {key} to 'fp32' or another stage"
+            )
+
+
+def _try_optimizer(name: str, options: dict[str, Any], device: torch.device) -> None:
+    """Raises ConfigError if the optimizer's class does not take its ``params``; DeepSpeed would find out later."""
+    if "max_grad_norm" in options:
+        raise ConfigError(
+            f"optimizer.params.max_grad_norm is {options['max_grad_norm']}, which DeepSpeed refuses; write "
+            "gradient_clipping instead"
+        )
+    try:
+        try_out(choose_optimizer(name, options, device, kernels_of(device)), device)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"optimizer.params is {options}, but {name} refuses it ({sentence_of(error)})") from None
+
+
+def _try_scheduler(name: str, options: dict[str, Any] | None) -> None:
+    """Raises ConfigError if there is no such scheduler or it does not take its ``params``."""
+    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        raise ConfigError(f"scheduler.type is '{name}', which is unknown; use {known} or one of torch's")
+    if options is None:
+        raise ConfigError("scheduler.params is missing; write an object such as {}")
+    if any(isinstance(value, list) for value in options.values()):
+        return  # One value for each parameter group, which only the engine knows.
+    try:
+        kind(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]), **options)
+    except Exception as error:
+        raise ConfigError(f"scheduler.params is {options}, but {name} refuses it ({sentence_of(error)})") from None
+
+
+def sentence_of(error: Exception) -> str:
+    """The first thing an error of DeepSpeed's configuration says, in one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        key = ".".join(map(str, (_SECTIONS.get(error.title, error.title), *first["loc"])))
+        return f"{key} is {first['input']!r}: {first['msg']}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a word'}"
+
+
+def _refuse_module(module: PipelineModule) -> None:
+    if isinstance(module, PlacedModule):
+        raise ConfigError("the PipelineModule has an engine already; build a new one for another engine")
+    topology = module.topology()
+    for axis in topology.get_axis_names():
+        if axis not in ("pipe", "data", "model") and topology.get_dim(axis) > 1:
+            raise ConfigError(
+                f"the topology has {topology.get_dim(axis)} ranks on axis '{axis}', but {BLOCK} takes 1 so far; "
+                "use the axes 'pipe', 'data' and 'model'"
+            )
+
+
+def _refuse_differing_freezing(module: PipelineModule) -> None:
+    """Raises ConfigError if a parameter is frozen on one rank only. Collective over all ranks."""
+    own = {
+        name: tensor.requires_grad for name, tensor in global_names(module) if isinstance(tensor, torch.nn.Parameter)
+    }
+    trains: dict[str, bool] = {}
+    for flags in everyone(own):
+        for name, flag in flags.items():
+            if trains.setdefault(name, flag) != flag:
+                raise ConfigError(f"parameter {name} trains on one rank and is frozen on another; freeze it on all")
+
+
+def _complaint_about_tensors(module: PipelineModule) -> str | None:
+    """What is wrong with this rank's parameters."""
+    names: dict[int, str] = {}
+    for name, tensor in global_names(module):
+        if names.setdefault(id(tensor), name) != name:
+            return f"{name} and {names[id(tensor)]} are the same tensor; layers that share one need TiedLayerSpec"
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in names:
+            return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
+    changed = changed_layer(module)
+    if changed is not None:
+        return (
+            f"layer {changed} was built inside ds_lgamp.deferred_init() and changed since, but is built anew from its "
+            "LayerSpec; change it after deepspeed.initialize, or build the PipelineModule outside"
+        )
+    return None

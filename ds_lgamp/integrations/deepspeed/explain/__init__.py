@@ -1,0 +1,1 @@
+"""``ds_lgamp run --explain`` and ``--measure``."""

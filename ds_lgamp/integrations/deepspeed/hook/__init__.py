@@ -1,0 +1,1 @@
+"""How the engine comes behind an unchanged script."""

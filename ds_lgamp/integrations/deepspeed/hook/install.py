@@ -1,0 +1,205 @@
+"""Puts the engine behind ``deepspeed.initialize``, and takes it away again.
+
+Where DeepSpeed has a registry of engines (patches/), it is registered there; otherwise, classes of the same names stand
+in for those that ``deepspeed.initialize`` instantiates.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils.logging import log_dist
+
+from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
+from ds_lgamp.integrations.deepspeed.config.refusals import refuse_differing_ranks, sentence_of
+from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine, finish_engines
+from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
+from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
+from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
+from ds_lgamp.integrations.ending import end_well
+from ds_lgamp.integrations.seams import resolve
+
+_registry = resolve("deepspeed.runtime.engine_registry")
+"""Of a patched DeepSpeed, which also remembers how a PipelineModule cuts its layers; else None."""
+_METHOD = "_ds_lgamp_partition_method" if _registry is None else "partition_method"
+_stock_partition_layers = PipelineModule._partition_layers
+_PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
+"""What ``deepspeed.initialize`` builds for other modules than PipelineModule."""
+_stock_destroy = dist.destroy_process_group
+_installed: list[type] = []
+"""``deepspeed.PipelineEngine`` as :func:`install` left it; empty while nothing is installed."""
+_undo = ExitStack()
+
+
+class _StandIn(type):
+    """The class of classes that stand where ``deepspeed.initialize`` looks up another: instantiating one calls a
+    function, everything else, such as checks against it and changes to it, means the class it stands for."""
+
+    def __call__(cls, *positional: Any, **arguments: Any) -> Any:
+        own = vars(cls)
+        if "_stands_for" not in own:
+            return super().__call__(*positional, **arguments)
+        return own["_instantiate"](own["_stands_for"], *positional, **arguments)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        stands_for = vars(cls).get("_stands_for")
+        return isinstance(instance, stands_for) if stands_for else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        stands_for = vars(cls).get("_stands_for")
+        return issubclass(subclass, stands_for) if stands_for else super().__subclasscheck__(subclass)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        stands_for = vars(cls).get("_stands_for")
+        setattr(stands_for, name, value) if stands_for else super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        stands_for = vars(cls).get("_stands_for")
+        delattr(stands_for, name) if stands_for else super().__delattr__(name)
+
+
+def standing_in(stock: Any, instantiate: Callable[..., Any]) -> type:
+    """A class that stands for ``stock`` and whose instantiation calls ``instantiate(stock, ...)``."""
+    names = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return _StandIn(
+        stock.__name__, (stock,), {**names, "_stands_for": stock, "_instantiate": staticmethod(instantiate)}
+    )
+
+
+def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) -> DeepSpeedConfig:
+    """DeepSpeed's configuration; with an enabled block, refused in one sentence where the engine cannot honour it."""
+    if not isinstance(config, dict) or read_block(config) is None:
+        return stock(config, mpu, **options)
+    if deepspeed.PipelineEngine not in _installed:
+        raise ConfigError(
+            f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
+            f"and would not heed the {BLOCK} block; replace it before, or remove the block"
+        )
+    meaningless = check_keys(config)
+    if mpu is not None:
+        check_batch_sizes(config, mpu.get_data_parallel_world_size())
+    try:
+        made = stock(config, mpu, **options)
+    except Exception as error:
+        raise ConfigError(f"DeepSpeed refuses the configuration: {sentence_of(error)}") from error
+    if meaningless:
+        log_dist(f"With a {BLOCK} block these keys mean nothing: {', '.join(meaningless)}", ranks=[0])
+    return made
+
+
+def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> PipelineEngine:
+    """The engine the configuration asks for."""
+    config, module = arguments.get("config"), arguments.get("model")
+    if not isinstance(config, dict) or not isinstance(module, PipelineModule):
+        return stock(*positional, **arguments)
+    # As the engine does a little later: ranks must not talk to each other from one device.
+    get_accelerator().set_device(module.local_rank)
+    refuse_differing_ranks(config)
+    settings = read_block(config)
+    if settings is None and is_deferred(module):
+        raise ConfigError(
+            "the PipelineModule was built inside ds_lgamp.deferred_init(), but the configuration has no enabled "
+            f"{BLOCK} block; add one, or build the module outside"
+        )
+    if settings is None:
+        log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
+        return stock(*positional, **arguments)
+    gather_partitioned(module)
+    return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
+
+
+def partition_method_of(module: PipelineModule) -> str:
+    """How ``module`` cuts its layers; modules built before :func:`install` count as cutting by parameters."""
+    return getattr(module, _METHOD, "parameters")
+
+
+def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
+    """Stock's engine for other modules; with a block, refused."""
+    if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
+        raise ConfigError(
+            f"deepspeed.initialize got a {type(arguments['model']).__name__}, but a {BLOCK} block works on a "
+            "PipelineModule; pass one, or remove the block"
+        )
+    return stock(*positional, **arguments)
+
+
+def registered(pipeline: Callable[..., Any]) -> Callable[..., Any]:
+    """What DeepSpeed's registry asks for an engine, with ``pipeline`` for a PipelineModule; None means stock's."""
+
+    def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
+        if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule):
+            return plain_engine(_no_engine, model=model, config=config)
+        made = None if read_block(config) is None else checked_config(DeepSpeedConfig, config, mpu)
+        return pipeline(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
+
+    return engine_of
+
+
+def _no_engine(*positional: Any, **arguments: Any) -> None:
+    """Leaves the engine to DeepSpeed."""
+
+
+def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
+    """Remembers ``partition_method``, which stock DeepSpeed uses and forgets."""
+    setattr(self, _METHOD, method)
+    _stock_partition_layers(self, method)
+
+
+@wraps(_stock_destroy)
+def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Waits for what engines began, for which ranks have yet to talk to each other."""
+    try:
+        if group in (None, dist.group.WORLD):
+            finish_engines()
+    finally:
+        _stock_destroy(group)
+
+
+def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
+    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed. A rank
+    that fails leaves at once, and one that waits for a compilation that nobody does says so.
+
+    ``pipeline`` is called for the engine of a PipelineModule, with stock's class and its arguments.
+    """
+    if _installed:
+        return
+    if _registry is not None:
+        factory = registered(pipeline)
+        _registry.register_engine_factory(factory)
+        _undo.callback(_registry.unregister_engine_factory, factory)
+    else:
+        _replace_engines(pipeline)
+    _installed.append(deepspeed.PipelineEngine)
+    _undo.callback(_installed.clear)
+    for module in (dist, dist.distributed_c10d):
+        _replace(module, _stock_destroy.__name__, _destroy_process_group)
+    end_well(_undo, finish_engines)
+    name_forgotten_locks(_undo)
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`; engines built meanwhile go on working."""
+    _undo.close()
+
+
+def _replace_engines(pipeline: Callable[..., Any]) -> None:
+    instantiations: dict[str, Callable[..., Any]] = {"DeepSpeedConfig": checked_config, "PipelineEngine": pipeline}
+    instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain_engine)
+    for name, instantiate in instantiations.items():
+        _replace(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate))
+    _replace(PipelineModule, _stock_partition_layers.__name__, _partition_layers)
+    _replace(PipelineModule, "__init__", whole_construction(PipelineModule.__init__))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)

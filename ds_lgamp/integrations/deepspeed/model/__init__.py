@@ -1,0 +1,1 @@
+"""PipelineModule: its layers in chunks, each on its pipeline rank."""

@@ -1,0 +1,193 @@
+"""``ds_lgamp.deferred_init()``: a PipelineModule whose layers take no memory until the engine builds their shards.
+
+Inside the context the constructor builds every layer that a LayerSpec describes on torch's meta device: names, shapes
+and types, no values. ``materialise.py`` builds them for real, each on the rank that keeps it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
+from ds_lgamp.runtime.random_state import undisturbed
+
+_SEED = "_ds_lgamp_deferred_seed"
+"""The attribute of a module whose layers are deferred: the seed of its layers if they have none of their own."""
+_WRITES_NOTHING = ("requires_grad_", "retain_grad_")
+
+
+class DeferredParameter(nn.Parameter):
+    """A parameter of a layer that is built later. It has a name, a shape and a type, and goes into optimizers; writing
+    values to it, which would be lost, raises ConfigError."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], arguments: tuple = (), options: dict | None = None
+    ) -> Any:
+        name = function.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NOTHING
+        operator = name.startswith("__i") and hasattr(torch.Tensor, f"{name[3:-2]}_")
+        sets_data = name == "__set__" and function.__self__ is torch.Tensor.data
+        if in_place or operator or sets_data or name == "__setitem__":
+            raise ConfigError(
+                "a parameter built inside ds_lgamp.deferred_init() has no values before deepspeed.initialize; load or "
+                "change weights after it, with engine.load_checkpoint or engine.module.load_state_dict"
+            )
+        if name == "__get__" and function.__self__ is torch.Tensor.is_meta:
+            # torch's trunc_normal_ and load_state_dict would skip it in silence or with a warning.
+            return False
+        # A view of it, such as its data, is of this class as well.
+        return super(nn.Parameter, cls).__torch_function__(function, types, arguments, options)
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """A PipelineModule constructed inside the block takes no memory for the layers its LayerSpecs describe."""
+    construct = PipelineModule.__init__
+
+    @wraps(construct)
+    def construct_deferred(self: PipelineModule, layers: Any, *arguments: Any, **options: Any) -> None:
+        _construct(construct, self, list(layers), arguments, options)
+
+    PipelineModule.__init__ = construct_deferred
+    try:
+        yield
+    finally:
+        PipelineModule.__init__ = construct
+
+
+def _construct(construct: Any, module: PipelineModule, layers: list, arguments: tuple, options: dict) -> None:
+    """Runs the constructor, with the steps that take or need memory replaced on the objects at hand."""
+    # A number of torch's generator, so that torch.manual_seed decides and a second module gets other weights.
+    seed = 0 if options.get("seed_layers") else int(torch.randint(2**31, (), device="cpu"))
+    replaced = {"to": partial(_move, module), "_synchronize_tied_weights": partial(_synchronize, module)}
+    specs = [layer for layer in layers if _can_be_built_later(layer)]
+    try:
+        for spec in specs:
+            spec.build = partial(build_without_memory, spec)
+        # nn.Module's constructor, which would refuse other ways, has not run yet.
+        vars(module).update({_SEED: seed, **replaced})
+        construct(module, layers, *arguments, **options)
+    finally:
+        for spec in specs:
+            vars(spec).pop("build", None)
+        for name in replaced:
+            vars(module).pop(name, None)
+
+
+def _move(module: PipelineModule, *arguments: Any, **options: Any) -> PipelineModule:
+    """``module.to`` for what has memory."""
+    with showing(module, children_with_memory(module)):
+        return nn.Module.to(module, *arguments, **options)
+
+
+def _synchronize(module: PipelineModule) -> None:
+    """Stock's broadcast of tied weights, of those that have memory."""
+    every = module.tied_comms
+    module.tied_comms = {key: tied for key, tied in every.items() if key not in deferred_keys(module)}
+    PipelineModule._synchronize_tied_weights(module)
+    module.tied_comms = every
+
+
+def is_deferred(module: PipelineModule) -> bool:
+    """Whether layers of ``module`` are still to be built."""
+    return _SEED in vars(module)
+
+
+def defers(module: PipelineModule, spec: Any) -> bool:
+    """Whether the layer of ``spec`` is still to be built."""
+    return is_deferred(module) and _can_be_built_later(spec)
+
+
+def _can_be_built_later(spec: Any) -> bool:
+    """Whether the layer is made of nothing that has memory already, such as a module that ``spec`` passes on to it."""
+    if not isinstance(spec, LayerSpec):
+        return False
+    given = tree_leaves((spec.module_args, spec.module_kwargs))
+    return not any(isinstance(value, (nn.Module, torch.Tensor)) for value in given)
+
+
+def deferred_keys(module: PipelineModule) -> set[str]:
+    """Of tied modules."""
+    return {spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec) and defers(module, spec)}
+
+
+def deferred_seed(module: PipelineModule) -> int:
+    """What seeds the layers of a deferred module: layer i is built under this number plus i."""
+    return int(module.base_seed) if module.seed_layers else vars(module)[_SEED]
+
+
+def end_deferral(module: PipelineModule) -> None:
+    """All layers are built."""
+    del vars(module)[_SEED]
+
+
+def build_without_memory(spec: LayerSpec) -> nn.Module:
+    """The layer ``spec`` describes, on the meta device. Consumes no random numbers.
+
+    A layer whose constructor needs the values of tensors is built for real, and its memory freed at once.
+    """
+    build = type(spec).build
+    with undisturbed(layer_sources(torch.device(get_accelerator().current_device_name()))):
+        try:
+            with torch.device("meta"):
+                layer = build(spec)
+        except Exception:
+            # Any layer may do in its constructor what only tensors with data can.
+            layer = build(spec)
+    _drop_memory(layer)
+    return layer
+
+
+def _drop_memory(layer: nn.Module) -> None:
+    """Replaces parameters and buffers by ones on the meta device; what was shared stays shared."""
+    replaced: dict[int, torch.Tensor] = {}
+    for module in layer.modules():
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = _without_memory(tensor)
+                    tensors[name] = replaced[id(tensor)]
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = DeferredParameter(empty, tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def children_with_memory(module: PipelineModule) -> dict[str, nn.Module]:
+    """The children of ``module`` by name, without those that are deferred."""
+    specs, keys = module._layer_specs, deferred_keys(module)
+    children = {
+        name: child
+        for name, child in module._modules.items()
+        if not (name.isdecimal() and defers(module, specs[int(name)]))
+    }
+    if keys:
+        tied = {key: layer for key, layer in module.tied_modules.items() if key not in keys}
+        children["tied_modules"] = nn.ModuleDict(tied)
+    return children
+
+
+@contextmanager
+def showing(module: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside the block ``module`` has these children and no others."""
+    own, module._modules = module._modules, dict(children)
+    try:
+        yield
+    finally:
+        module._modules = own

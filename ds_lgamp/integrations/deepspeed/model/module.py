@@ -1,0 +1,329 @@
+"""Re-places the built layers of a PipelineModule: chunks instead of stages, each on its pipeline rank.
+
+Layers are moved with their values, never initialised anew: users load weights before ``deepspeed.initialize``.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
+from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import Placement
+
+
+class Layout(NamedTuple):
+    """Which layers form a chunk and where chunks live."""
+
+    bounds: list[int]
+    placement: Placement
+
+    def chunk_of(self, layer: int) -> int:
+        """The chunk that ``layer`` is part of."""
+        return bisect_right(self.bounds, layer) - 1
+
+    def owner(self, layer: int) -> int:
+        """The pipeline rank of ``layer``."""
+        return self.placement[self.chunk_of(layer)]
+
+    def layers(self, chunk: int) -> range:
+        return range(self.bounds[chunk], self.bounds[chunk + 1])
+
+    def chunks_of(self, rank: int) -> list[int]:
+        return chunks_of(self.placement, rank)
+
+
+class TensorInfo(NamedTuple):
+    """A parameter or buffer of a built layer, as its pipeline rank announces it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    is_parameter: bool
+
+
+class PlacedModule(PipelineModule):
+    """Mixed into the class of a re-placed module: what DeepSpeed asks of a stage is answered per chunk.
+
+    Between two batches, ``parameters()`` have the last step's values; who reads them may wait for a gather. At stage 3
+    they have no elements (``ds_shape`` and ``ds_numel`` say what they have), and where gathers are deferred old ones:
+    reading raises an error then. Inside ``deepspeed.zero.GatheredParameters`` they are complete and current.
+    """
+
+    layout: Layout
+    chunk_functions: dict[int, list[Callable]]
+    """The layers of every chunk of this rank, as functions."""
+
+    full_parameters: Callable[[], AbstractContextManager[None]]
+    """Holds this rank's parameters complete and current inside a block; all data-parallel ranks enter it together."""
+    adopt_parameters: Callable[[], None]
+    """Inside such a block: what was written to the parameters is what training goes on with."""
+
+    def stage_owner(self, layer_idx: int) -> int:
+        return self.layout.owner(layer_idx)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """The complete, current state of this rank's layers, copied. All data-parallel ranks call it together: where
+        parameters are sharded they are gathered first."""
+        with self.full_parameters():
+            state = super().state_dict(*arguments, **options)
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.clone()
+            return state
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Loads this rank's layers, in training too. All data-parallel ranks call it together, with the same state."""
+        with self.full_parameters():
+            result = super().load_state_dict(*arguments, **options)
+            self.adopt_parameters()
+            return result
+
+
+def layer_types(module: PipelineModule) -> list[str]:
+    """Class or function names of the layers, for automatic chunks."""
+    return [_type_name(layer) for layer in module._layer_specs]
+
+
+def layer_weights(module: PipelineModule, method: str) -> list[float]:
+    """What DeepSpeed's ``partition_method`` balances, per layer. Consumes no random numbers."""
+    method = method.lower()
+    if method == "parameters":
+        device = torch.device(get_accelerator().current_device_name())
+        sources = layer_sources(device)
+        with undisturbed(sources):
+            return [float(count) for count in module._count_layer_params()]
+    if method.startswith("type:"):
+        chosen = set(module._find_layer_type(method.split(":", 1)[1]))
+        return [float(layer in chosen) for layer in range(module._num_layers)]
+    return [1.0] * module._num_layers
+
+
+def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of the built layers under names that are the same in every layout: layer index or tied
+    key, and name inside the layer."""
+    for prefix, layer in built_layers(module).items():
+        for name, tensor in tensors_of(layer):
+            yield f"{prefix}.{name}", tensor
+
+
+def place_layers(module: PipelineModule, layout: Layout) -> None:
+    """Moves every built layer to the pipeline rank of its chunk and makes ``module`` a :class:`PlacedModule`.
+
+    Collective over all ranks. ``module`` stays the same object; no random numbers are consumed. Deferred layers stay
+    without memory.
+    """
+    previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
+    infos = announced_tensors(module)
+    device = torch.device(get_accelerator().device_name(module.local_rank))
+    sources = layer_sources(device)
+    with undisturbed(sources):
+        built = {
+            layer: _obtain(module, layer, previous_owner[layer], layout.owner(layer), infos, device)
+            for layer in range(module._num_layers)
+        }
+    module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
+    module.layout = layout
+    _register(module, built)
+    module.tied_comms = module._index_tied_modules()
+    for layer in module.tied_modules.values():
+        for parameter in layer.parameters():
+            _forget_collectives(parameter)
+    for key in module.tied_comms:
+        if key not in deferred_keys(module):
+            share_tied_values(module, key, module.tied_modules[key])
+
+
+def _forget_collectives(parameter: nn.Parameter) -> None:
+    """Stock's module broadcasts tied parameters under autograd, whose hook would warn of that in every first backward
+    pass. Assigning the hooks that Python has added drops the others."""
+    parameter._backward_hooks = parameter._backward_hooks
+
+
+def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> None:
+    """Gives ``layer``, the tied module ``key``, the values it has on the first pipeline rank that uses it. Collective
+    over those ranks."""
+    if key in module.tied_comms:
+        tied = module.tied_comms[key]
+        for _, tensor in tensors_of(layer):
+            dist.broadcast(tensor.data, src=min(tied["ranks"]), group=tied["group"])
+
+
+def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> None:
+    """Puts ``layers``, by the prefix of their global names, in the place of this rank's layers of those names."""
+    built = {}
+    for chunk, functions in module.chunk_functions.items():
+        for layer, function in zip(module.layout.layers(chunk), functions):
+            spec = module._layer_specs[layer]
+            new = layers.get(prefix_of(layer, spec))
+            built[layer] = function if new is None else _function(spec, new)
+            if new is not None and isinstance(spec, TiedLayerSpec):
+                module.tied_modules[spec.key] = new
+    for key, tied in module.tied_comms.items():
+        tied["module"] = module.tied_modules[key]
+    _register(module, built)
+
+
+def _obtain(
+    module: PipelineModule,
+    layer: int,
+    source: int,
+    target: int,
+    infos: dict[str, TensorInfo],
+    device: torch.device,
+) -> Any:
+    """The layer's function on pipeline rank ``target``, None elsewhere; its tensors travel from ``source``."""
+    spec = module._layer_specs[layer]
+    rank = module.stage_id
+    prefix = prefix_of(layer, spec)
+    built = built_layers(module).get(prefix)
+    deferred = defers(module, spec)
+    if rank == source and rank != target and built is not None and not deferred:
+        for _, tensor in tensors_of(built):
+            dist.send(tensor.detach().contiguous(), module._grid.stage_to_global(target))
+    if rank != target:
+        return None
+    if source != target:
+        received = build_without_memory(spec) if deferred else _build(spec)
+        if received is not None:
+            if not deferred:
+                received.to(device)
+            arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos)
+            # A tied module this rank has already is the same one; what arrived is a copy of it.
+            built = built if built is not None else arrived
+    if isinstance(spec, TiedLayerSpec):
+        if spec.key not in module.tied_modules:
+            module.tied_modules[spec.key] = built
+            module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
+        built = module.tied_modules[spec.key]
+    return spec if built is None else _function(spec, built)
+
+
+def _function(spec: Any, layer: nn.Module) -> Callable:
+    """What is called in the place of ``spec``, once its ``layer`` is built."""
+    applies = isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
+    return partial(spec.forward_fn, layer) if applies else layer
+
+
+def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]) -> nn.Module:
+    """Gives ``layer`` the tensors that arrive from ``source``; without memory, only whether they are trained."""
+    expected = [name for name in infos if name.startswith(f"{prefix}.")]
+    names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
+    if sorted(names) != sorted(expected):
+        raise ConfigError(
+            f"layer {prefix} has other parameters or buffers than its specification builds "
+            f"({', '.join(sorted(set(names) ^ set(expected)))}); change layers after deepspeed.initialize"
+        )
+    for name, tensor in tensors_of(layer):
+        info = infos[f"{prefix}.{name}"]
+        if tensor.device.type != "meta":
+            tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
+            dist.recv(tensor.data, source)
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_(info.requires_grad)
+    return layer
+
+
+def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
+    """What every pipeline rank has built, by global name. Collective."""
+    own = {
+        name: TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        for name, tensor in global_names(module)
+    }
+    return {name: info for rank in over_pipeline(module, own) for name, info in rank.items()}
+
+
+def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
+    """``own`` of every pipeline rank. Collective."""
+    return everyone(own, module._grid.get_pipe_parallel_group())
+
+
+def over_data(module: PipelineModule, own: Any) -> list[Any]:
+    """``own`` of every data-parallel rank. Collective."""
+    return everyone(own, module._grid.get_data_parallel_group())
+
+
+def _register(module: PlacedModule, built: dict[int, Any]) -> None:
+    """Registers this rank's layers, and only these, under DeepSpeed's names, in layer order."""
+    layout, specs = module.layout, module._layer_specs
+    for layer in range(module._num_layers):
+        module._modules.pop(str(layer), None)
+    own = layout.chunks_of(module.stage_id)
+    needed_keys = set()
+    module.chunk_functions = {}
+    for chunk in own:
+        module.chunk_functions[chunk] = [built[layer] for layer in layout.layers(chunk)]
+        for layer in layout.layers(chunk):
+            if isinstance(specs[layer], TiedLayerSpec):
+                needed_keys.add(specs[layer].key)
+            elif isinstance(built[layer], nn.Module):
+                module.add_module(str(layer), built[layer])
+    for key in set(module.tied_modules) - needed_keys:
+        del module.tied_modules[key], module.tied_weight_attrs[key]
+    module.parts = layout.bounds
+    module.forward_funcs = [function for functions in module.chunk_functions.values() for function in functions]
+    module.fwd_map = {}
+    module._local_start, module._local_stop = 0, len(module.forward_funcs)
+
+
+def _build(spec: Any) -> nn.Module | None:
+    """A layer to receive values into; None for functions."""
+    if isinstance(spec, LayerSpec):
+        return spec.build()
+    return spec if isinstance(spec, nn.Module) else None
+
+
+def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
+    """The layers with state that this rank holds, by prefix of their global names."""
+    layers = {f"tied_modules.{key}": layer for key, layer in module.tied_modules.items()}
+    for layer in range(module._num_layers):
+        if str(layer) in module._modules:
+            layers[str(layer)] = module._modules[str(layer)]
+    return layers
+
+
+def prefix_of(layer: int, spec: Any) -> str:
+    return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+
+
+def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers of this rank that belong to the state of the model, by global name."""
+    for prefix, layer in built_layers(module).items():
+        for path, part in layer.named_modules(prefix=prefix):
+            for name, tensor in part.named_buffers(recurse=False):
+                if name not in part._non_persistent_buffers_set:
+                    yield f"{path}.{name}", tensor
+
+
+def empty_extra_states(module: PipelineModule) -> list[str]:
+    """Entries of the state of this rank's layers that hold nothing, by global name. Megatron-core's linear layers have
+    them, and miss them where they are not there."""
+    return [
+        f"{path}.{_EXTRA_STATE_KEY_SUFFIX}"
+        for prefix, layer in built_layers(module).items()
+        for path, part in layer.named_modules(prefix=prefix)
+        if type(part).get_extra_state is not nn.Module.get_extra_state and part.get_extra_state() is None
+    ]
+
+
+def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def _type_name(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return getattr(layer, "__name__", type(layer).__name__)

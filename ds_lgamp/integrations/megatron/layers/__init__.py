@@ -1,0 +1,1 @@
+"""Megatron-core's layers for DeepSpeed's PipelineModule."""

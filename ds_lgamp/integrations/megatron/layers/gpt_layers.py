@@ -1,0 +1,223 @@
+"""A GPT model as a flat list of layers for DeepSpeed's PipelineModule, built from Megatron-core's parts.
+
+A pipeline can be cut between any two of them:
+
+    tokens [b, s] -> WordEmbedding -> PositionEmbedding -> TransformerBlock x L -> FinalNorm -> head -> logits [s, b, v]
+
+Between layers travels the hidden state [s, b, h] (sequence, micro-batch, hidden size: Megatron's order). What else a
+transformer layer needs, causal masking and rotary angles, it derives from the sequence length. Only where documents are
+kept apart, their numbers [b, s] travel along, as far as a layer needs them.
+
+With tensor parallelism over T ranks, weights and logits are slices: logits [s, b, v / T]. With sequence parallelism,
+each rank has a part of the sequence between the layers, [s / T, b, h], from PositionEmbedding on.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.layers.attention import document_numbers, document_positions, random_numbers
+from ds_lgamp.integrations.megatron.layers.transformer_block import (
+    Hidden,
+    Rotary,
+    TransformerBlock,
+    TransformerImpl,
+    final_norm_of,
+    packed,
+    refuse_missing_engine,
+    unpacked,
+)
+
+PositionType = Literal["rope", "learned_absolute"]
+TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"  # the weight's name inside WordEmbedding
+
+_REFUSED = {
+    "num_moe_experts": (None, "pipelines take dense layers"),
+    "multi_latent_attention": (False, "layers have plain self-attention"),
+    "pipeline_model_parallel_size": (1, "DeepSpeed's PipelineModule places the layers"),
+    "context_parallel_size": (1, "every rank sees the whole sequence"),
+}
+_REFUSED_LOCALLY = {
+    "window_size": (None, "PyTorch's attention has no window"),
+    "softmax_type": ("vanilla", "PyTorch's attention has one softmax"),
+    "layernorm_zero_centered_gamma": (False, "PyTorch's norms have no such weight"),
+}
+"""Fields of TransformerConfig by name: the value that works, and why others do not, with any implementation and with
+the local one."""
+
+
+def gpt_layer_specs(
+    config: TransformerConfig,
+    vocab_size: int,
+    max_positions: int,
+    position_type: PositionType,
+    tie_embeddings: bool,
+    *,
+    rotary_base: int = 10000,
+    rotary_percent: float = 1.0,
+    end_of_document: int | None = None,
+    reset_attention_mask: bool = False,
+    reset_position_ids: bool = False,
+    transformer_impl: TransformerImpl = "local",
+) -> list[LayerSpec]:
+    """The layers of a GPT model, not yet built: DeepSpeed builds each on the pipeline rank that owns it.
+
+    Args:
+        tie_embeddings: the first and the last layer share one weight, and DeepSpeed keeps its copies equal.
+        end_of_document: the token that ends a document.
+        reset_attention_mask: tokens see their own document only.
+        reset_position_ids: learned positions restart with every document. As in Megatron-core, rotary ones do not: they
+            tell tokens of one document apart by their distance.
+        transformer_impl: ``local`` for layers of plain PyTorch parts, ``transformer_engine`` for NVIDIA's.
+
+    Raises ConfigError for what these layers cannot do, among it mixtures of experts, and gated layers under tensor
+    parallelism.
+    """
+    _refuse_unsupported(config, transformer_impl)
+    if end_of_document is None and (reset_attention_mask or reset_position_ids):
+        reset = "reset_attention_mask" if reset_attention_mask else "reset_position_ids"
+        raise ConfigError(f"{reset} is True, but end_of_document is None; name the token that ends documents")
+    learned = position_type == "learned_absolute"
+    restarts = reset_position_ids and learned
+    embedded = (WordEmbedding, config, vocab_size, end_of_document if reset_attention_mask or restarts else None)
+    if tie_embeddings:
+        embedding = TiedLayerSpec(TIED_KEY, *embedded, tied_weight_attr=TIED_WEIGHT)
+        head = TiedLayerSpec(TIED_KEY, *embedded, tied_weight_attr=TIED_WEIGHT, forward_fn=tied_logits)
+    else:
+        embedding = LayerSpec(*embedded)
+        head = LayerSpec(LanguageModelHead, config, vocab_size)
+    rotary = None if learned else Rotary(config.kv_channels, rotary_percent, rotary_base, config.rotary_interleaved)
+    mask = AttnMaskType.arbitrary if reset_attention_mask else AttnMaskType.causal
+    return [
+        embedding,
+        LayerSpec(PositionEmbedding, config, max_positions if learned else None, restarts, reset_attention_mask),
+        *(
+            LayerSpec(TransformerBlock, config, number, rotary, mask, transformer_impl)
+            for number in range(1, config.num_layers + 1)
+        ),
+        LayerSpec(FinalNorm, config, transformer_impl),
+        head,
+    ]
+
+
+class WordEmbedding(nn.Module):
+    """Tokens [b, s] to hidden state [s, b, h], and the documents [b, s] if ``end_of_document`` is given. Only this part
+    of the embedding can be tied to the head."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, end_of_document: int | None):
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, config.hidden_size, init_method=config.embedding_init_method, config=config
+        )
+        self.end_of_document = end_of_document
+        self.sequence_parallel = config.sequence_parallel
+
+    def forward(self, tokens: Tensor) -> Hidden:
+        hidden = self.word_embeddings(tokens).transpose(0, 1).contiguous()
+        return packed(hidden, None if self.end_of_document is None else document_numbers(tokens, self.end_of_document))
+
+
+class PositionEmbedding(nn.Module):
+    """Hidden state [s, b, h] to the same plus learned positions, then dropout. Rotary positions enter in the layers.
+
+    Args:
+        max_positions: None without learned positions.
+        restarts: whether positions begin anew with every document.
+        passes_documents: whether the layers that follow take the documents.
+    """
+
+    def __init__(self, config: TransformerConfig, max_positions: int | None, restarts: bool, passes_documents: bool):
+        super().__init__()
+        self.position_embeddings = None
+        if max_positions is not None:
+            self.position_embeddings = nn.Embedding(max_positions, config.hidden_size)
+            config.embedding_init_method(self.position_embeddings.weight)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.restarts, self.passes_documents = restarts, passes_documents
+        self.sequence_parallel = config.sequence_parallel
+
+    def forward(self, inputs: Hidden) -> Hidden:
+        hidden, documents = unpacked(inputs)
+        if self.position_embeddings is not None:
+            if documents is not None and self.restarts:
+                positions = document_positions(documents)
+            else:
+                positions = torch.arange(hidden.shape[0], device=hidden.device)[None]
+            hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
+        if self.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden)
+        with random_numbers(self.sequence_parallel and self.training and self.dropout.p > 0, hidden.device):
+            hidden = self.dropout(hidden)
+        return packed(hidden, documents if self.passes_documents else None)
+
+
+class FinalNorm(nn.Module):
+    """The normalisation after the last transformer layer, hidden state [s, b, h] to [s, b, h]. Documents end here."""
+
+    def __init__(self, config: TransformerConfig, transformer_impl: TransformerImpl):
+        super().__init__()
+        self.norm = final_norm_of(config, transformer_impl)
+
+    def forward(self, inputs: Hidden) -> Tensor:
+        hidden, _documents = unpacked(inputs)
+        return self.norm(hidden)
+
+
+class LanguageModelHead(nn.Module):
+    """Hidden state [s, b, h] to logits [s, b, v] with a weight of its own."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int):
+        super().__init__()
+        self.output_layer = ColumnParallelLinear(
+            config.hidden_size, vocab_size, config=config, init_method=config.init_method, bias=False
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits, _bias = self.output_layer(hidden)
+        return logits
+
+
+def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
+    """Hidden state [s, b, h] to logits [s, b, v] with the weight of the word embedding."""
+    if embedding.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    return nn.functional.linear(hidden, embedding.word_embeddings.weight)
+
+
+def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of logits [s, b, v]; labels are (target tokens [b, s], loss mask [b, s]: 1 if one counts)."""
+    targets, loss_mask = (tensor.transpose(0, 1).contiguous() for tensor in labels)
+    losses = vocab_parallel_cross_entropy(logits.float(), targets)
+    return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+
+
+def _refuse_unsupported(config: TransformerConfig, transformer_impl: TransformerImpl) -> None:
+    refused = _REFUSED | (_REFUSED_LOCALLY if transformer_impl == "local" else {})
+    for key, (works, reason) in refused.items():
+        value = getattr(config, key)
+        if value != works:
+            raise ConfigError(f"{key} is {value!r}, but {reason}; set it to {works!r}")
+    if config.gated_linear_unit and config.tensor_model_parallel_size > 1:
+        # A rank's slice of the first matrix is a slice of each half, which a checkpoint would put behind one another.
+        raise ConfigError(
+            f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, which "
+            "checkpoints cannot tell from one whole matrix; set one of them to False or 1"
+        )
+    refuse_missing_engine(transformer_impl)

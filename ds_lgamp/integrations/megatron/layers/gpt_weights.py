@@ -1,0 +1,98 @@
+"""Weights of a pipeline by the names of Megatron-core's GPTModel, and back: a change of names, to the bit.
+
+The pipeline's names are those of its ``state_dict()``, of its checkpoints and of the safetensors files made from them:
+the number of the layer, or ``tied_modules`` and the key, then the name inside the layer. GPTModel's are those of its
+``state_dict()``. Where a side is of Transformer Engine, norms are parts of the linear layers they precede. Extra
+states, the scales of its 8-bit numbers, are no weights and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.layers.gpt_layers import TIED_KEY, TIED_WEIGHT
+from ds_lgamp.integrations.megatron.layers.transformer_block import TransformerImpl
+
+T = TypeVar("T")
+
+_TIED = f"tied_modules.{TIED_KEY}.{TIED_WEIGHT}"
+_OUTPUT = "output_layer.weight"
+_PIPELINE_LAYER, _MODEL_LAYER = re.compile(r"(\d+)\.layer\.(.+)"), re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FUSED = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+"""Norms in layers of plain parts, and in those of Transformer Engine."""
+_IN_EVERY_LAYER = {
+    *("input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"),
+    *("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
+}
+_IN_SOME_MODELS = {name.replace("weight", "bias") for name in _IN_EVERY_LAYER} | {
+    f"self_attention.{norm}_layernorm.{kind}" for norm in "qk" for kind in ("weight", "bias")
+}
+
+
+def to_gpt_model(weights: Mapping[str, T], transformer_impl: TransformerImpl = "local") -> dict[str, T]:
+    """The ``weights`` of a pipeline by the names that a GPTModel of ``transformer_impl`` has for them.
+
+    Raises ConfigError if some are missing, or left over.
+    """
+    given = _plain(weights)
+    return _renamed(given, _names(given, _PIPELINE_LAYER, tied=_TIED in given), transformer_impl)
+
+
+def from_gpt_model(state: Mapping[str, T], transformer_impl: TransformerImpl = "local") -> dict[str, T]:
+    """The weights in a GPTModel's ``state`` by the names that a pipeline of ``transformer_impl`` has for them.
+
+    Raises ConfigError if weights are missing, or left over.
+    """
+    given = _plain(state)
+    names = _names(given, _MODEL_LAYER, tied=_OUTPUT not in given)
+    return _renamed(given, {model: pipeline for pipeline, model in names.items()}, transformer_impl)
+
+
+def _names(given: Iterable[str], layer_name: re.Pattern[str], tied: bool) -> dict[str, str]:
+    """The name of every weight in a pipeline, and in the GPTModel, of the layers and kinds that ``given`` has."""
+    matches = [match for match in map(layer_name.fullmatch, given) if match]
+    layers = max(1, len({match[1] for match in matches}))
+    parts = _IN_EVERY_LAYER | (_IN_SOME_MODELS & {match[2] for match in matches})
+    names = {_TIED if tied else f"0.{TIED_WEIGHT}": "embedding.word_embeddings.weight"}
+    optional = {
+        "1.position_embeddings.weight": "embedding.position_embeddings.weight",
+        f"{layers + 2}.norm.bias": "decoder.final_layernorm.bias",
+    }
+    names |= {pipeline: model for pipeline, model in optional.items() if not {pipeline, model}.isdisjoint(given)}
+    for layer in range(layers):
+        names |= {f"{layer + 2}.layer.{part}": f"decoder.layers.{layer}.{part}" for part in sorted(parts)}
+    names[f"{layers + 2}.norm.weight"] = "decoder.final_layernorm.weight"
+    if not tied:
+        names[f"{layers + 3}.{_OUTPUT}"] = _OUTPUT
+    return names
+
+
+def _renamed(given: Mapping[str, T], names: Mapping[str, str], transformer_impl: TransformerImpl) -> dict[str, T]:
+    missing, left_over = sorted(names.keys() - given.keys()), sorted(given.keys() - names.keys())
+    if missing or left_over:
+        found = f"lack {missing[0]}" if missing else f"have {left_over[0]} left over"
+        raise ConfigError(f"the weights {found}; take all weights of one GPT model of dense layers, and nothing else")
+    fuse = _fused if transformer_impl == "transformer_engine" else str
+    return {fuse(names[name]): weight for name, weight in given.items()}
+
+
+def _plain(weights: Mapping[str, T]) -> dict[str, T]:
+    return {_unfused(name): weight for name, weight in weights.items() if not name.endswith("._extra_state")}
+
+
+def _fused(name: str) -> str:
+    for plain, fused in _FUSED.items():
+        name = name.replace(plain, fused)
+    return name
+
+
+def _unfused(name: str) -> str:
+    for plain, fused in _FUSED.items():
+        name = name.replace(fused, plain)
+    return name

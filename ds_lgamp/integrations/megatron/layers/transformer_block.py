@@ -1,0 +1,156 @@
+"""One Megatron-core transformer layer as a pipeline layer, from plain PyTorch parts or from Transformer Engine's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs as megatron_specs
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor, nn
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.layers.attention import ScaledDotProductAttention, document_mask, random_numbers
+
+TransformerImpl = Literal["local", "transformer_engine"]
+Hidden = Tensor | tuple[Tensor, Tensor]
+"""What travels between layers: the hidden state and, where attention stays inside documents, their numbers [b, s]."""
+
+
+class Rotary(NamedTuple):
+    """Rotary positions: of ``percent`` of a head's channels, with angles that fall from 1 to 1 / ``base`` per token."""
+
+    channels: int
+    percent: float
+    base: int
+    interleaved: bool
+
+
+class TransformerBlock(nn.Module):
+    """One transformer layer, hidden state [s, b, h] to [s, b, h]. Layers are numbered from 1.
+
+    Args:
+        rotary: None without rotary positions.
+        attn_mask_type: ``causal``; ``no_mask``, where every token sees all; ``arbitrary``, where the documents [b, s]
+            travel with the hidden state and a token sees the earlier ones of its document.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        rotary: Rotary | None,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        transformer_impl: TransformerImpl = "local",
+    ):
+        super().__init__()
+        spec = transformer_layer_spec(config, attn_mask_type, transformer_impl)
+        self.layer = build_module(spec, config=config, layer_number=layer_number)
+        self.rotary = rotary
+        self.sequence_parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.draws_alone = self.sequence_parts > 1 and max(config.hidden_dropout, config.attention_dropout) > 0
+        if config.tensor_model_parallel_size > 1:
+            _mark_partial_gradients(self.layer)
+
+    def forward(self, inputs: Hidden) -> Hidden:
+        hidden, documents = unpacked(inputs)
+        angles = None
+        if self.rotary is not None:
+            angles = rotary_angles(self.rotary, hidden.shape[0] * self.sequence_parts, hidden.device)
+        mask = None if documents is None else document_mask(documents)
+        with random_numbers(self.draws_alone and self.training, hidden.device):
+            hidden, _context = self.layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=angles)
+        return packed(hidden, documents)
+
+
+def unpacked(inputs: Hidden) -> tuple[Tensor, Tensor | None]:
+    return inputs if isinstance(inputs, tuple) else (inputs, None)
+
+
+def packed(hidden: Tensor, documents: Tensor | None) -> Hidden:
+    return hidden if documents is None else (hidden, documents)
+
+
+def transformer_layer_spec(
+    config: TransformerConfig, attn_mask_type: AttnMaskType, transformer_impl: TransformerImpl
+) -> ModuleSpec:
+    """Megatron-core's transformer layer: ``local`` is of plain PyTorch parts, which run on any device, with apex's
+    norms on a GPU if apex can be imported."""
+    if transformer_impl == "transformer_engine":
+        spec = megatron_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = megatron_specs.get_gpt_layer_local_spec(
+            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        )
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = ScaledDotProductAttention
+        for parts, names in (
+            (spec.submodules, ("input_layernorm", "pre_mlp_layernorm")),
+            (attention, ("q_layernorm", "k_layernorm") if config.qk_layernorm else ()),
+        ):
+            for name in names:
+                setattr(parts, name, _usable_norm(config, getattr(parts, name)))
+    spec.submodules.self_attention.params["attn_mask_type"] = attn_mask_type
+    return spec
+
+
+def refuse_missing_engine(transformer_impl: TransformerImpl) -> None:
+    """Raises ConfigError if Transformer Engine is asked for and cannot be imported."""
+    if transformer_impl == "transformer_engine" and not megatron_specs.HAVE_TE:
+        raise ConfigError(
+            "transformer_impl is 'transformer_engine', but Transformer Engine cannot be imported; install NVIDIA's "
+            "package for this torch and CUDA, or use 'local'"
+        )
+
+
+def final_norm_of(config: TransformerConfig, transformer_impl: TransformerImpl) -> nn.Module:
+    """The normalisation after the last layer. Transformer Engine's layers have theirs inside linear layers."""
+    if transformer_impl == "transformer_engine":
+        norm = megatron_specs.TENorm
+    else:
+        norm = transformer_layer_spec(config, AttnMaskType.causal, transformer_impl).submodules.input_layernorm
+    return build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+class TorchNorm:
+    """PyTorch's norm, where Megatron-core's choice does not run: apex's has no kernel for the CPU, and WrappedTorchNorm
+    refuses sequence parallelism, under which each rank has partial gradients of the weights. A class, because that is
+    what a layer's specification takes."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
+    ) -> nn.Module:
+        norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def _usable_norm(config: TransformerConfig, norm: type) -> type:
+    refused = norm is WrappedTorchNorm and config.sequence_parallel
+    return TorchNorm if refused or get_accelerator().device_name() == "cpu" else norm
+
+
+def _mark_partial_gradients(layer: nn.Module) -> None:
+    """Norms of queries and keys are whole on every tensor-parallel rank, but each has the gradient of its heads."""
+    for name, parameter in layer.named_parameters():
+        if "q_layernorm" in name or "k_layernorm" in name:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache
+def rotary_angles(rotary: Rotary, sequence_length: int, device: torch.device) -> Tensor:
+    """The angles by which attention turns queries and keys, [s, 1, 1, channels]; constant, so all layers share them."""
+    embedding = RotaryEmbedding(
+        rotary.channels, rotary_percent=rotary.percent, rotary_base=rotary.base, use_cpu_initialization=True
+    )
+    # Not embedding(sequence_length): that call moves the angles to a CUDA device whatever the machine has.
+    half = embedding.get_freqs_non_repeated(sequence_length)
+    angles = half.repeat_interleave(2, dim=-1) if rotary.interleaved else torch.cat((half, half), dim=-1)
+    return angles[:, None, None, :].to(device)

@@ -1,0 +1,1 @@
+"""Megatron-LM's training loop with the programs of ds_lgamp."""

@@ -1,0 +1,219 @@
+"""Megatron-LM's arguments and the configuration file: what the block adds to the former, and where both must agree."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec
+from ds_lgamp.integrations.megatron.loop.flags import option_of, refuse_flags, refuse_together
+from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.placement import place_chunks, split_evenly
+
+SHARED_KEYS = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_clipping": "clip_grad",
+}
+"""Keys of the configuration file whose values must be those of Megatron-LM's flags."""
+ACCUMULATION = "gradient_accumulation_steps"
+PRECISIONS = ("bf16", "fp16")
+MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
+"""Keys of the block for what Megatron-LM does in its own way."""
+_UNBOUNDED = 2**62
+
+
+class Job(NamedTuple):
+    """What a configuration file asks for."""
+
+    settings: LgampConfig
+    zero_stage: int
+    others: dict[str, Any]
+    """The whole file."""
+
+
+def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
+    """The job a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot honour."""
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if stage not in (0, 1):
+        raise ConfigError(
+            f"zero_optimization.stage is {stage!r}, but inside Megatron-LM's training loop it is 0, or 1 with the "
+            "distributed optimizer; set one of them, or train with DeepSpeed's engine, as launch/pretrain_gpt.py does"
+        )
+    if settings.reproducible:
+        raise ConfigError(f"{BLOCK}.reproducible is True, which needs DeepSpeed's engine; set --deterministic-mode")
+    if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
+        raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
+    return Job(settings, stage, config)
+
+
+def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) -> list[str]:
+    """Megatron-LM's own validation of its arguments, with what the block adds to them; keys of the file that nobody
+    reads.
+
+    Raises ConfigError where flags and the file disagree.
+    """
+    refuse_flags(args, arguments=True)
+    refuse_together(args)
+    if args.mtp_num_layers and args.pipeline_model_parallel_layout is None:
+        raise ConfigError("--mtp-num-layers is given; say with --pipeline-model-parallel-layout where they go")
+    _refuse_another_stage(args, job)
+    _set_recomputation(args, job.settings)
+    ranks = args.pipeline_model_parallel_size
+    chunks, layout = _cut(args, job.settings)
+    refuse_settings(args, chunks_on_one_rank=chunks > ranks == 1)
+    if chunks > ranks and getattr(args, "multiple_validation_sets", False):
+        raise ConfigError(
+            "--multiple-validation-sets is True: every chunk would take another of the sets; remove it, or set "
+            f"{BLOCK}.chunks_per_rank to 1"
+        )
+    if ranks == 1 and layout is not None and chunks > 1:
+        _validate_one_rank(args, layout, chunks, validate)
+    else:
+        # Megatron-core's own interleaved schedule would want it; here, links never wait for each other.
+        args.overlap_p2p_comm = True
+        args.pipeline_model_parallel_layout = layout
+        validate()
+    _refuse_disagreement(args, job)
+    _check_batches(args, job)
+    if chunks > ranks and args.ddp_bucket_size is None and args.ddp_num_buckets is None:
+        # A chunk is gathered and reduced as a whole.
+        args.ddp_bucket_size = _UNBOUNDED
+    return _unread_keys(job)
+
+
+def _cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
+    """How many chunks there are, and their layout; None where Megatron-LM needs none to cut the layers alike."""
+    layout, ranks = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if layout is not None:
+        _refuse_two_cuts(args, settings)
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout), layout
+    layers = args.num_layers or args.decoder_num_layers
+    sizes = chunk_sizes(settings, layers, ranks)
+    return len(sizes), layout_of(sizes) if len(sizes) > ranks or layers % ranks else None
+
+
+def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:
+    """Transformer layers of every chunk; the same number of chunks on every pipeline rank, larger ones first.
+
+    Raises ConfigError if a chunk would have none, or if ranks would have different numbers of chunks.
+    """
+    if settings.layers_per_chunk is not None:
+        chunks = -(-layers // settings.layers_per_chunk)
+        if chunks % pipeline_ranks:
+            raise ConfigError(
+                f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
+                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or "
+                "cut them unevenly with --pipeline-model-parallel-layout"
+            )
+        return [min(settings.layers_per_chunk, layers - start) for start in range(0, layers, settings.layers_per_chunk)]
+    if layers < pipeline_ranks:
+        raise ConfigError(f"{layers} layers cannot occupy {pipeline_ranks} pipeline ranks; use fewer ranks")
+    per_rank = settings.chunks_per_rank
+    if per_rank is None:
+        per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
+    if per_rank * pipeline_ranks > layers:
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {per_rank}: {pipeline_ranks} pipeline ranks would need "
+            f"{per_rank * pipeline_ranks} layers, the model has {layers}; use at most {layers // pipeline_ranks}"
+        )
+    bounds = split_evenly(layers, per_rank * pipeline_ranks)
+    return [end - start for start, end in zip(bounds, bounds[1:])]
+
+
+def layout_of(sizes: list[int]) -> str:
+    """Megatron-core's text form of chunks: ``Ett|tt|tL`` are three, with the embedding in the first and the loss in
+    the last."""
+    return "E" + "|".join("t" * size for size in sizes) + "L"
+
+
+def _refuse_two_cuts(args: Namespace, settings: LgampConfig) -> None:
+    for key in ("chunks_per_rank", "layers_per_chunk"):
+        if getattr(settings, key) is not None:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout and {BLOCK}.{key} both cut the layers; keep one of them"
+            )
+
+
+def _refuse_another_stage(args: Namespace, job: Job) -> None:
+    if bool(args.use_distributed_optimizer) != (job.zero_stage == 1):
+        given = "given" if args.use_distributed_optimizer else "not given"
+        raise ConfigError(
+            f"zero_optimization.stage is {job.zero_stage}, but --use-distributed-optimizer is {given}; they mean the "
+            "same, change one of them"
+        )
+
+
+def _refuse_disagreement(args: Namespace, job: Job) -> None:
+    """Of what both say, Megatron-LM's defaults filled in."""
+    for key, name in SHARED_KEYS.items():
+        value, flag = job.others.get(key), getattr(args, name)
+        if value not in (None, "auto") and value != flag:
+            raise ConfigError(
+                f"{key} is {value!r}, but {option_of(name)} is {flag!r}; make them equal, or remove {key}"
+            )
+    steps, micro_batches = job.others.get(ACCUMULATION), _micro_batches(args, args.global_batch_size)
+    if steps not in (None, "auto", micro_batches):
+        raise ConfigError(
+            f"{ACCUMULATION} is {steps!r}, but --global-batch-size makes {micro_batches} micro-batches; make them "
+            f"equal, or remove {ACCUMULATION}"
+        )
+    for precision in PRECISIONS:
+        enabled = (job.others.get(precision) or {}).get("enabled")
+        if enabled not in (None, "auto") and bool(enabled) != bool(getattr(args, precision)):
+            raise ConfigError(
+                f"{precision}.enabled is {enabled!r}, but --{precision} is {getattr(args, precision)!r}; make them "
+                f"equal, or remove {precision}"
+            )
+
+
+def _set_recomputation(args: Namespace, settings: LgampConfig) -> None:
+    """Recomputation is Megatron-core's own. The block may ask for it in place of the flags, not against them."""
+    if "recompute" not in settings.model_fields_set:
+        return
+    asked = None if settings.recompute == "none" else settings.recompute
+    given = "selective" if args.recompute_activations else args.recompute_granularity
+    if given is not None and given != asked:
+        raise ConfigError(
+            f"{BLOCK}.recompute is '{settings.recompute}', but the flags say {given}; make them equal, or remove one"
+        )
+    if asked == "full" and given is None:
+        args.recompute_method, args.recompute_num_layers = "uniform", 1
+    args.recompute_granularity = asked
+
+
+def _validate_one_rank(args: Namespace, layout: str, chunks: int, validate: Callable[[], Any]) -> None:
+    """Megatron-LM would refuse several chunks on one pipeline rank."""
+    aligned = args.align_param_gather
+    args.pipeline_model_parallel_layout = None
+    validate()
+    args.pipeline_model_parallel_layout = layout
+    args.virtual_pipeline_model_parallel_size = chunks
+    args.align_param_gather = aligned
+
+
+def _check_batches(args: Namespace, job: Job) -> None:
+    """Whether the schedule takes so many micro-batches, all those of a ramp-up included."""
+    ranks = args.pipeline_model_parallel_size
+    placement = place_chunks("modular", ranks * (args.virtual_pipeline_model_parallel_size or 1), ranks)
+    ramp = range(0)
+    if args.rampup_batch_size:
+        start, increment, _samples = map(int, args.rampup_batch_size)
+        ramp = range(start, args.global_batch_size, increment)
+    for batch in (*ramp, args.global_batch_size):
+        program_spec(job.settings, placement, _micro_batches(args, batch), job.zero_stage)
+
+
+def _micro_batches(args: Namespace, batch: int) -> int:
+    return batch // (args.micro_batch_size * args.data_parallel_size)
+
+
+def _unread_keys(job: Job) -> list[str]:
+    """By section where a part of one is read."""
+    read = {"zero_optimization": "stage", **dict.fromkeys(PRECISIONS, "enabled")}
+    unread = sorted(set(job.others) - {BLOCK, ACCUMULATION, *read, *SHARED_KEYS})
+    for section, key in read.items():
+        unread += [f"{section}.{name}" for name in job.others.get(section) or {} if name != key]
+    return unread + [f"{BLOCK}.{key}" for key in MEANINGLESS if key in job.settings.model_fields_set]

@@ -1,0 +1,101 @@
+"""Parameters and gradients where Megatron-core holds them: DistributedDataParallel and its distributed optimizer.
+
+A chunk's GATHER is its ``param_sync_func``; where that is not given, hooks gather. A chunk's REDUCE is part of its
+last backward pass, the only one outside ``no_sync_func``. There DistributedDataParallel counts the gradients, and hooks
+reduce a bucket as soon as it is complete. In the first batch, it learns how many to expect, and reduces at the end.
+
+``grad_sync_func`` reduces chunks that have no ``no_sync_func``. Beside one it is not called. DistributedDataParallel
+would learn nothing, and with several instances of the distributed optimizer it would reduce twice.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ds_lgamp.integrations.megatron.loop.batch import Batch
+
+SyncFunction = Callable[..., Any]
+
+
+class DistributedData:
+    """What a batch does with Megatron-core's data parallelism."""
+
+    frees_weights = False
+
+    def __init__(self, batch: Batch) -> None:
+        self.device = batch.device
+        self._finalize = batch.finalize
+        self._models = dict(zip(batch.chunks, batch.models))
+        self._left = dict.fromkeys(batch.chunks, batch.backward_passes)
+        """Backward passes of every chunk that have not begun."""
+        config = batch.config
+        # In evaluation parameters are there.
+        self._gathers = _by_chunk(config.param_sync_func if batch.backward_passes else None, batch.chunks)
+        self._no_sync = _by_chunk(config.no_sync_func, batch.chunks)
+        self._reductions = _by_chunk(None if self._no_sync else config.grad_sync_func, batch.chunks)
+        self._one_for_all = callable(config.no_sync_func)
+        self._closed: dict[int, AbstractContextManager[Any]] = {}
+        """The contexts in which a chunk's backward passes reduce nothing, by chunk; by 0 if one is for all."""
+        for chunk in batch.chunks:
+            self._close(chunk)
+
+    def gather(self, chunk: int) -> None:
+        if chunk in self._gathers:
+            self._gathers[chunk](self._models[chunk].parameters())
+
+    def wait_gathered(self, chunk: int) -> None:
+        """A hook of the model does."""
+
+    def release(self, chunk: int) -> None:
+        """Weights stay at ZeRO stages 0 and 1."""
+
+    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
+        return False
+
+    def wait_room(self, chunk: int) -> None:
+        """Megatron-core has a buffer for every gradient."""
+
+    def begin_backward(self, chunk: int) -> None:
+        self._left[chunk] -= 1
+        if self._left[chunk] == 0:
+            self._open(chunk)
+
+    def reduce(self, chunk: int) -> None:
+        if chunk in self._reductions:
+            self._reductions[chunk](self._models[chunk].parameters())
+        self._close(chunk)
+
+    def wait_reductions(self) -> None:
+        """``finalize_model_grads_func`` does."""
+
+    def finish_gradients(self) -> None:
+        self.end()
+        self._finalize()
+
+    def after_update(self) -> None:
+        """Megatron-core's loop steps the optimizer."""
+
+    def end(self) -> None:
+        """Leaves every context."""
+        for chunk in list(self._closed):
+            self._open(chunk)
+
+    def _open(self, chunk: int) -> None:
+        context = self._closed.pop(0 if self._one_for_all else chunk, None)
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def _close(self, chunk: int) -> None:
+        key = 0 if self._one_for_all else chunk
+        if chunk in self._no_sync and key not in self._closed:
+            self._closed[key] = self._no_sync[chunk]()
+            self._closed[key].__enter__()
+
+
+def _by_chunk(functions: SyncFunction | Sequence[SyncFunction] | None, chunks: Sequence[int]) -> dict[int, Any]:
+    """One function for every chunk, from a list of them, one for all, or none."""
+    if functions is None:
+        return {}
+    return dict.fromkeys(chunks, functions) if callable(functions) else dict(zip(chunks, functions, strict=True))

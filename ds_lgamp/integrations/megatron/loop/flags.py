@@ -1,0 +1,193 @@
+"""Every flag of Megatron that decides how gradients are reduced and scaled, and how parameters are updated, with what
+becomes of it beside a ``ds_lgamp`` block."""
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ds_lgamp.config import BLOCK, ConfigError
+
+
+class Treatment(str, Enum):
+    """What becomes of a flag."""
+
+    HONOURED = "honoured"
+    """Losses and gradients are those of Megatron-core's own schedules (``loop/test_flags.py``)."""
+    OUTSIDE = "outside"
+    """It concerns what happens before or after a batch, in which ds_lgamp has no part."""
+    UNREAD = "unread"
+    """Megatron reads it only beside a flag that is refused."""
+    REFUSED = "refused"
+    """Nobody has shown that it works, or it cannot."""
+
+
+class Flag(NamedTuple):
+    """One row of the table.
+
+    Args:
+        name: in Megatron-core's configurations and in Megatron-LM's arguments; "" if only the latter have it.
+        treatment: what becomes of it.
+        argument: Megatron-LM's name, if it has another.
+        option: how it is written on a command line, if that does not follow from the name.
+        note: why it is refused.
+        harmless: the values at which a refused flag changes nothing.
+    """
+
+    name: str
+    treatment: Treatment
+    argument: str = ""
+    option: str = ""
+    note: str = ""
+    harmless: tuple[Any, ...] = (None, False)
+
+
+HONOURED, OUTSIDE, UNREAD, REFUSED = Treatment.HONOURED, Treatment.OUTSIDE, Treatment.UNREAD, Treatment.REFUSED
+
+
+def _flags(names: str, treatment: Treatment, note: str = "", harmless: tuple[Any, ...] = (None, False)) -> list[Flag]:
+    """Rows that differ in the name only; ``names`` is a list of words."""
+    return [Flag(name, treatment, note=note, harmless=harmless) for name in names.split()]
+
+
+_FSDP = (
+    "no parameters are sharded inside Megatron-LM's training loop; remove it, or train with DeepSpeed's engine, as "
+    "launch/pretrain_gpt.py does"
+)
+_SCHEDULES = f"it needs Megatron-core's own schedules; remove it, or the {BLOCK} block"
+_ENGINE = f"it needs Transformer Engine, with which a {BLOCK} block has not been tried; remove it"
+_NETWORK = f"it needs a network on which a {BLOCK} block has not been tried; remove it"
+_LAYERS = (
+    f"the {BLOCK} block cuts the layers; remove it and set {BLOCK}.chunks_per_rank or layers_per_chunk, or cut them "
+    "unevenly with --pipeline-model-parallel-layout"
+)
+
+_DATA_PARALLELISM = (
+    *_flags("overlap_grad_reduce overlap_param_gather align_param_gather align_grad_reduce", HONOURED),
+    *_flags("use_distributed_optimizer num_distributed_optimizer_instances check_for_large_grads", HONOURED),
+    Flag("grad_reduce_in_fp32", HONOURED, "accumulate_allreduce_grads_in_fp32"),
+    Flag("grad_reduce_in_fp32", HONOURED, "grad_reduce_in_bf16"),
+    Flag("check_for_nan_in_grad", HONOURED, "check_for_nan_in_loss_and_grad"),
+    Flag("bucket_size", HONOURED, "ddp_bucket_size"),
+    Flag("bucket_size", HONOURED, "ddp_num_buckets"),
+    Flag("pad_buckets_for_high_nccl_busbw", HONOURED, "ddp_pad_buckets_for_high_nccl_busbw"),
+    Flag("reduce_scatter_with_fp32_accumulation", HONOURED, "ddp_reduce_scatter_with_fp32_accumulation"),
+    Flag("average_in_collective", HONOURED, "ddp_average_in_collective"),
+    *_flags("fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag delay_wgrad_compute", REFUSED, _ENGINE),
+    *_flags("use_megatron_fsdp use_custom_fsdp use_torch_fsdp2", REFUSED, _FSDP),
+    *_flags("data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer", UNREAD),
+    *_flags("gradient_reduce_div_fusion suggested_communication_unit_size preserve_fp32_weights", UNREAD),
+    *_flags("keep_fp8_transpose_cache fsdp_manual_registration torch_fsdp2_reshard_after_forward", UNREAD),
+    *_flags("enable_full_sharding_in_hsdp disable_symmetric_registration sharp_enabled_group", UNREAD),
+    Flag("nccl_ub", REFUSED, option="--use-nccl-ub", note=_NETWORK),
+    *_flags("use_sharp nccl_communicator_config_path create_all_gather_group", REFUSED, _NETWORK),
+    *_flags("high_priority_stream_groups", REFUSED, _NETWORK, (None, [])),
+    *_flags("fake_process_group", REFUSED, "ranks that do not communicate would wait for each other; remove it"),
+    *_flags("lazy_mpu_init", REFUSED, "process groups must be there when batches run; remove it"),
+)
+
+_PARALLELISM = (
+    Flag("order", HONOURED, "use_tp_pp_dp_mapping"),
+    *_flags("context_parallel_size expert_model_parallel_size sequence_parallel", HONOURED),
+    Flag("cp_comm_type", OUTSIDE),
+    *_flags("hierarchical_context_parallel_sizes", REFUSED, _ENGINE),
+    *_flags("distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init", OUTSIDE),
+    *_flags("local_rank model_parallel_size scatter_gather_tensors_in_pipeline", OUTSIDE),
+    *_flags("pipeline_model_parallel_layout", HONOURED),
+    *_flags("overlap_p2p_comm", OUTSIDE),
+    *(
+        Flag("", REFUSED, argument, note=_LAYERS)
+        for argument in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    ),
+    Flag(
+        "",
+        REFUSED,
+        "microbatch_group_size_per_vp_stage",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        f"the {BLOCK} block groups micro-batches; remove it and set {BLOCK}.micro_batch_group",
+    ),
+)
+
+_OPTIMIZER = (
+    *_flags("lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm clip_grad", HONOURED),
+    *_flags("adam_beta1 adam_beta2 adam_eps sgd_momentum decoupled_weight_decay log_num_zeros_in_grad", HONOURED),
+    *_flags("fp16 bf16 params_dtype loss_scale initial_loss_scale min_loss_scale", HONOURED),
+    *_flags("loss_scale_window hysteresis overlap_param_gather_with_optimizer_step", HONOURED),
+    *_flags("gradient_accumulation_fusion calculate_per_token_loss defer_embedding_wgrad_compute", HONOURED),
+    *_flags("optimizer", REFUSED, "no other has been tried; use adam or sgd", ("adam", "sgd")),
+    *_flags("muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec", UNREAD),
+    *_flags("muon_num_ns_steps muon_tp_mode muon_extra_scale_factor", UNREAD),
+    *_flags("use_precision_aware_optimizer", REFUSED, _ENGINE),
+    *_flags("store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype", UNREAD),
+    *_flags("optimizer_cpu_offload", REFUSED, "optimizer states stay on the device; remove it"),
+    *_flags("optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d", UNREAD),
+    *_flags("pin_cpu_grads pin_cpu_params fp8_recipe", UNREAD),
+    Flag("wgrad_deferral_limit", OUTSIDE),
+    *_flags("barrier_with_L1_time timers config_logger_dir no_weight_decay_cond_type", OUTSIDE),
+    *_flags("lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters", OUTSIDE),
+    *_flags("lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init warmup", OUTSIDE),
+    *_flags("override_opt_param_scheduler use_checkpoint_opt_param_scheduler", OUTSIDE),
+    *_flags("start_weight_decay end_weight_decay weight_decay_incr_style", OUTSIDE),
+)
+
+_MODEL = (
+    *_flags("attention_softmax_in_fp32 fp16_lm_cross_entropy enable_experimental spec", OUTSIDE),
+    Flag("fp8", REFUSED, option="--fp8-format", note=_ENGINE),
+    Flag("fp4", REFUSED, option="--fp4-format", note=_ENGINE),
+    *_flags("te_precision_config_file", REFUSED, _ENGINE),
+    *_flags("hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern", OUTSIDE),
+    *_flags("use_legacy_models", REFUSED, "legacy models have no chunks; remove it"),
+    *_flags("yaml_cfg", REFUSED, "the block cannot set arguments beside it; use flags"),
+    *_flags("overlap_moe_expert_parallel_comm hybrid_context_parallel cpu_offloading", REFUSED, _SCHEDULES),
+    *_flags("fine_grained_activation_offloading", REFUSED, _SCHEDULES),
+    *_flags("num_microbatches_with_partial_activation_checkpoints", REFUSED, _SCHEDULES),
+    *_flags("cuda_graph_impl", REFUSED, _SCHEDULES, ("none", None)),
+)
+
+TOGETHER = {
+    ("defer_embedding_wgrad_compute", "overlap_grad_reduce"): "the output layer's gradient would come after it was "
+    "reduced; remove one of them",
+}
+"""Why flags that are honoured are refused together."""
+
+FLAGS: tuple[Flag, ...] = (*_DATA_PARALLELISM, *_PARALLELISM, *_OPTIMIZER, *_MODEL)
+
+
+def refuse_flags(settings: Any, arguments: bool = False) -> None:
+    """Raises ConfigError for a refused flag that has an effect.
+
+    Args:
+        settings: one of Megatron-core's configurations, or Megatron-LM's arguments.
+        arguments: whether it is the latter.
+    """
+    for flag in FLAGS:
+        if flag.treatment is not REFUSED:
+            continue
+        name = flag.argument or flag.name if arguments else flag.name
+        value = getattr(settings, name, flag.harmless[0])
+        if value not in flag.harmless:
+            shown = flag.option or option_of(name) if arguments else name
+            raise ConfigError(f"{shown} is {value!r}: {flag.note}")
+
+
+def refuse_together(*settings: Any) -> None:
+    """Raises ConfigError for two flags that are honoured, but not together.
+
+    Args:
+        settings: the configurations of one model, or Megatron-LM's arguments; where several have a flag, the last
+            decides.
+    """
+    given = {name: value for part in settings for name, value in vars(part).items()}
+    for names, note in TOGETHER.items():
+        if all(given.get(name) for name in names):
+            raise ConfigError(f"{names[0]} and {names[1]} are True: {note}")
+
+
+def option_of(argument: str) -> str:
+    """How one of Megatron-LM's arguments is written on a command line."""
+    return "--" + argument.replace("_", "-")

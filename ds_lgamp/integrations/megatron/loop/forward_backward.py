@@ -1,0 +1,167 @@
+"""Megatron-core's ``forward_backward_func``, with the programs and the executor of ds_lgamp."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from ds_lgamp.config import LgampConfig, program_spec
+from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
+from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
+from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
+from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
+from ds_lgamp.runtime.executor import ActionError, Executor
+from ds_lgamp.runtime.links import Links, ring_links
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import build_rank_program
+
+_ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
+"""Where shapes change unexpectedly."""
+
+
+class ForwardBackward:
+    """Runs a batch as the block of the configuration says, with the interface of Megatron-core's schedules.
+
+    Args:
+        settings: the block.
+        zero_stage: 0, or 1 with Megatron-core's distributed optimizer.
+    """
+
+    def __init__(self, settings: LgampConfig, zero_stage: int) -> None:
+        self._settings, self._zero_stage = settings, zero_stage
+        self._program = lru_cache(maxsize=16)(self._build_program)
+        self._links: dict[dist.ProcessGroup, tuple[Links, tuple[Any, ...]]] = {}
+        """By pipeline: its links, and what the shapes of the last batch derived from."""
+        self._failed = False
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Forward and backward passes of a batch; what the loss function reports of each micro-batch, on the last
+        pipeline rank, by micro-batch.
+
+        The arguments are those of ``megatron.core.pipeline_parallel.schedules.get_forward_backward_func``. Shapes
+        travel with the first tensor of a link, so that ``adjust_tensor_shapes_fn`` has nothing to adjust.
+
+        Raises ConfigError for what the configuration of the model asks for and this order of work cannot honour, and
+        ActionError, naming rank and action, if anything fails.
+        """
+        models = model if isinstance(model, list) else [model]
+        batch = Batch(
+            forward_step_func,
+            _as_list(data_iterator, len(models)),
+            models,
+            num_microbatches,
+            pg_collection if pg_collection is not None else global_groups(),
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            force_all_reduce,
+        )
+        refuse_unsupported(batch)
+        timers = batch.config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=batch.config.barrier_with_L1_time)
+        self._run(batch, (seq_length, micro_batch_size, decoder_seq_length))
+        if timers is not None:
+            timers("forward-backward").stop()
+        return batch.reports
+
+    def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
+        if self._failed:
+            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
+        program = self._program(
+            batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
+        )
+        data = DistributedData(batch)
+        executor = Executor(
+            place_chunks("modular", batch.pipeline_ranks * len(batch.models), batch.pipeline_ranks),
+            batch.rank,
+            {chunk: ModelChunk(batch, own) for own, chunk in enumerate(batch.chunks)},
+            data,
+            self._links_of(batch, shapes),
+            loss_function=None,
+            apply_step=lambda: None,
+            random_sources=[],
+            recompute=False,
+            loss_gradient=batch.loss_gradient,
+            timing=MegatronTiming(batch.config.timers),
+        )
+        self._failed = True
+        with executor.batch(batch.micro_batches, lambda micro_batch: (None, None), training=not batch.forward_only):
+            executor.run(program)
+        data.end()
+        self._failed = False
+
+    def _build_program(
+        self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
+    ) -> list[Action]:
+        placement = place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)
+        # Evaluation takes any number of micro-batches, training under some schedules only a multiple of the ranks.
+        trained = pipeline_ranks if forward_only else micro_batches
+        spec = program_spec(self._settings, placement, trained, self._zero_stage)
+        # Megatron-core's loop steps the optimizer when the program is over.
+        spec = replace(spec, defers_gathers=True)
+        return build_rank_program(spec.evaluation(micro_batches) if forward_only else spec, rank)
+
+    def _links_of(self, batch: Batch, shapes: tuple[Any, ...]) -> Links:
+        """The links of this rank, opened with the first batch, by all ranks together unless there is one pipeline rank.
+        ``shapes`` is what those of tensors derive from."""
+        pipeline = batch.groups.pp
+        links, previous = self._links.get(pipeline, (None, shapes))
+        if links is None:
+            pipelines = _all_pipelines(pipeline) if batch.pipeline_ranks > 1 else [[dist.get_rank()]]
+            links = ring_links(pipelines, batch.device, dynamic=batch.config.variable_seq_lengths, advice=_ADVICE)
+        elif shapes != previous:
+            links.reset()
+        self._links[pipeline] = links, shapes
+        return links
+
+
+def global_groups() -> ProcessGroupCollection:
+    """Those of ``parallel_state``, as Megatron-core's schedules collect them."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
+    """Ranks that read no data may pass None for all chunks."""
+    if iterators is None:
+        return [None] * chunks
+    return iterators if isinstance(iterators, list) else [iterators]
+
+
+def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
+    """The global ranks of every pipeline. Collective over all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dist.get_process_group_ranks(pipeline))
+    return sorted({tuple(ranks): list(ranks) for ranks in gathered}.values())

@@ -1,0 +1,44 @@
+"""A chunk of a Megatron-core model at run time."""
+
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+
+from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.runtime.chunk import Chunk, Tensors
+
+
+class ModelChunk(Chunk):
+    """One of the models that a rank has under a virtual pipeline. Recomputation is the model's own.
+
+    Args:
+        own: its number on this rank.
+    """
+
+    def __init__(self, batch: Batch, own: int) -> None:
+        super().__init__([])
+        self._batch, self._own = batch, own
+        self._virtual_stage = own if len(batch.models) > 1 else None
+        self._is_last = batch.on_last_rank and own == len(batch.models) - 1
+
+    def __call__(self, inputs: Tensors | None, micro_batch: int) -> Any:
+        batch = self._batch
+        first = schedules.check_first_val_step(batch.first_validation_step, batch.forward_only, micro_batch == 0)
+        output, tokens = schedules.forward_step(
+            batch.forward_step,
+            batch.iterators[self._own],
+            batch.models[self._own],
+            batch.micro_batches,
+            inputs,
+            batch.reports,
+            batch.config,
+            batch.groups.cp.size(),
+            collect_non_loss_data=batch.collect_non_loss_data,
+            is_first_microbatch=first,
+            current_microbatch=micro_batch,
+            vp_stage=self._virtual_stage,
+            is_last_stage=self._is_last,
+        )
+        batch.tokens += tokens
+        # In evaluation it may be of any kind and size, and what counts of it is among the reports.
+        return None if self._is_last and batch.forward_only else output

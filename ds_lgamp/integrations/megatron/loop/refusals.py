@@ -1,0 +1,50 @@
+"""What Megatron-core offers and another order of work cannot honour."""
+
+from argparse import Namespace
+from typing import Any
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
+from ds_lgamp.integrations.megatron.loop.several_chunks import has_two_embeddings
+
+
+def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
+    """Raises ConfigError for what needs a single model on the only pipeline rank.
+
+    Args:
+        settings: Megatron-LM's arguments, or a TransformerConfig.
+        chunks_on_one_rank: whether there are several chunks, and one pipeline rank.
+    """
+    if chunks_on_one_rank and getattr(settings, "perform_rl_step", False):
+        raise ConfigError(
+            "perform_rl_step is True, whose model for inference has no chunks; use more pipeline ranks, or set "
+            "chunks_per_rank to 1"
+        )
+    if chunks_on_one_rank and getattr(settings, "mtp_num_layers", None):
+        raise ConfigError(
+            f"mtp_num_layers is {settings.mtp_num_layers}, whose chunk on the only pipeline rank would train an "
+            "embedding of its own; use more pipeline ranks, or set chunks_per_rank to 1"
+        )
+
+
+def refuse_unsupported(batch: Batch) -> None:
+    """Raises ConfigError for settings of the model, for chunks that share one iterator, and for chunks of one pipeline
+    rank that would train two embeddings where the model has one."""
+    several = len(batch.models) > 1
+    parts = [batch.config, getattr(batch.models[0], "ddp_config", Namespace())]
+    for part in parts:
+        refuse_flags(part)
+    refuse_together(*parts)
+    refuse_settings(batch.config, several and batch.pipeline_ranks == 1)
+    if len(batch.iterators) != len(batch.models):
+        raise ConfigError(
+            f"data_iterator is {len(batch.iterators)} for {len(batch.models)} chunks, which would read each other's "
+            "micro-batches; give a list with one for each"
+        )
+    if batch.pipeline_ranks == 1 and has_two_embeddings(batch.models):
+        raise ConfigError(
+            "share_embeddings_and_output_weights is True, but the first and the last chunk of this rank have a weight "
+            "each; before DistributedDataParallel, call share_embedding of "
+            "ds_lgamp.integrations.megatron.loop.several_chunks"
+        )

@@ -1,0 +1,62 @@
+"""``ds_lgamp run`` of a Megatron-LM script, unedited, inside Megatron-LM's own training loop."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.ending import failures_end_the_process, leave
+from ds_lgamp.integrations.user_script import find_modules_beside, run_as_main
+
+OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
+
+
+def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file that a command line or the environment names, and the rest of the command line.
+
+    Raises ConfigError if the option has no value.
+    """
+    path, rest, words = os.environ.get(VARIABLE) or None, [], iter(arguments)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name != OPTION:
+            rest.append(word)
+            continue
+        path = value or next(words, "")
+        if not path:
+            raise ConfigError(f"{OPTION} has no value; name the configuration file")
+    return path, rest
+
+
+def run_script(script: str, arguments: Sequence[str], path: str) -> NoReturn:
+    """Runs ``script`` as ``__main__`` with the block in the file at ``path`` heeded, and ends the process with it."""
+    with failures_end_the_process():
+        config = _read(path)
+        settings = read_block(config)
+        find_modules_beside(script)
+        if settings is not None:
+            # Only now: megatron.core may lie beside the script.
+            from ds_lgamp.integrations.megatron.loop.seams import check_seams, check_training_seams
+
+            check_seams()
+            check_training_seams()
+            from ds_lgamp.integrations.megatron.loop.arguments import check_file
+            from ds_lgamp.integrations.megatron.loop.install import install_training
+
+            install_training(check_file(config, settings))
+        run_as_main(script, arguments)
+    leave()
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{OPTION} {path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{OPTION} {path} holds {type(config).__name__}; it must hold an object")
+    if BLOCK not in config:
+        raise ConfigError(f"{OPTION} {path} has no {BLOCK} block; add one, such as {{}}")
+    return config

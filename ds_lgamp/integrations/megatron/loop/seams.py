@@ -1,0 +1,166 @@
+"""The places in Megatron-core, and in Megatron-LM's training loop, that the integration replaces, calls or reads."""
+
+import dataclasses
+import importlib
+import inspect
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.seams import missing_lookups, missing_names, missing_parameters, resolve
+
+TESTED_VERSION = "0.16.1"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "megatron.core.enums": ("ModelType",),
+    "megatron.core.parallel_state": (
+        "get_context_parallel_group",
+        "get_data_parallel_group",
+        "get_embedding_group",
+        "get_pipeline_model_parallel_group",
+        "get_position_embedding_group",
+        "get_tensor_model_parallel_group",
+        "initialize_model_parallel",
+        "set_virtual_pipeline_model_parallel_world_size",
+    ),
+    "megatron.core.process_groups_config": ("ProcessGroupCollection",),
+    "megatron.core.transformer.enums.LayerType": ("decoder",),
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout": (
+        "get_num_stages_from_str",
+    ),
+    "megatron.core.utils": ("get_model_config", "get_model_type", "unwrap_model"),
+}
+"""By module or class, what must exist in it."""
+
+_STAGE = ("config", "vp_stage", "pp_rank")
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    f"{_SCHEDULES}.check_first_val_step": ("first_val_step", "forward_only", "cond"),
+    f"{_SCHEDULES}.clear_embedding_activation_buffer": ("config", "model", "is_last_stage"),
+    f"{_SCHEDULES}.finish_embedding_wgrad_compute": ("config", "embedding_module", "is_last_stage", "tp_group"),
+    f"{_SCHEDULES}.forward_step": (
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "num_microbatches",
+        "input_tensor",
+        "forward_data_store",
+        "config",
+        "cp_group_size",
+        "collect_non_loss_data",
+        "checkpoint_activations_microbatch",
+        "is_first_microbatch",
+        "current_microbatch",
+        "vp_stage",
+        "is_last_stage",
+    ),
+    f"{_SCHEDULES}.get_forward_backward_func": ("pp_size", "vp_size"),
+    "megatron.core.transformer.transformer_block.get_num_layers_to_build": _STAGE,
+    "megatron.core.transformer.transformer_layer.get_transformer_layer_offset": _STAGE,
+}
+"""By function, its parameters."""
+
+_INTERFACE = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+"""Schedules that take what ours takes, no less and no more."""
+
+CONFIG_FIELDS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "barrier_with_L1_time",
+    "calculate_per_token_loss",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    "num_layers",
+    "param_sync_func",
+    "pipeline_model_parallel_layout",
+    "pipeline_model_parallel_size",
+    "timers",
+    "variable_seq_lengths",
+    "virtual_pipeline_model_parallel_size",
+)
+"""What is read of a TransformerConfig."""
+
+TRAINING_PARAMETERS = {
+    "megatron.training.checkpointing._load_base_checkpoint": (
+        "load_dir",
+        "args",
+        "rank0",
+        "sharded_state_dict",
+        "checkpointing_context",
+    ),
+    "megatron.training.training.dummy_train_step": ("data_iterator",),
+    "megatron.training.arguments.validate_args": ("args", "defaults"),
+    "megatron.training.training.get_model": (
+        "model_provider_func",
+        "model_type",
+        "wrap_with_ddp",
+        "config",
+        "pg_collection",
+    ),
+}
+TRAINING_LOOKUPS = {
+    "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
+    "megatron.training.initialize.initialize_megatron": ("validate_args",),
+    "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
+    "megatron.training.training.evaluate": ("get_forward_backward_func",),
+    "megatron.training.training.setup_model_and_optimizer": ("get_model", "load_checkpoint"),
+    "megatron.training.training.train": (
+        "dummy_train_step",
+        "get_forward_backward_func",
+        "grad_sync_func",
+        "no_sync_func",
+        "param_sync_func",
+    ),
+}
+
+
+def check_seams() -> None:
+    """Raises ConfigError if Megatron-core is absent or of a version the integration does not fit."""
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        raise ConfigError(
+            f"megatron.core cannot be imported ({error}); install megatron-core=={TESTED_VERSION}"
+        ) from None
+    _refuse(missing_seams(), f"megatron-core {core.__version__}")
+
+
+def check_training_seams() -> None:
+    """Raises ConfigError if there is no Megatron-LM beside the script, or one the integration does not fit."""
+    try:
+        importlib.import_module("megatron.training.training")
+    except ImportError as error:
+        raise ConfigError(
+            f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree, which no package has"
+        ) from None
+    missing = missing_parameters(TRAINING_PARAMETERS) + missing_lookups(TRAINING_LOOKUPS)
+    _refuse(missing, f"the Megatron-LM of megatron-core {importlib.import_module('megatron.core').__version__}")
+
+
+def missing_seams() -> list[str]:
+    """The seams the installed Megatron-core lacks."""
+    missing = missing_names(NAMES) + missing_parameters(PARAMETERS)
+    config = resolve("megatron.core.transformer.TransformerConfig")
+    fields = {field.name for field in dataclasses.fields(config)} if config is not None else set()
+    missing += [f"TransformerConfig.{name}" for name in CONFIG_FIELDS if name not in fields]
+    wanted = tuple(inspect.signature(_ours().__call__).parameters)[1:] if not missing else ()
+    interface = {f"{_SCHEDULES}.{name}": wanted for name in _INTERFACE} if wanted else {}
+    return missing + missing_parameters(interface)
+
+
+def _ours() -> type:
+    """Imported only where everything it imports is there."""
+    from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
+
+    return ForwardBackward
+
+
+def _refuse(missing: list[str], host: str) -> None:
+    if missing:
+        raise ConfigError(
+            f"{host} lacks {', '.join(missing)}; ds_lgamp is tested with {TESTED_VERSION}, install that version"
+        )

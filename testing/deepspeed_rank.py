@@ -1,0 +1,30 @@
+"""Prepares the rank of a test or of a benchmark for DeepSpeed on the CPU."""
+
+import contextlib
+import io
+import os
+
+import deepspeed
+import torch.distributed as dist
+
+from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+
+
+def prepare_rank() -> None:
+    """What a launcher would set. Also keeps DeepSpeed from compiling a CPU collective, and its data loaders from
+    workers: processes forked from one with gloo's threads take seconds to end."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    compile_no_collective()
+    loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
+    construct = loader.__init__
+    loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    with quiet():
+        deepspeed.init_distributed("gloo", verbose=False)
+
+
+@contextlib.contextmanager
+def quiet():
+    """Without the tables PipelineModule prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

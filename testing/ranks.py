@@ -1,0 +1,119 @@
+"""The one way tests and benchmarks start ranks: real processes, real communication, on this machine."""
+
+import multiprocessing
+import pickle
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+# What nearly every rank imports, by itself within seconds, is there when it is forked. Not megatron: some ranks prepare
+# for it first.
+_context.set_forkserver_preload(
+    ["pytest", "hypothesis", "torch._inductor.compile_fx", "deepspeed", "ds_lgamp.integrations.deepspeed.engine.engine"]
+)
+
+
+def shared_number() -> Any:
+    """A whole number that ranks share with the test through its ``value``; no lock that a killed rank could keep."""
+    return _context.RawValue("q", 0)
+
+
+def run_on_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = 300,
+    before_init: Callable[[int], None] | None = None,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Calls ``function(*arguments)`` on ``world_size`` ranks inside one process group; returns the results by rank.
+
+    ``before_init`` is called in every process with its rank, before the process group exists.
+
+    Raises AssertionError with the rank's traceback as soon as one fails, or when ``seconds`` are over.
+    """
+    with started_ranks(world_size, function, *arguments, before_init=before_init, backend=backend) as (ranks, results):
+        return _collect(ranks, results, time.monotonic() + seconds)
+
+
+@contextmanager
+def started_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    before_init: Callable[[int], None] | None = None,
+    backend: str = "gloo",
+) -> Iterator[tuple[list[Any], Any]]:
+    """The processes that :func:`run_on_ranks` runs, by rank, and the queue of their results; for tests that end them
+    themselves. None is left when the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        results: Any = _context.Queue()
+        ranks = [
+            _context.Process(
+                target=_rank_main, args=(rank, world_size, folder, results, function, arguments, before_init, backend)
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            yield ranks, results
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list, results: Any, deadline: float) -> list[Any]:
+    collected: dict[int, Any] = {}
+    while len(collected) < len(ranks):
+        try:
+            rank, succeeded, result = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [rank for rank, process in enumerate(ranks) if rank not in collected and process.exitcode]
+            assert not dead, f"ranks {dead} died without a word"
+            assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(ranks))) - set(collected))} hang"
+            continue
+        assert succeeded, f"rank {rank} failed:\n{result}"
+        collected[rank] = pickle.loads(result)
+    return [collected[rank] for rank in range(len(ranks))]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    results: Any,
+    function: Callable,
+    arguments: tuple,
+    before_init: Callable[[int], None] | None,
+    backend: str,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if before_init is not None:
+            before_init(rank)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{Path(folder) / 'rendezvous'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        result = function(*arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        # Pickled here: a queue would send tensors as handles to memory that ends with this process.
+        results.put((rank, True, pickle.dumps(result)))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))

@@ -1,0 +1,125 @@
+"""``ds_lgamp env`` says what is installed, and what stands in the way."""
+
+import importlib.metadata
+import io
+import json
+import subprocess
+import sys
+
+import deepspeed
+import pytest
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from ds_lgamp.cli.environment import run_env
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
+from ds_lgamp.integrations.deepspeed.hook.seams import LOOKUPS, TESTED_VERSION, all_seams, check_seams, missing_seams
+
+
+def report():
+    output = io.StringIO()
+    status = run_env(False, output)
+    return status, output.getvalue()
+
+
+def test_json_on_standard_output_names_versions_devices_and_seams():
+    command = [sys.executable, "-m", "ds_lgamp", "env", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["ready"] and found["problem"] is None, done.stderr
+    for name in ("torch", "deepspeed", "pydantic"):
+        assert found["versions"][name] == importlib.metadata.version(name)
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"ds_lgamp", "megatron-core", "transformers", "apex", "transformer-engine"} < set(found["versions"])
+    assert found["accelerator"] == "cpu" and found["communication_backend"] == "gloo" and found["backends"]["gloo"]
+    assert found["seams"]["PipelineEngine._train_schedule"] is True and all(found["seams"].values())
+
+
+def test_ready_is_the_last_word():
+    status, text = report()
+    assert status == 0 and text.endswith("\n\nready\n")
+    assert f"{len(all_seams())} of {len(all_seams())} found" in text
+
+
+def test_missing_seams_are_named(monkeypatch):
+    assert missing_seams() == []
+    monkeypatch.delattr(PipelineEngine, "_train_schedule")
+    monkeypatch.delattr(PipelineModule, "_index_tied_modules")
+    monkeypatch.setattr(deepspeed, "initialize", lambda: None)
+    assert missing_seams() == [
+        "PipelineEngine._train_schedule",
+        "PipelineModule._index_tied_modules",
+        *(f"the lookup of {name} in deepspeed.initialize" for name in LOOKUPS),
+    ]
+    status, text = report()
+    assert status == 1
+    assert "missing: PipelineEngine._train_schedule" in text
+    assert f"not ready: deepspeed {deepspeed.__version__} lacks PipelineEngine._train_schedule, " in text
+    assert text.endswith(f"; ds_lgamp is tested with {TESTED_VERSION}, install deepspeed=={TESTED_VERSION}\n")
+
+
+def test_attributes_that_methods_no_longer_set_are_missing(monkeypatch):
+    for name, member in list(vars(PipelineModule).items()):
+        if "tied_comms" in getattr(getattr(member, "__code__", None), "co_names", ()):
+            monkeypatch.setattr(PipelineModule, name, lambda self: None)
+    assert "PipelineModule.tied_comms" in missing_seams()
+
+
+def test_every_override_of_the_engine_is_a_seam():
+    overridden = {name for name in vars(LgampEngine) if hasattr(PipelineEngine, name) and not name.startswith("__")}
+    assert {f"PipelineEngine.{name}" for name in overridden} <= set(all_seams())
+
+
+@pytest.mark.parametrize(
+    ("package", "fix"), [("torch", "install torch 2.6 or newer"), ("deepspeed", "pip install deepspeed==0.19.8")]
+)
+def test_what_cannot_be_imported_is_said(package, fix, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, text = report()
+    assert status == 1
+    assert f"not ready: {package} {importlib.metadata.version(package)} cannot be imported (" in text and fix in text
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    version = importlib.metadata.version
+
+    def without_deepspeed(name):
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setattr(importlib.metadata, "version", without_deepspeed)
+    assert report()[1].endswith("not ready: deepspeed is not installed; pip install deepspeed==0.19.8\n")
+    with pytest.raises(ConfigError, match="deepspeed cannot be imported .*; install deepspeed==0.19.8"):
+        check_seams()
+
+
+@pytest.mark.parametrize(
+    ("files", "verdict"),
+    [
+        ({"apex/__init__.py": ""}, "unknown version, not NVIDIA's"),
+        ({"apex/optimizers.py": "class FusedAdam: ..."}, "unknown version, without its kernels (amp_C)"),
+        ({"apex/optimizers.py": "class FusedAdam: ...", "amp_C.py": ""}, "unknown version"),
+    ],
+)
+def test_apex_of_nvidia_is_told_from_its_namesake(files, verdict, tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    for name, text in {"apex/__init__.py": "", **files}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        assert f"apex                {verdict}\n" in report()[1]
+    finally:
+        for name in ("apex", "apex.optimizers", "amp_C"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("words", ["import ds_lgamp", "from ds_lgamp.cli.main import main; main(['--help'])"])
+def test_help_needs_no_torch(words):
+    code = f"import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); {words}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "False\n", done.stderr

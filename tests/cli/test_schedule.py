@@ -1,0 +1,97 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ds_lgamp.cli.main import main
+from ds_lgamp.schedule.actions import Action
+
+EXAMPLE = (
+    "schedule --schedule layered --pipeline-ranks 4 --chunks-per-rank 4 --micro-batches 8 --zero-stage 3 "
+    "--resident-chunks 2"
+).split()
+
+
+def report(capsys, *arguments):
+    assert main(["schedule", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_report(capsys):
+    assert main([*EXAMPLE, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["valid"] is True
+    assert result["step_time"] == 105 and result["bubble"] == pytest.approx(3 / 32)
+    assert result["gathers"] == [6] * 4 and result["reduces"] == [4] * 4
+    assert result["peak_live_activations"] == [31, 29, 27, 25]
+    assert sorted(result["program"]) == ["0", "1", "2", "3"]
+    for actions in result["program"].values():
+        assert [str(Action.parse(text)) for text in actions] == actions and actions[-1] == "STEP"
+
+
+def test_gantt_is_the_default(capsys):
+    assert main(EXAMPLE) == 0
+    output = capsys.readouterr().out
+    assert [line[:6] for line in output.splitlines()[:4]] == [f"rank {rank}" for rank in range(4)]
+    assert "bubble 0.0938" in output
+
+
+def test_durations_and_groups_change_the_result(capsys):
+    plain = report(capsys)
+    assert report(capsys, "--hop", "1")["step_time"] > plain["step_time"]
+    assert report(capsys, "--backward", "1")["step_time"] < plain["step_time"]
+    recomputing = report(capsys, "--recompute", "1")["step_time"] - plain["step_time"]
+    assert 0 < recomputing < report(capsys, "--backward", "3")["step_time"] - plain["step_time"], "not the last chunk"
+    grouped = report(capsys, "--micro-batch-group", "4")
+    assert grouped["gathers"] == [2 * (2 * 4 - 4) + 2] * 4
+    assert grouped["peak_live_activations"] == [16, 16, 15, 13]
+
+
+def test_1f1b_takes_one_contiguous_chunk_per_rank(capsys):
+    assert report(capsys, "--schedule", "1f1b")["bubble"] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "1f1b", "--chunks-per-rank", "2"], "; set chunks_per_rank to 1"),
+        (["--schedule", "interleaved_1f1b", "--micro-batches", "6"], "multiple of 4 pipeline ranks"),
+        (["--micro-batch-group", "some"], "--micro-batch-group: 'some' must be a whole number from 1"),
+        (["--pipeline-ranks", "0"], "--pipeline-ranks: '0' must be a whole number from 1"),
+        (["--chunks-per-rank", "0"], "--chunks-per-rank: '0' must be a whole number from 1"),
+        (["--micro-batches", "0"], "--micro-batches: '0' must be a whole number from 1"),
+        (["--hop", "-1"], "--hop is -1"),
+        (["--resident-chunks", "0"], "--resident-chunks: '0' must be a whole number from 1"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(capsys, arguments, message):
+    with pytest.raises(SystemExit) as status:
+        main(["schedule", *arguments])
+    assert status.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_torch():
+    code = (
+        "import sys; from ds_lgamp.cli.main import main; main(['schedule', '--json']); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_collectives_that_take_time_are_drawn_and_those_that_compute_waits_for_told(capsys):
+    one_rank = ["--pipeline-ranks", "1", "--chunks-per-rank", "3", "--micro-batches", "2"]
+    assert main(["schedule", *one_rank, "--gather", "2", "--reduce", "1"]) == 0
+    compute, network, *_, exposed_gathers, exposed_reduces, _ = capsys.readouterr().out.splitlines()
+    assert compute == "rank 0   |~~00112CC2CCBBBBAAAA~|"
+    assert network == "network  |001122......C00.B...A|"
+    assert exposed_gathers == "exposed gather time by rank: [2.0]"
+    assert exposed_reduces == "exposed reduce time by rank: [1.0]"
+    told = report(capsys, *one_rank, "--gather", "2", "--reduce", "1")
+    assert told["exposed_gather_time"] == [2] and told["exposed_reduce_time"] == [1] and told["step_time"] == 21
+
+
+def test_gathers_run_behind_the_step_or_one_chunk_ahead(capsys):
+    one_rank = ["--zero-stage", "1", "--pipeline-ranks", "1", "--chunks-per-rank", "2", "--micro-batches", "1"]
+    behind, deferred = (report(capsys, *one_rank, *more)["program"]["0"] for more in ([], ["--defer-gathers"]))
+    assert behind[-3:] == ["STEP", "GATHER0", "GATHER1"]
+    assert deferred[:3] == ["GATHER0", "GATHER1", "F0.0"] and deferred[-1] == "STEP"

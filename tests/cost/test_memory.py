@@ -1,0 +1,182 @@
+"""The memory formula, by hand. In tests/integrations/deepspeed, explain/test_explain.py compares the state with what is
+measured, and engine/test_memory.py everything."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
+from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
+from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
+from tests.schedule.strategies import live_micro_batches, program_specs
+
+SIZE = ActivationBytes(
+    inputs=10,
+    labels=1,
+    chunks=[
+        ChunkBytes(result=100, forward=150, backward=1000, saved=40),
+        ChunkBytes(result=0, forward=30, backward=700, saved=7),
+    ],
+    random_states=5,
+)
+FP32 = ElementBytes()
+
+
+def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunks=2):
+    placement = (0, 1) if pipeline_ranks == 2 else (0, 0)
+    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    return build_rank_program(spec, rank)
+
+
+def memory_of(actions, size, units=(), element=FP32):
+    return rank_memory(actions, units, 0, 1, 2, element, activation_bytes=size)
+
+
+def test_recomputation_stores_inputs_but_of_a_chunk_that_turns_at_once():
+    """B0.0 takes most: inputs of both micro-batches (20), two gradients (200), random states (5), a copy of the input
+    (10) and what it works with (1000). Of chunk 1, autograd keeps what it saved (7) from F1.0 to B1.0."""
+    told = memory_of(two_chunks(1, 0, 2), SIZE)
+    assert told.peak == 20 + 200 + 5 + 10 + 1000
+    assert told.activations == ActivationMemory(
+        batch=2 * 11,
+        inputs=0,
+        handed_over=2 * 100,
+        receives=0,
+        sends=0,
+        saved=7,
+        working=10 + 1000,
+        random_states=5,
+    )
+
+
+def test_a_forward_may_take_most():
+    """F0.1: the batch (22), random states (5), a result (100), a copy of the input (10) and what it works with."""
+    first, last = SIZE.chunks
+    told = memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=[replace(first, forward=5000), last]))
+    assert told.peak == 22 + 5 + 100 + 10 + 5000
+
+
+@pytest.mark.parametrize("keeps_result", [False, True])
+def test_without_recomputation_autograd_keeps_what_it_needs(keeps_result):
+    """B0.0 takes most: of chunk 0 twice what autograd saved (40) and maybe the result (100), two gradients (200), and
+    what it works with (1000). Inputs went with F0, labels with B1."""
+    first, last = SIZE.chunks
+    size = replace(SIZE, chunks=[replace(first, keeps_result=keeps_result), last], recompute=False)
+    told = memory_of(two_chunks(1, 0, 2), size)
+    kept = 40 + 100 * keeps_result
+    assert told.peak == 2 * kept + 200 + 1000
+    assert told.activations == ActivationMemory(
+        batch=2 * 11,
+        inputs=0,
+        handed_over=2 * 100,
+        receives=0,
+        sends=0,
+        saved=2 * kept + 7,
+        working=1000,
+        random_states=0,
+    )
+
+
+def test_a_result_on_the_same_rank_is_copied_and_let_go():
+    """F1.0 takes most: the batch without inputs (2), twice what autograd saved of chunk 0 (40), the other result (100),
+    the copy (100) and what it works with. Just ahead of it both results are there."""
+    first, last = SIZE.chunks
+    heavy = replace(SIZE, chunks=[first, replace(last, forward=10**6)], recompute=False)
+    assert memory_of(two_chunks(1, 0, 2), heavy).peak == 2 + 2 * 40 + 2 * 100 + 10**6
+    light = [ChunkBytes(100, 100, 100, 40), ChunkBytes(0, 0, 0)]
+    assert memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=light, recompute=False)).peak == 2 + 2 * 40 + 3 * 100
+
+
+@given(program_specs(), st.booleans())
+def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
+    """Of a group's micro-batches every chunk stores its input, or what autograd keeps; no chunk of another group's. At
+    the turn, those of two micro-batches for every chunk that follows, and of one more."""
+    if spec.schedule != "layered" or spec.forward_only:
+        return
+    chunks = [ChunkBytes(10 + chunk, 0, 0, 100 + chunk) for chunk in range(spec.chunks)]
+    last = spec.chunks - 1
+    for rank, actions in enumerate(build_program(spec)):
+        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        told = memory_of(actions, ActivationBytes(1, 1, chunks, recompute=recompute)).activations
+        live = {chunk: live_micro_batches(spec, chunk) for chunk in own}
+        stored = sum((9 + chunk) * live[chunk] for chunk in own if 0 < chunk < last)
+        saved = sum((100 + chunk) * live[chunk] for chunk in own if not recompute or chunk == last)
+        assert (told.inputs, told.saved) == (stored if recompute else 0, saved)
+
+
+def test_layers_that_draw_have_random_states_for_every_input():
+    told = memory_of(two_chunks(1, 0, 3), replace(SIZE, draws=True))
+    assert told.activations.random_states == (1 + 3) * 5, "of the last chunk nothing is recomputed"
+
+
+def test_three_receives_are_posted_and_a_third_send_waits_for_the_first():
+    first, last = (memory_of(two_chunks(2, rank, 4), SIZE).activations for rank in (0, 1))
+    assert (first.batch, first.inputs, first.handed_over) == (4 * 11, 0, 0)
+    assert (last.batch, last.inputs, last.handed_over) == (4 * 11, 0, 0)
+    assert first.sends == last.sends == 3 * 100
+    assert first.receives == last.receives == 3 * 100
+
+
+def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
+    """Rank 0 needs no labels from F0 on, rank 1 no inputs from F1 on and no labels from B1 on. One backward takes most:
+    B0.0, ahead of the last forward; B1.1, when one gradient was sent and two inputs are awaited."""
+    heavy = replace(SIZE, chunks=[replace(chunk, backward=10**6) for chunk in SIZE.chunks], random_states=0)
+    actions = two_chunks(2, 0, 4)
+    assert memory_of(actions, heavy).peak == 4 * 10 + 1 + 2 * 100 + 3 * 100 + 10 + 10**6, "sends and receives"
+    actions = two_chunks(2, 1, 4)
+    assert memory_of(actions, heavy).peak == 2 * 11 + 2 * 100 + 7 + 100 + 10**6, "receives and what autograd saved"
+
+
+def test_two_sends_are_under_way_until_the_end():
+    told = memory_of(two_chunks(2, 0, 4), SIZE, [UnitSize(32, 32, (0,))], ElementBytes(update=1000))
+    assert told.peak == 32 * 4 + 32 * 4 + 2 * 100 + 5 + 32 * 1000, "weights, gradients, sends, random states, update"
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_gradients_of_so_many_chunks_are_held(zero_stage):
+    """Of four equal chunks; those of the last micro-batch group at stage 1, where groups before it are added up."""
+    units = [UnitSize(64, 64, (chunk,)) for chunk in range(4)]
+    for resident, group in ((1, 4), (2, 4), (9, 4), (1, 2)):
+        spec = ProgramSpec((0, 0, 0, 0), "layered", 4, group, zero_stage, resident)
+        told = rank_memory(build_rank_program(spec, 0), units, zero_stage, 2, resident, FP32)
+        held = 4 if zero_stage == 1 and group == 2 else min(resident, 4)
+        under_way = 4 if held == 4 else held
+        assert told.gradient_buffers == 4 * (64 * held + 32 * under_way), (resident, group)
+
+
+@pytest.mark.parametrize(("all_to_all", "received"), [(False, 32), (True, 64 + 32)])
+def test_an_all_to_all_receives_a_whole_gradient_and_sums_it(all_to_all, received):
+    units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
+    told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, 1, FP32, all_to_all)
+    assert told.gradient_buffers == 4 * (64 + received)
+
+
+def test_in_rank_order_an_all_reduce_receives_whole_gradients_until_the_step():
+    units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
+    told = rank_memory(two_chunks(1, 0, 2), units, 0, 2, 2, FP32, all_to_all=True, in_rank_order=True)
+    assert (told.gradients, told.gradient_buffers) == (4 * 2 * 64, 4 * (2 * 64 + 32))
+
+
+def test_parts_end_where_a_parameter_may_begin():
+    """33 elements have a part of 32 each on two ranks and on one; at stage 0, a rank's part is the whole storage."""
+    unit = UnitSize(33, 33, (0,))
+    assert [unit.part(3, ranks) for ranks in (1, 2, 3)] == [64, 32, 32]
+    assert [unit.part(0, ranks) for ranks in (1, 2, 3)] == [64, 64, 96]
+
+
+@pytest.mark.parametrize(
+    ("element", "update"),
+    [
+        (ElementBytes(update=8), 8 * 32),
+        (ElementBytes(update=8, updates_together=True), 8 * 64),
+        (ElementBytes(update=None), None),
+    ],
+)
+def test_an_optimizer_updates_unit_by_unit_or_all_at_once(element, update):
+    """Of 96 and 32 elements, 32 each have an optimizer."""
+    units = [UnitSize(96, 32, (0,)), UnitSize(32, 32, (1,))]
+    told = memory_of(two_chunks(1, 0, 2), None, units, element)
+    assert told.update == update
+    assert told.peak == 4 * 128 + 4 * 128 + (update or 0) and told.activations is None

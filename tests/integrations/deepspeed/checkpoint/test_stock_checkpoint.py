@@ -1,0 +1,179 @@
+"""A stock DeepSpeed run switches over to the block and back, at other layouts, and its losses do not show where."""
+
+import pytest
+import torch
+
+from ds_lgamp.checkpoint.folder import write_latest
+from ds_lgamp.checkpoint.whole import read_whole, write_whole
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_reader import read_stock
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.checkpoint.stock_runs import (
+    AFTER,
+    BEFORE,
+    BLOCK_STEPS,
+    Kind,
+    Place,
+    go_on,
+    train_and_save,
+)
+
+KINDS = {
+    "fp32": Kind(),
+    "bf16": Kind("bf16"),
+    "bf16 fp32 gradients": Kind("bf16", options={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "fp16": Kind("fp16"),
+    "stage 0": Kind(stage=0, tied=False),
+    "a group on some ranks": Kind(stage=0, tied=False, pipeline_ranks=4, vocabulary_group=True),
+}
+TAG = f"global_step{BEFORE}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stock")
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    """By kind, what every rank of a stock run has seen; rank 0 and 1 are the first stage, 2 and 3 the second."""
+    ranks = run_on_ranks(4, train_and_save, KINDS, folder)
+    return {name: [rank[name] for rank in ranks] for name in KINDS}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_the_engine_holds_is_read(stock, folder, name):
+    whole = read_stock(folder / name / TAG)
+    groups = 3 if KINDS[name].vocabulary_group else 2
+    for rank in stock[name]:
+        for key, tensor in rank.masters.items():
+            assert torch.equal(whole.parameters[key], tensor)
+        for moment, tensors in rank.moments.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(whole.moments[moment][key], tensor)
+        assert whole.state["optimizer"]["groups"][0]["lr"] == rank.rates[0]
+        counters = whole.state["counters"]
+        assert (counters["global_steps"], counters["global_samples"], counters["skipped_steps"]) == rank.counters
+        if name == "fp16":
+            assert whole.state["loss_scaler"]["cur_scale"] == rank.loss_scale == 512
+    held = set().union(*(rank.masters for rank in stock[name]))
+    frozen = {"3.gain"} if KINDS[name].tied else set()
+    assert set(whole.parameters) == held | frozen
+    assert whole.state["optimizer"]["class"] == "AdamW"
+    assert [float(scalars["step"]) for scalars in whole.state["optimizer"]["scalars"]] == [BEFORE] * groups
+    assert whole.client_state == {"epoch": 4}
+    assert whole.state["lr_scheduler"]["state"] == {"last_batch_iteration": BEFORE - 1}
+
+
+def test_frozen_parameters_and_buffers_are_read(stock, folder):
+    whole = read_stock(folder / "fp32" / TAG)
+    described = whole.state["parameters"]
+    assert described["3.gain"] == {"shape": [1], "group": None}
+    assert whole.parameters["3.gain"].tolist() == [0.75]
+    names = "tied_modules.embedding.weight", "1.inner.weight", "6.norm.bias"
+    assert [described[name]["group"] for name in names] == [0, 0, 1]
+    assert set(whole.buffers) == {"3.seen"} and whole.buffers["3.seen"].tolist() == [4 * BEFORE] * 2
+
+
+@pytest.fixture(scope="module")
+def rewritten(stock, folder):
+    """What stock runs see that load what was read and written again."""
+    places = []
+    for name, kind in KINDS.items():
+        target = folder / "rewritten" / name
+        layout = kind.pipeline_ranks, 4 // kind.pipeline_ranks, kind.stage
+        write_stock(read_stock(folder / name / TAG), target / "again", *layout)
+        places.append((kind, Place(target, *layout), BLOCK_STEPS + AFTER, None))
+    ranks = run_on_ranks(4, go_on, places)
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_stock_goes_on_with_what_was_written(stock, rewritten, name):
+    for before, after in zip(stock[name], rewritten[name], strict=True):
+        assert after.losses == before.losses[BEFORE:]
+        for key, tensor in before.masters.items():
+            assert torch.equal(after.masters[key], tensor)
+        assert after.rates == before.rates and after.counters == before.counters
+        assert after.loss_scale == before.loss_scale
+        assert after.client_state["epoch"] == 4
+
+
+BLOCKS = [
+    ("fp32", (2, 2, 3), {"chunks_per_rank": 2}, 1e-6),
+    ("fp32", (4, 1, 1), {"schedule": "1f1b"}, 1e-6),
+    ("bf16", (2, 2, 2), {}, 3e-3),
+    ("fp16", (1, 4, 3), {}, 1e-3),
+    ("stage 0", (2, 2, 3), {}, 1e-6),
+    ("a group on some ranks", (2, 2, 3), {}, 1e-6),
+]
+
+
+def leave_options_to_the_run(optimizer):
+    """As where DeepSpeed's FusedAdam was saved, which has fewer options than torch's class, or an unknown class."""
+    kept = {"lr", "betas", "eps", "weight_decay"}
+    optimizer["class"] = None
+    optimizer["groups"] = [{key: group[key] for key in kept} for group in optimizer["groups"]]
+
+
+@pytest.fixture(scope="module")
+def blocks(stock, folder):
+    """What runs with a block see that load what was read, and the folder of each, where they save."""
+    places = []
+    for index, (name, layout, block, _) in enumerate(BLOCKS):
+        target = folder / f"block {index}"
+        whole = read_stock(folder / name / TAG)
+        if block == {"schedule": "1f1b"}:
+            leave_options_to_the_run(whole.state["optimizer"])
+        write_whole(target / TAG, whole)
+        write_latest(target, TAG)
+        places.append((KINDS[name], Place(target, *layout, block), BLOCK_STEPS, target))
+    return run_on_ranks(4, go_on, places)
+
+
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_a_block_goes_on_where_stock_stopped(stock, blocks, index):
+    name, _, _, tolerance = BLOCKS[index]
+    for rank in blocks:
+        before, after = stock[name][0], rank[index]
+        assert after.losses == pytest.approx(before.losses[BEFORE : BEFORE + BLOCK_STEPS], rel=tolerance)
+        assert after.rates[0] == before.rates[0] and after.counters == before.counters
+        assert after.client_state == {"epoch": 4} and after.foreach is False
+        if name == "fp16":
+            assert after.loss_scale == 512
+
+
+BACK = [
+    # Which block, the layout, its stage.
+    (0, (2, 2, 1)),
+    (0, (1, 4, 1)),
+    (0, (4, 1, 1)),
+    (1, (2, 2, 1)),
+    (0, (2, 2, 0)),
+    (2, (4, 1, 1)),
+    (3, (2, 2, 1)),
+    (4, (4, 1, 1)),
+    (4, (1, 4, 0)),
+    (5, (4, 1, 0)),
+]
+
+
+@pytest.fixture(scope="module")
+def back(blocks, folder):
+    """What stock runs see that load what runs with a block saved."""
+    places = []
+    for index, (source, layout) in enumerate(BACK):
+        name, target = BLOCKS[source][0], folder / f"back {index}"
+        saved = folder / f"block {source}" / f"global_step{BEFORE + BLOCK_STEPS}"
+        write_stock(read_whole(saved), target / "tag", *layout)
+        places.append((KINDS[name], Place(target, *layout), AFTER, None))
+    return run_on_ranks(4, go_on, places)
+
+
+@pytest.mark.parametrize("index", range(len(BACK)))
+def test_stock_goes_on_where_a_block_stopped(stock, blocks, back, index):
+    source, _ = BACK[index]
+    name, _, _, tolerance = BLOCKS[source]
+    for rank in back:
+        assert rank[index].losses == pytest.approx(stock[name][0].losses[-AFTER:], rel=tolerance)
+        assert rank[index].counters[0] == BEFORE + BLOCK_STEPS

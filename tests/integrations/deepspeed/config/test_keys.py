@@ -1,0 +1,386 @@
+"""The table of DeepSpeed's keys: what passes, what is refused, and that the installed DeepSpeed has no other keys."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from functools import lru_cache
+from textwrap import dedent
+
+import pytest
+from pydantic import BaseModel
+
+from docs.blocks import with_block
+from docs.reference import PAGE, with_tables
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys
+from ds_lgamp.integrations.deepspeed.config.keys import (
+    AMOUNT,
+    COUNT,
+    INDEX,
+    KEYS,
+    NAME,
+    OBJECT,
+    STAGE,
+    SWITCH,
+    VALUES,
+    Treatment,
+)
+
+NAMES = {key.name for key in KEYS}
+REFUSED = [key for key in KEYS if key.treatment is Treatment.REFUSED]
+FREE_FORM = {"optimizer.params", "scheduler.params"}
+"""Their keys are arguments of the optimizer's or the scheduler's class."""
+COUNTS = {
+    "aio": 6,
+    "autotuning": 21,
+    "checkpoint.writer": 7,
+    "compile": 18,
+    "data_efficiency": 20,
+    "expert_parallel": 36,
+    "flops_profiler": 7,
+    "hybrid_engine": 7,
+    "tensor_parallel": 21,
+    "weight_quantization": 6,
+    "zero_optimization.zenflow": 10,
+}
+"""How many keys a section has that the table treats as a whole. Where a number changes, look whether the new key acts
+although the section's switch is off: then it needs a row."""
+ODD = 987
+"""A value that no key has by default."""
+SAMPLES = {"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2}
+WRONG = {
+    COUNT: [0, 1.0, "1", True],
+    INDEX: [-1, "1", False],
+    AMOUNT: [-0.5, float("inf"), "1.0", True],
+    SWITCH: ["true", 1],
+    NAME: [3],
+    OBJECT: [[], "lr"],
+    STAGE: [4, "3", True],
+}
+
+
+def nested(name, value):
+    """A configuration with one key."""
+    for part in reversed(name.removesuffix(".*").split(".")):
+        value = {part: value}
+    return value
+
+
+OWN = "Rename it if it is a key of your own"
+
+
+def refusal(config):
+    with pytest.raises(ConfigError) as refused:
+        check_keys(config)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_kind_of_value_is_sampled():
+    assert SAMPLES.keys() - {""} == WRONG.keys() == VALUES.keys()
+
+
+def test_a_key_has_one_row():
+    assert len(NAMES) == len(KEYS)
+
+
+@pytest.mark.parametrize("key", REFUSED, ids=lambda key: key.name)
+def test_refusals_name_key_value_and_fix_and_harmless_values_pass(key):
+    name = key.name.removesuffix(".*")
+    message = refusal(nested(name, ODD))
+    assert message.startswith(f"{name} is {ODD}: {key.note}") and "remove it" in message
+    # A whole section that is null is an error of its own.
+    for value in () if key.name.endswith(".*") else (None, *key.harmless):
+        assert check_keys(nested(name, value)) == []
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.treatment is Treatment.HONOURED], ids=lambda key: key.name)
+def test_honoured_keys_pass_unmentioned(key):
+    for value in key.harmless or ([] if key.name.endswith(".*") else [SAMPLES[key.takes]]):
+        assert check_keys({"steps_per_print": 1} | nested(key.name, value)) == []
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.takes], ids=lambda key: key.name)
+def test_a_value_of_another_kind_is_refused(key):
+    for value in WRONG[key.takes]:
+        assert refusal(nested(key.name, value)) == f"{key.name} is {value!r}; write {key.takes}"
+
+
+@pytest.mark.parametrize(
+    ("config", "reported"),
+    [
+        ({}, []),
+        ({"zero_optimization": True, "allgather_size": 5}, ["allgather_size"]),
+        (
+            {"zero_optimization": {"overlap_comm": True, "stage": 3}, "prescale_gradients": False},
+            ["prescale_gradients", "zero_optimization.overlap_comm"],
+        ),
+        ({"prescale_gradients": None, "zero_optimization": {"overlap_comm": None}}, []),
+        ({"aio": {"block_size": 1, "queue_depth": 2}}, ["aio"]),
+        ({"bfloat16": {"immediate_grad_update": True}}, ["bfloat16.immediate_grad_update"]),
+    ],
+)
+def test_meaningless_keys_are_listed_in_the_order_of_the_table(config, reported):
+    assert check_keys(config) == reported
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2}},
+        {"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}},
+        {"flops_profiler": {"enabled": False, "profile_step": 3}},
+        {"tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}}},
+        {"data_efficiency": {"enabled": False, "data_sampling": {"num_epochs": 3}}},
+        {"weight_quantization": {"enabled": False, "num_bits": 4}},
+        {"compile": {"debug_log": True}},
+    ],
+)
+def test_keys_beside_a_switch_that_is_off_are_not_mentioned(config):
+    assert check_keys(config) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"zero_optimization": {"offload_param": {"device": "CPU"}}},
+            "zero_optimization.offload_param.device is 'CPU': ",
+        ),
+        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow is {}: "),
+        ({"weight_quantization": {"num_bits": 4}}, "weight_quantization is {'num_bits': 4}: "),
+        ({"bfloat16": {"bf16_optimizer_states": True}}, "bfloat16.bf16_optimizer_states is True: "),
+        ({"elasticity": {"enabled": False}}, "elasticity is {'enabled': False}: DeepSpeed has removed it"),
+        (
+            {"data_types": {"grad_accum_dtype": "int8"}},
+            "data_types.grad_accum_dtype is 'int8', but ds_lgamp takes fp32, fp16 or bf16; use one",
+        ),
+        (
+            {"fp16": {"enabled": True}, "bfloat16": {"enabled": True}},
+            "fp16.enabled and bfloat16.enabled are True; set one of them to false",
+        ),
+        (
+            {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}},
+            "data_efficiency.data_routing.random_ltd.enabled is True: ",
+        ),
+        ({"zero_optimization": 3}, "zero_optimization is 3; it must be an object such as {}"),
+        ({"bf16": True}, "bf16 is True; it must be an object such as {}"),
+        ({"checkpoint": {"parallel_write": []}}, "checkpoint.parallel_write is []; it must be an object such as {}"),
+    ],
+)
+def test_what_is_in_force_is_refused(config, message):
+    assert refusal(config).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "nearest"),
+    [
+        ({"zero_optimization": {"overlap_com": 1}}, "zero_optimization.overlap_com", "overlap_comm? Or remove it"),
+        ({"bfloat16": {"enable": True}}, "bfloat16.enable", "enabled? Or remove it"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", f"zero_optimization? {OWN}"),
+        ({"train_batchsize": None}, "train_batchsize", f"train_batch_size? {OWN}"),
+    ],
+)
+def test_typos_are_refused_with_the_nearest_key(config, name, nearest):
+    assert refusal(config) == f"{name} is no known key; did you mean {nearest}"
+
+
+def test_a_key_that_resembles_none_is_no_typo():
+    assert refusal({"optimizer": {"comment": 1}}) == "optimizer.comment is no known key; remove it"
+
+
+def test_the_users_own_keys_pass():
+    assert check_keys({"experiment": {"overlap_com": "auto"}, "ds_lgamp": {"shedule": 1}}) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train_batch_size", "zero_optimization.reduce_bucket_size", "optimizer.params.lr", "scheduler.params.warmup"],
+)
+def test_auto_is_refused_where_deepspeed_cannot_fill_it_in(name):
+    message = refusal(nested(name, "auto"))
+    assert message.startswith(f'{name} is "auto", ') and "write a value" in message
+
+
+@pytest.mark.parametrize("name", ["data_types.keep_in_fp32_modules", "pipeline.stages", "expert_parallel.top_k"])
+def test_auto_passes_where_deepspeed_takes_it(name):
+    check_keys(nested(name, "auto"))
+
+
+def test_the_table_needs_neither_torch_nor_deepspeed():
+    code = (
+        "import sys, ds_lgamp.integrations.deepspeed.config.check_keys\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_the_page_shows_the_tables():
+    page = PAGE.read_text()
+    assert with_tables(page) == page, "run python -m docs.reference"
+
+
+def test_a_page_without_the_block_is_an_error():
+    with pytest.raises(ValueError, match="no block 'keys'"):
+        with_block("<!-- generated: block -->\n<!-- end -->", "keys", "")
+
+
+# The guard: the table and the installed DeepSpeed name the same keys.
+
+
+class Recorder(dict):
+    """A configuration that notes, in ``read``, the dotted names of the keys it is asked for."""
+
+    def __init__(self, values, read, path=""):
+        super().__init__(
+            {
+                key: Recorder(value, read, f"{path}{key}.") if isinstance(value, dict) else value
+                for key, value in values.items()
+            }
+        )
+        self.read, self.path = read, path
+
+    def __contains__(self, key):
+        self.read.add(f"{self.path}{key}")
+        return super().__contains__(key)
+
+    def __getitem__(self, key):
+        self.read.add(f"{self.path}{key}")
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.read.add(f"{self.path}{key}")
+        return super().get(key, default)
+
+    def keys(self):
+        return self
+
+
+def keys_read_by_the_configuration():
+    """What DeepSpeedConfig asks of sections it reads key by key, and of the configuration itself."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    sections = {
+        "train_batch_size": 8,
+        "zero_optimization": {},
+        "optimizer": {"type": "Adam", "params": {}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+        "activation_checkpointing": {},
+        "flops_profiler": {},
+        "autotuning": {"model_info": None},
+        "data_efficiency": {
+            "data_sampling": {"curriculum_learning": {}, "dynamic_batching": {}},
+            "data_routing": {"random_ltd": {}},
+        },
+        "checkpoint": {"parallel_write": {}, "writer": {}},
+        "aio": {},
+        "torch_autocast": {"dtype": "bf16", "lower_precision_safe_modules": []},
+        "data_types": {},
+        "timers": {"throughput": {}},
+        "expert_parallel": {"enabled": False},
+    }
+    read = set()
+    DeepSpeedConfig(Recorder(sections, read))
+    DeepSpeedConfig(Recorder({"train_batch_size": 8, "zero_optimization": True}, read))
+    return read
+
+
+def names_of_models():
+    """The fields, by name and by alias, of sections that DeepSpeed reads with pydantic."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.inference.config import WeightQuantConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    models = {
+        "": DeepSpeedMonitorConfig,
+        "zero_optimization.": DeepSpeedZeroConfig,
+        "fp16.": DeepSpeedFP16Config,
+        "bf16.": DeepSpeedBF16Config,
+        "comms_logger.": CommsLoggerConfig,
+        "compile.": CompileConfig,
+        "hybrid_engine.": HybridEngineConfig,
+        "tensor_parallel.": TPTrainingConfig,
+        "timers.throughput.": DeepSpeedThroughputTimerConfig,
+        "weight_quantization.": WeightQuantConfig,
+    }
+    return {name for prefix, model in models.items() for name in model_names(model, prefix)}
+
+
+def model_names(model, prefix):
+    for name, field in model.model_fields.items():
+        inner = [kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if is_model(kind)]
+        for written in {name, field.alias or name}:
+            yield f"{prefix}{written}"
+            for kind in inner:
+                yield from model_names(kind, f"{prefix}{written}.")
+
+
+def is_model(kind):
+    return inspect.isclass(kind) and issubclass(kind, BaseModel)
+
+
+def keys_read_elsewhere():
+    """Literal keys that ``initialize`` reads before it makes a DeepSpeedConfig, and those of ``pipeline``."""
+    import deepspeed
+    from deepspeed.runtime.config import get_pipeline_config
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    pipeline = set(get_pipeline_config({})) | literal_keys(PipelineEngine.__init__, "self._config.pipeline")
+    return literal_keys(deepspeed.initialize, "config") | {f"pipeline.{name}" for name in pipeline}
+
+
+def literal_keys(function, variable):
+    """The strings that ``function`` looks up in ``variable``: by index, with ``get``, or with ``in``."""
+    found = set()
+    for node in ast.walk(ast.parse(dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Subscript):
+            container, key = node.value, node.slice
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            container, key = node.func.value, node.args[0]
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            container, key = node.comparators[0], node.left
+        else:
+            continue
+        if ast.unparse(container) == variable and isinstance(key, ast.Constant):
+            found.add(key.value)
+    return found
+
+
+@lru_cache
+def names_of_deepspeed():
+    return frozenset(keys_read_by_the_configuration() | names_of_models() | keys_read_elsewhere())
+
+
+def has_row(name):
+    """Whether the table says something about a key or a section."""
+    sections = name.split(".")
+    return (
+        name in NAMES
+        or name.rpartition(".")[0] in FREE_FORM
+        or any(".".join([*sections[:depth], "*"]) in NAMES for depth in range(1, len(sections) + 1))
+        or any(row.startswith(f"{name}.") for row in NAMES)
+    )
+
+
+def test_the_installed_deepspeed_has_no_key_that_the_table_lacks():
+    assert sorted(name for name in names_of_deepspeed() if not has_row(name)) == []
+
+
+def test_the_table_names_no_key_that_the_installed_deepspeed_lacks():
+    rows = {name.removesuffix(".*") for name in NAMES} - {BLOCK}
+    assert sorted(rows - names_of_deepspeed()) == []
+
+
+def test_sections_treated_as_a_whole_have_the_keys_that_were_looked_at():
+    names = names_of_deepspeed()
+    wholes = {name.removesuffix(".*") for name in NAMES if name.endswith(".*")} - {"bfloat16"}
+    assert {section: sum(name.startswith(f"{section}.") for name in names) for section in wholes} == COUNTS

@@ -1,0 +1,308 @@
+"""Which class the configuration stands for; optimizers that update elements by themselves give shards what they give
+whole tensors, and every other one is refused by name."""
+
+import itertools
+import sys
+from functools import partial
+
+import pytest
+import torch
+from deepspeed.ops import adagrad, adam, lamb, lion
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.config import optimizer_choice
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    ELEMENTWISE,
+    JSON_NAMES,
+    ON_ACCELERATOR,
+    ON_CPU,
+    WHOLE_TENSORS,
+    Choice,
+    Kernels,
+    check_elementwise,
+    check_optimizer_type,
+    choose_optimizer,
+    kernels_of,
+    state_tensors,
+    try_out,
+    updates_in_place,
+)
+from ds_lgamp.integrations.deepspeed.engine.optimizer import complaint_about_history
+from ds_lgamp.runtime.measure import PeakMemory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class ApexAdam(Optimizer):
+    """Stands where apex's FusedAdam is imported."""
+
+
+ON_THIS_CPU = kernels_of(CPU)
+NO_KERNELS = Kernels(frozenset(), None)
+WITH_APEX = Kernels(frozenset({Adam, AdamW, SGD}), ApexAdam)
+OFF = {"weight_decay": 0.0}
+
+CHOICES = {
+    "Adam decays as AdamW, by nothing if nothing is said": (
+        "adam",
+        {},
+        CPU,
+        ON_THIS_CPU,
+        AdamW,
+        {**OFF, "fused": True},
+    ),
+    "AdamW decays by nothing either": (
+        "adamw",
+        {"lr": 0.1},
+        CPU,
+        ON_THIS_CPU,
+        AdamW,
+        {"lr": 0.1, **OFF, "fused": True},
+    ),
+    "without adam_w_mode, Adam adds to the gradient": (
+        *("adam", {"adam_w_mode": False, "weight_decay": 0.1}, CPU, ON_THIS_CPU),
+        *(Adam, {"weight_decay": 0.1, "fused": True}),
+    ),
+    "AdamW is AdamW in every mode": ("adamw", {"adam_w_mode": False}, CPU, ON_THIS_CPU, AdamW, {**OFF, "fused": True}),
+    "torch_adam is torch's as DeepSpeed makes it": (
+        *("adam", {"torch_adam": True, "foreach": False, "fp32_optimizer_states": True}, CPU, ON_THIS_CPU),
+        *(AdamW, {"foreach": False}),
+    ),
+    "torch_adam without adam_w_mode": (
+        *("adam", {"torch_adam": True, "adam_w_mode": False}, CUDA, WITH_APEX),
+        *(Adam, {}),
+    ),
+    "options that torch lacks and that change nothing": (
+        *("adam", {"bias_correction": True, "set_grad_none": False, "fp32_optimizer_states": False}, CPU, ON_THIS_CPU),
+        *(AdamW, {**OFF, "fused": True}),
+    ),
+    "whole numbers in betas": ("adam", {"betas": [0, 0.9]}, CPU, NO_KERNELS, AdamW, {"betas": (0.0, 0.9), **OFF}),
+    "no bias correction needs DeepSpeed's": (
+        *("adamw", {"bias_correction": False}, CPU, ON_THIS_CPU),
+        *(FusedAdam, {"bias_correction": False, "adam_w_mode": True}),
+    ),
+    "no bias correction with apex": (
+        *("adam", {"bias_correction": False, "adam_w_mode": False}, CUDA, WITH_APEX),
+        *(ApexAdam, {"bias_correction": False, "adam_w_mode": False}),
+    ),
+    "apex where it is": (
+        *("adam", {"lr": 0.1, "set_grad_none": True}, CUDA, WITH_APEX),
+        *(ApexAdam, {"lr": 0.1, "set_grad_none": True, "adam_w_mode": True}),
+    ),
+    "torch where apex lacks an option": (
+        *("adamw", {"amsgrad": True}, CUDA, WITH_APEX),
+        *(AdamW, {"amsgrad": True, **OFF, "fused": True}),
+    ),
+    "an implementation the user chose": ("adam", {"fused": False}, CPU, ON_THIS_CPU, AdamW, {"fused": False, **OFF}),
+    "SGD": ("SGD", {"momentum": 0.9}, CPU, ON_THIS_CPU, SGD, {"momentum": 0.9, "fused": True}),
+    "SGD without a kernel": ("SGD", {"momentum": 0.9}, CPU, NO_KERNELS, SGD, {"momentum": 0.9}),
+    "SGD with foreach": ("SGD", {"foreach": True}, CPU, ON_THIS_CPU, SGD, {"foreach": True}),
+    "Adagrad": ("adagrad", {"lr": 0.1}, CPU, ON_THIS_CPU, Adagrad, {"lr": 0.1, "fused": True}),
+    "Adagrad without a kernel": ("adagrad", {"lr": 0.1}, CUDA, WITH_APEX, Adagrad, {"lr": 0.1}),
+    "one that has no kernel": ("NAdam", {"lr": 0.1}, CPU, ON_THIS_CPU, torch.optim.NAdam, {"lr": 0.1}),
+    "Lion on the CPU": ("lion", {"lr": 0.1}, CPU, ON_THIS_CPU, DeepSpeedCPULion, {"lr": 0.1}),
+    "Lion": ("lion", {"lr": 0.1}, CUDA, NO_KERNELS, FusedLion, {"lr": 0.1}),
+    "DeepSpeed's CPU Adam on request": (
+        *("DeepSpeedCPUAdam", {"adam_w_mode": False, "fp32_optimizer_states": False}, CPU, ON_THIS_CPU),
+        *(DeepSpeedCPUAdam, {"adamw_mode": False, "fp32_optimizer_states": False}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_what_the_configuration_stands_for(case):
+    name, options, device, kernels, kind, expected = CHOICES[case]
+    given = dict(options)
+    choice = choose_optimizer(name, options, device, kernels)
+    assert choice == Choice(kind, expected) and options == given
+    assert choice.compiles == (kind.__module__.startswith("deepspeed."))
+
+
+def test_the_cpu_has_fused_kernels():
+    assert ON_THIS_CPU == Kernels(frozenset({SGD, Adam, AdamW, Adagrad}), None)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, False),
+        ({"apex/__init__.py": ""}, False),
+        ({"apex/__init__.py": "", "apex/optimizers.py": "class FusedAdam: ..."}, False),
+        ({"apex/__init__.py": "", "apex/optimizers.py": "", "amp_C.py": ""}, False),
+        ({"apex/__init__.py": "", "apex/optimizers.py": "class FusedAdam: ...", "amp_C.py": "raise OSError"}, False),
+        ({"apex/__init__.py": "", "apex/optimizers.py": "class FusedAdam: ...", "amp_C.py": ""}, True),
+    ],
+)
+def test_apex_counts_with_its_kernels_and_on_cuda_only(files, found, tmp_path, monkeypatch):
+    """Another project is called apex on PyPI."""
+    (tmp_path / "apex").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(optimizer_choice, "_has_fused_kernel", lambda kind, device: False)
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        sys.modules.pop(name, None)
+    try:
+        assert (kernels_of(CUDA).apex_adam is not None) == found
+        assert kernels_of(CPU).apex_adam is None
+    finally:
+        for name in ("apex", "apex.optimizers", "amp_C"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"momentun": 0.9}),
+        ("adam", {"torch_adam": True, "bias_correction": False}),
+        ("adam", {"bias_correction": False, "foreach": True}),
+        ("adam", {"torch_adam": True, "capturable": True}),
+        ("adamw", {"differentiable": True}),
+        ("adam", {"fused": True, "foreach": True}),
+        ("adam", {"betas": 0.9}),
+        ("lion", {"eps": 1e-4}),
+        ("DeepSpeedCPUAdam", {"torch_adam": True}),
+    ],
+)
+def test_options_are_tried_before_anything_is_built(name, options):
+    with pytest.raises((TypeError, ValueError, RuntimeError, AssertionError)):
+        try_out(choose_optimizer(name, options, CPU, ON_THIS_CPU), CPU)
+
+
+# Shards
+
+OPTIONS = {
+    SGD: [{"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, {}],
+    Adam: [{"weight_decay": 0.1}, {"amsgrad": True}],
+    AdamW: [{"weight_decay": 0.1}, {"amsgrad": True, "maximize": True}],
+    Adagrad: [{"initial_accumulator_value": 0.3, "lr_decay": 0.1}],
+    torch.optim.RMSprop: [{"momentum": 0.5, "centered": True}, {"momentum": 0.5}, {}],
+}
+EVERY_OPTION = [(kind, {"lr": 0.1, **options}) for kind in ELEMENTWISE for options in OPTIONS.get(kind, [{}])]
+EVERY_OPTION.sort(key=lambda case: (case[0].__name__, str(case[1])))
+
+
+def updated(make, cuts, steps=4):
+    """A vector after some steps of an optimizer that holds it in parts, and the optimizer."""
+    values, generator = torch.linspace(-1.0, 1.0, 10), torch.Generator().manual_seed(0)
+    parts = [nn.Parameter(values[start:end].clone()) for start, end in zip([0, *cuts], [*cuts, 10])]
+    optimizer = make(parts)
+    for _ in range(steps):
+        for part, gradient in zip(parts, torch.randn(10, generator=generator).tensor_split(cuts)):
+            part.grad = gradient.clone()
+        optimizer.step()
+    return torch.cat([part.detach() for part in parts]), optimizer
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY_OPTION)
+def test_elements_are_updated_by_themselves_and_alike_by_the_fused_kernel(kind, options):
+    whole, _ = updated(partial(kind, foreach=False, **options), [])
+    torch.testing.assert_close(updated(partial(kind, foreach=False, **options), [4, 7])[0], whole, rtol=0, atol=0)
+    if kind in ON_THIS_CPU.fused:
+        fused, _ = updated(partial(kind, fused=True, **options), [4, 7])
+        torch.testing.assert_close(fused, whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY_OPTION)
+def test_what_an_optimizer_keeps_is_known(kind, options):
+    _, optimizer = updated(partial(kind, foreach=False, **options), [])
+    (state,) = optimizer.state.values() or [{}]
+    kept = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() == 10]
+    assert state_tensors(kind, optimizer.param_groups[0]) == len(kept)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY_OPTION)
+def test_what_updates_in_place_takes_nothing_else(kind, options):
+    for fused in (False, True) if kind in ON_THIS_CPU.fused else (False,):
+        implementation = {"fused": True} if fused else {"foreach": False}
+        _, optimizer = updated(partial(kind, **implementation, **options), [])
+        (parameter,) = optimizer.param_groups[0]["params"]
+        state = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+        with PeakMemory([parameter, parameter.grad, *state]) as memory:
+            before = memory.live()
+            optimizer.step()
+        assert updates_in_place(kind, optimizer.param_groups[0]) == fused
+        if fused:
+            assert memory.peak == before
+    assert not updates_in_place(type("Own", (SGD,), {}), {"fused": True}) and updates_in_place(FusedAdam, {})
+
+
+# Names
+
+
+def optimizers_in(*modules):
+    members = [pair for module in modules for pair in vars(module).items()]
+    return {name: kind for name, kind in members if isinstance(kind, type) and issubclass(kind, Optimizer)}
+
+
+TORCH, DEEPSPEED = optimizers_in(torch.optim), optimizers_in(adagrad, adam, lamb, lion)
+GONE = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"]
+
+
+@pytest.mark.parametrize("name", sorted(set(TORCH) - {"Optimizer"}))
+def test_every_optimizer_of_torch_works_on_shards_or_is_refused_with_the_reason(name):
+    known, reason = TORCH[name] in ELEMENTWISE, WHOLE_TENSORS.get(name.lower())
+    assert known != (reason is not None), "a new one: look at its update"
+    config_name = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+    checks = [
+        partial(check_optimizer_type, config_name),
+        lambda vouched: check_elementwise(made_without_parameters(TORCH[name]), vouched, CPU),
+    ]
+    for check, vouched in itertools.product(checks, (False, True)):
+        if known:
+            check(vouched)
+            continue
+        with pytest.raises(ConfigError) as error:
+            check(vouched)
+        assert reason in str(error.value) and "SGD" in str(error.value)
+
+
+def made_without_parameters(kind):
+    """An object of the class; how one is made differs."""
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize("name", [*DEEPSPEED_OPTIMIZERS, *GONE, "Adma", "lr_scheduler"])
+def test_every_name_of_deepspeed_is_known(name):
+    if name in JSON_NAMES:
+        check_optimizer_type(name, False)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_optimizer_type(name, True)
+    assert WHOLE_TENSORS.get(name.lower(), "is unknown") in str(error.value)
+    assert f"optimizer.type is '{name}'" in str(error.value)
+
+
+def test_of_deepspeeds_classes_these_pass():
+    passed = set()
+    for kind in DEEPSPEED.values():
+        try:
+            check_elementwise(made_without_parameters(kind), False, CPU)
+        except ConfigError:
+            continue
+        passed.add(kind)
+    assert passed == ON_CPU | ON_ACCELERATOR
+    with pytest.raises(ConfigError, match="takes parameters on the CPU, and they are on cuda"):
+        check_elementwise(made_without_parameters(DeepSpeedCPUAdam), True, CUDA)
+    with pytest.raises(ConfigError, match="takes parameters on the CPU, and they are on cuda; write AdamW"):
+        choose_optimizer("DeepSpeedCPUAdam", {}, CUDA, NO_KERNELS)
+
+
+def test_a_subclass_or_a_namesake_needs_a_word_of_the_user():
+    for kind in (type("AdamW", (AdamW,), {}), type("FusedAdam", (Optimizer,), {})):
+        with pytest.raises(ConfigError, match="if zero_allow_untested_optimizer is true"):
+            check_elementwise(made_without_parameters(kind), False, CPU)
+        check_elementwise(made_without_parameters(kind), True, CPU)
+
+
+def test_an_optimizer_that_has_taken_steps_is_told_from_one_that_has_not():
+    for kind in (Adam, Adagrad, SGD):
+        assert complaint_about_history(kind([nn.Parameter(torch.ones(3))], lr=0.1)) is None
+    for kind, options in ((Adam, {}), (Adagrad, {}), (SGD, {"momentum": 0.9})):
+        _, optimizer = updated(partial(kind, lr=0.1, **options), [])
+        assert f"optimizer is {kind.__name__} with state" in complaint_about_history(optimizer)

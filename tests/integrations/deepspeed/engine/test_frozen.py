@@ -1,0 +1,421 @@
+"""Frozen parameters cost their weights and nothing else: adapters beside a frozen model train as on one process, and
+what moves and is held is what the program and the memory formula say."""
+
+from collections import Counter
+from itertools import cycle
+from typing import NamedTuple
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
+from ds_lgamp.cost.storage import aligned
+from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.integrations.deepspeed.explain.explain import explain
+from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.measure import CollectiveCounter
+from ds_lgamp.schedule.program import build_program
+from testing.deepspeed_rank import prepare_rank, quiet
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.models import (
+    BASE_SEED,
+    MICRO_BATCHES,
+    Training,
+    build_layers,
+    loss_of,
+    seed,
+    tied_logits,
+)
+from tests.integrations.deepspeed.running import batches, gathered
+from tests.runtime.models import WIDTH, Embedding, loss_function
+
+STEPS, CLIPPING = 3, 0.05
+OPTIONS = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
+SMALL = 16
+"""Bytes; losses and norms are no larger, and every unit is."""
+
+
+class Adapted(nn.Module):
+    """A residual block of a frozen matrix and two small ones that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.adapter_down = nn.Linear(WIDTH, 2, bias=False)
+        self.adapter_up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, inputs):
+        return inputs + torch.tanh(self.base(inputs) + self.adapter_up(self.adapter_down(inputs)))
+
+
+class Head(nn.Module):
+    """Its bias trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(WIDTH, 11, bias=False)
+        self.adapter_bias = nn.Parameter(torch.zeros(11))
+
+    def forward(self, inputs):
+        return self.matrix(inputs) + self.adapter_bias
+
+
+class AdaptedEmbedding(Embedding):
+    """Used at both ends; a factor trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter_gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.adapter_gain
+
+
+def gained_logits(embedding, hidden):
+    return (hidden * embedding.adapter_gain) @ embedding.weight.T
+
+
+def tied(kind, head):
+    return TiedLayerSpec("embedding", kind), TiedLayerSpec("embedding", kind, forward_fn=head)
+
+
+ENDS = {
+    "untied": (LayerSpec(Embedding), LayerSpec(Head)),
+    "tied": tied(Embedding, tied_logits),
+    "tied adapted": tied(AdaptedEmbedding, gained_logits),
+}
+
+
+def specs_of(model):
+    """One chunk each: the first and the third have nothing to train, the fourth has no parameters."""
+    if model == "idle":
+        return [LayerSpec(Embedding), LayerSpec(Head)]
+    first, last = ENDS[model]
+    blocks = [LayerSpec(Adapted) for _ in range(3)]
+    return [first, blocks[0], LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, *blocks[1:], last]
+
+
+def freeze(named_parameters):
+    for name, parameter in named_parameters:
+        parameter.requires_grad_("adapter" in name)
+
+
+def of_a_subset(named_parameters):
+    """The last block's second matrix trains, but no optimizer owns it."""
+    return [parameter for name, parameter in named_parameters if parameter.requires_grad and "5.adapter_up" not in name]
+
+
+class Case(NamedTuple):
+    model: str
+    pipeline_ranks: int
+    stage: int
+    optimizer: str
+    """json: over what trains; client: over all parameters; subset."""
+    block: dict
+
+
+def module_of(model, pipeline_ranks):
+    with quiet():
+        module = PipelineModule(
+            specs_of(model),
+            num_stages=pipeline_ranks,
+            loss_fn=loss_function,
+            seed_layers=True,
+            seed_fn=seed,
+            base_seed=BASE_SEED,
+        )
+    freeze(module.named_parameters())
+    return module
+
+
+def config_of(case, **settings):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": case.stage},
+        "ds_lgamp": {"layers_per_chunk": 1, **case.block},
+        **settings,
+    }
+    return config | ({"optimizer": {"type": "SGD", "params": OPTIONS}} if case.optimizer == "json" else {})
+
+
+def engine_of(case, module=None, **settings):
+    ds_lgamp.install()
+    module = module_of(case.model, case.pipeline_ranks) if module is None else module
+    optimizer = None
+    if case.optimizer == "client":
+        optimizer = torch.optim.SGD(module.parameters(), **OPTIONS)
+    elif case.optimizer == "subset":
+        optimizer = torch.optim.SGD(of_a_subset(list(module.named_parameters())), **OPTIONS)
+    with quiet():
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config_of(case, **settings))[0]
+
+
+def reference(case):
+    """Losses, norms and parameters of one process, and the parameters at the beginning."""
+    layers, parameters = build_layers(Training(), specs_of(case.model))
+    freeze(parameters.items())
+    first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    owned = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    if case.optimizer == "subset":
+        owned = of_a_subset(parameters.items())
+    optimizer = torch.optim.SGD(owned, **OPTIONS)
+    count = MICRO_BATCHES * dist.get_world_size() // case.pipeline_ranks
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = sum(loss_of(layers, step, index) for index in range(count)) / count
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(owned, CLIPPING).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, parameters, first
+
+
+def train_and_compare(case):
+    """Equal to one process; the last step moves and holds what is predicted. Returns the calls of that step."""
+    engine = engine_of(case)
+    losses, norms = [], []
+    for step in range(STEPS):
+        with CollectiveCounter() as counter:
+            losses.append(engine.train_batch(batches(step, engine)).item())
+        norms.append(float(engine.get_global_grad_norm()))
+    expected_losses, expected_norms, parameters, first = reference(case)
+    assert losses == pytest.approx(expected_losses, rel=1e-5), case
+    assert norms == pytest.approx(expected_norms, rel=1e-4), case
+    partition = engine.optimizer.partition
+    for name, tensor in gathered(partition, lambda unit: unit.shard).items():
+        if "adapter" in name:
+            torch.testing.assert_close(tensor, parameters[name].detach(), rtol=1e-4, atol=1e-5, msg=f"{case} {name}")
+        else:
+            assert torch.equal(tensor, first[name]), (case, name)
+    check_traffic(case, engine, counter)
+    check_memory(case, engine)
+    return Counter(kind for kind, sent in counter.log if sent > SMALL)
+
+
+def sizes_of(partition):
+    sizes = []
+    for unit in partition.units:
+        chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
+        numels = [(aligned(view.numel()), entry.group is not None) for view, entry in zip(unit._views, unit.parameters)]
+        owned = sum(numel for numel, is_owned in numels if is_owned)
+        copies = 1 if unit.tie_group is None else unit.tie_group.size()
+        sizes.append(UnitSize(sum(n for n, _ in numels), owned, chunks, unit.tied, copies, not unit.trains))
+    return sizes
+
+
+def check_traffic(case, engine, counter):
+    """Every collective of the last step, by kind and bytes."""
+    actions, ranks = build_program(engine.program_spec)[engine.stage_id], engine.dp_world_size
+    expected, total = Counter(), 0
+    for size in sizes_of(engine.optimizer.partition):
+        part = size.part(case.stage, ranks)
+        total += collective_bytes(actions, size, case.stage, ranks, ElementBytes())
+        if ranks > 1:
+            own = [] if size.tied or size.frozen else size.chunks
+            shared = [size.chunks] if size.tied and not size.frozen else []
+            moved = predict_traffic(actions, case.stage, own, shared, [size.chunks] if size.frozen else [])
+            gathers = moved.gathers + moved.tied_gathers + moved.frozen_gathers
+            expected["all_gather", 4 * part * (ranks - 1)] += gathers
+            whole = ("all_reduce", 2 * 4 * part * (ranks - 1) // ranks)
+            reduction = ("all_to_all", 4 * part * (ranks - 1)) if case.stage else whole
+            expected[reduction] += moved.reduces + moved.tied_reduces
+        expected["all_gather", (size.copies - 1) * 4 * part] += size.copies > 1
+    kinds = ("all_gather", "all_to_all", "all_reduce")
+    counted = Counter(entry for entry in counter.log if entry[0] in kinds and entry[1] > SMALL)
+    assert counted == +expected, case
+    assert total == sum(sent * count for (_, sent), count in expected.items()), case
+
+
+def check_memory(case, engine):
+    """What is held between steps."""
+    partition, spec = engine.optimizer.partition, engine.program_spec
+    actions, resident = build_program(spec)[engine.stage_id], spec.resident_chunks
+    told = rank_memory(
+        actions, sizes_of(partition), case.stage, engine.dp_world_size, resident, ElementBytes(optimizer=4), True
+    )
+    partition.release_all()
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for u in partition.units for t in (u.flat, u.shard)}
+    assert told.weights == sum(storage.nbytes() for storage in storages.values()), case
+    if engine.grid.data_parallel_id == 0:
+        state = engine.optimizer.state.values()
+        assert told.optimizer_state == sum(values["momentum_buffer"].nbytes for values in state), case
+    for unit in partition.units:
+        assert unit.trains == any("adapter" in entry.name for entry in unit.parameters), case
+        if not unit.trains:
+            assert unit._gradient is None and unit.shard_gradient is None and not unit.segments, case
+            assert unit.master is unit.shard and all(entry.parameter.grad is None for entry in unit.parameters), case
+
+
+BLOCKS = [{}, {"recompute": "none"}, {"resident_chunks": 1, "micro_batch_group": 2}, {"resident_chunks": 9}]
+
+
+def cases_of(pipeline_ranks):
+    blocks, optimizers = cycle(BLOCKS), cycle(["json", "client", "subset", "json", "client"])
+    cases = [
+        Case(model, pipeline_ranks, stage, next(optimizers), next(blocks)) for stage in (3, 1, 0, 2) for model in ENDS
+    ]
+    return cases + ([Case("idle", 2, stage, "json", {}) for stage in (1, 3)] if pipeline_ranks == 2 else [])
+
+
+def calls_of(pipeline_ranks, stage):
+    """Of one model with default settings, to be counted by hand."""
+    return dict(train_and_compare(Case("tied", pipeline_ranks, stage, "json", {})))
+
+
+def explained(stage):
+    """What is said before the step, and what the step moves and the ranks hold."""
+    case = Case("tied adapted", 1, stage, "json", {})
+    module, config = module_of(case.model, 1), config_of(case)
+    facts = explain(module, config, DeepSpeedConfig(config, module.mpu()), None).ranks[0]
+    engine = engine_of(case, module)
+    for step in range(2):
+        with CollectiveCounter() as counter:
+            engine.train_batch(batches(step, engine))
+    moved, told = [(kind, sent) for kind, sent in counter.log if sent > SMALL], facts.traffic
+    assert Counter(kind for kind, _ in moved) == {
+        "all_gather": told.gathers + told.tied_gathers + told.frozen_gathers,
+        "all_to_all": told.reduces + told.tied_reduces,
+    }
+    assert facts.collective_bytes_sent == sum(sent for _, sent in moved)
+    sizes = sizes_of(engine.optimizer.partition)
+    spec = engine.program_spec
+    assert facts.memory == rank_memory(
+        build_program(spec)[0], sizes, stage, 2, spec.resident_chunks, ElementBytes(optimizer=4), True
+    )
+    return told.frozen_gathers
+
+
+def half_precision():
+    """Frozen weights have no fp32 copies."""
+    engine = engine_of(Case("untied", 1, 3, "json", {}), bf16={"enabled": True})
+    losses = [engine.train_batch(batches(step, engine)).item() for step in range(STEPS)]
+    for unit in engine.optimizer.partition.units:
+        assert unit.shard.dtype == torch.bfloat16
+        assert unit.master.dtype == (torch.float32 if unit.trains else torch.bfloat16)
+    assert losses == pytest.approx(reference(Case("untied", 1, 3, "json", {}))[0], rel=2e-2)
+
+
+def refusals():
+    """Freezing that differs: between data-parallel ranks, between copies of a tied module."""
+    said = []
+    of_data_ranks = (1, "untied", "1.adapter_up.weight")
+    of_copies = (2, "tied adapted", "tied_modules.embedding.weight")
+    for pipeline_ranks, model, name in (of_data_ranks, of_copies):
+        module = module_of(model, pipeline_ranks)
+        if dist.get_rank() == 1:
+            parameter = dict(module.named_parameters())[name]
+            parameter.requires_grad_(not parameter.requires_grad)
+        with pytest.raises(ConfigError) as error:
+            engine_of(Case(model, pipeline_ranks, 3, "json", {}), module)
+        said.append(str(error.value))
+    return said
+
+
+def thawed():
+    """A parameter that is unfrozen too late."""
+    messages = []
+    for stage in (0, 3):
+        engine = engine_of(Case("untied", 1, stage, "json", {}))
+        engine.train_batch(batches(0, engine))
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad_("adapter" in name or name == "2.weight")
+        with pytest.raises(ActionError) as error:
+            engine.train_batch(batches(1, engine))
+        messages.append(str(error.value))
+    return messages
+
+
+def resumed(folder):
+    """Frozen weights come from the checkpoint, at stages 1 and 3."""
+    for stage in (1, 3):
+        case = Case("tied adapted", 2, stage, "json", {})
+        engine = engine_of(case)
+        engine.train_batch(batches(0, engine))
+        engine.save_checkpoint(folder, tag=f"stage{stage}")
+        expected = [engine.train_batch(batches(step, engine)).item() for step in (1, 2)]
+        module = module_of(case.model, 2)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+        engine = engine_of(case, module)
+        engine.load_checkpoint(folder, tag=f"stage{stage}")
+        assert [engine.train_batch(batches(step, engine)).item() for step in (1, 2)] == expected
+
+
+def on_one_rank():
+    prepare_rank()
+    for case in cases_of(1)[::3]:
+        train_and_compare(case)
+    return thawed()
+
+
+def on_two_ranks():
+    prepare_rank()
+    for case in (*cases_of(1), *cases_of(2)[::2]):
+        train_and_compare(case)
+    half_precision()
+    return {stage: calls_of(1, stage) for stage in range(4)}, [explained(stage) for stage in (1, 2, 3)], refusals()
+
+
+def on_four_ranks(folder):
+    prepare_rank()
+    for case in cases_of(2)[1::2]:
+        train_and_compare(case)
+    resumed(folder)
+    return calls_of(2, 3)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Equality with one process and all counts are asserted on the ranks."""
+    return run_on_ranks(2, on_two_ranks)
+
+
+def test_counts_by_hand(two_ranks):
+    """Of chunks 0 to 6, the two last to be computed forward stay. Chunks 1, 4 and 5 train beside frozen parameters,
+    chunk 2 is frozen, chunk 3 has none, chunks 0 and 6 share a frozen embedding. Gathers at stage 3: 2 + 2 + 1 of what
+    trains and as many of what is frozen beside it, 2 of chunk 2, and 3 of the embedding, which stays where forward
+    passes turn into backward passes. At stages 1 and 2 what is frozen is complete and current."""
+    for calls, _, _ in two_ranks:
+        assert calls == {
+            0: {"all_reduce": 3},
+            1: {"all_gather": 3, "all_to_all": 3},
+            2: {"all_gather": 3, "all_to_all": 3},
+            3: {"all_gather": 5 + 5 + 2 + 3, "all_to_all": 3},
+        }
+
+
+def test_explain_tells_what_is_frozen(two_ranks):
+    assert [frozen for _, frozen, _ in two_ranks] == [[0, 0, 5 + 2 + 3]] * 2
+
+
+def test_freezing_that_differs_between_ranks_is_refused(two_ranks):
+    for _, _, (of_data_ranks, of_copies) in two_ranks:
+        assert of_data_ranks == (
+            "parameter 1.adapter_up.weight trains on one rank and is frozen on another; freeze it on all"
+        )
+        assert "parameter tied_modules.embedding.weight trains on one rank" in of_copies
+
+
+def test_two_by_two_ranks_and_a_checkpoint(tmp_path):
+    """A pipeline rank has chunks 0, 2, 4 and 6 or 1, 3 and 5; messages between them are no collectives."""
+    first, _, last, _ = run_on_ranks(4, on_four_ranks, str(tmp_path))
+    # Chunks 0, 2, 4 and 6 with two resident ones: chunk 4 stays, its frozen part with it.
+    assert first == {"all_gather": 1 + 1 + 2 + 3, "all_to_all": 1, "send": first["send"]}
+    # Chunks 1, 3 and 5: chunks 3 and 5 stay.
+    assert last == {"all_gather": 2 * (2 + 1), "all_to_all": 2, "send": last["send"]}
+
+
+def test_one_rank_and_a_parameter_that_is_unfrozen_too_late():
+    for message in run_on_ranks(1, on_one_rank)[0]:
+        assert "parameter 2.weight was frozen when the engine was built; unfreeze it before" in message

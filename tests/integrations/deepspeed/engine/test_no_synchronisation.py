@@ -1,0 +1,110 @@
+"""In a training step the host waits for the device nowhere, or once: at the overflow test.
+
+On the CPU nothing waits; what is counted are the operations that would on an accelerator.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_lgamp.integrations.deepspeed.engine.data import _to_device
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.linear import batches, build, engine_of, linears
+
+READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+"""Operations whose result, or its shape, the host needs: ``item``, ``bool`` and ``float`` are the first of them."""
+COPIES = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
+"""What copies to the host; of tensors that are there already the dispatcher sees none of it."""
+
+
+class Reads(TorchDispatchMode):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        # Bytes are states of the host's generators, which recomputation compares.
+        if name in READS and args[0].dtype != torch.uint8:
+            self.calls[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Copies(TorchFunctionMode):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        blocking = function is torch.Tensor.to and not (kwargs or {}).get("non_blocking")
+        if function in COPIES or (blocking and any(isinstance(argument, torch.device) for argument in args)):
+            self.calls[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def to_device(tensor):
+    return tensor.to(torch.device("meta"))
+
+
+BF16 = {"bf16": {"enabled": True}}
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+CASES = {
+    **{f"stage {stage}": (stage, {}) for stage in range(4)},
+    "clipping": (3, {"gradient_clipping": 0.1}),
+    "bf16": (3, UNCHECKED),
+    "overflow test": (3, BF16),
+}
+"""ZeRO stage and further settings."""
+
+
+def calls_in_cases():
+    prepare_rank()
+    return {name: calls_in_a_batch(*case) for name, case in CASES.items()}
+
+
+def calls_in_a_batch(stage, settings):
+    """What the third step calls; shapes and which buffers change are known by then."""
+    engine = engine_of(build(linears(4)), {}, stage, **settings)
+    dtype = torch.bfloat16 if "bf16" in settings else torch.float32
+    # On the host, of hosts alone, ahead of the batch: whether everybody has data.
+    engine._loader.largest = lambda value: value
+    calls = Counter()
+    for step in range(3):
+        data = iter([(inputs.to(dtype), labels) for inputs, labels in batches(2, start=step)])
+        with Reads(calls) if step == 2 else nullcontext(), Copies(calls) if step == 2 else nullcontext():
+            engine.train_batch(data)
+    return dict(calls)
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return run_on_ranks(4, calls_in_cases)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_for_the_device_at_most_once(calls, name):
+    expected = {"_local_scalar_dense": 1} if name == "overflow test" else {}
+    assert [rank[name] for rank in calls] == [expected] * 4
+
+
+def test_a_micro_batch_moves_to_its_device_while_the_host_goes_on():
+    calls = Counter()
+    with Copies(calls):
+        (moved,) = _to_device([torch.ones(2)], torch.device("meta"))
+    assert moved.device.type == "meta" and not calls
+
+
+@pytest.mark.parametrize(
+    "call",
+    [torch.Tensor.item, bool, float, int, torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.nonzero, to_device],
+)
+def test_what_would_wait_is_counted(call):
+    calls = Counter()
+    with Reads(calls), Copies(calls):
+        call(torch.ones(()))
+    assert calls.total() == 1

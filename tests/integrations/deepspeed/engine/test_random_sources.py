@@ -1,0 +1,72 @@
+"""The generators under DeepSpeed: what layers drew from them, recomputations draw again."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
+from ds_lgamp.runtime.random_state import Draws
+
+CPU = torch.device("cpu")
+DRAWS = {
+    "torch": lambda: torch.rand(1).item(),
+    "Python": random.random,
+    "Python, normal": lambda: random.gauss(0, 1),
+    "NumPy": numpy.random.random,
+    # These come in pairs; the second changes one flag of the state only.
+    "NumPy, normal": numpy.random.standard_normal,
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_repeat_and_what_was_interrupted_goes_on(kind):
+    draw, draws = DRAWS[kind], Draws(layer_sources(CPU))
+    for _ in range(3):
+        draws.forward(0, 0)
+        numbers = [draw()]
+        draws.forward(0, 1)
+        numbers.append(draw())
+        states = [source.read() for source in draws.sources]
+        following = [draw() for _ in range(3)]
+        for source, state in zip(draws.sources, states):
+            source.write(state)
+        for micro_batch, number in enumerate(numbers):
+            with draws.again(0, micro_batch):
+                assert draw() == number
+        assert [draw() for _ in range(3)] == following
+
+
+def test_every_generator_can_be_seeded():
+    sources = layer_sources(CPU)
+    drawn = []
+    for seed in (2**64 - 1, 5, 2**64 - 1):
+        for source in sources:
+            source.seed(seed)
+        drawn.append([draw() for draw in DRAWS.values()])
+    assert drawn[0] == drawn[2]
+    assert all(first != second for first, second in zip(drawn[0], drawn[1]))
+
+
+def test_megatrons_tracker_is_followed_and_keeps_its_own_states():
+    megatron = pytest.importorskip("megatron.core.tensor_parallel.random")
+    tracker = megatron.get_cuda_rng_tracker()
+    before = tracker.get_states()
+    first, drawn = torch.get_rng_state(), torch.Generator().manual_seed(3).get_state()
+    try:
+        tracker.set_states({"experts": first})
+        source = layer_sources(CPU)[-1]
+        state = source.read()
+        # As its fork does on a GPU: a state is replaced.
+        tracker.states_["experts"] = drawn
+        assert not source.same(state, source.read())
+        source.write(state)
+        assert torch.equal(tracker.get_states()["experts"], first)
+        tracker.states_["experts"] = drawn
+        assert torch.equal(state["experts"], first)
+        tracker.states_["model"] = drawn
+        source.seed(2**64 - 1)
+        assert len({tuple(seeded.tolist()) for seeded in (drawn, *tracker.states_.values())}) == 3
+    finally:
+        tracker.set_states(before)

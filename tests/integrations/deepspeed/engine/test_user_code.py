@@ -1,0 +1,368 @@
+"""What user code does with DeepSpeed's pipeline engine works with a block too: at P2 W1 it equals stock DeepSpeed."""
+
+import inspect
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from ds_lgamp.runtime.executor import ActionError
+from testing.deepspeed_rank import prepare_rank, quiet
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.linear import (
+    ONE_LAYER_PER_CHUNK,
+    batches,
+    both,
+    build,
+    engine_of,
+    linears,
+    mean_square,
+    whole_state,
+)
+from tests.integrations.deepspeed.models import seed
+from tests.integrations.deepspeed.running import gathered
+
+
+def in_place_layers():
+    return both(lambda: [LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.ReLU, inplace=True)] * 3)
+
+
+class Doubling(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs.mul_(2.0))
+
+
+def in_place_first_layer():
+    return both(lambda: [LayerSpec(Doubling, 6, 6), LayerSpec(Doubling, 6, 6)])
+
+
+def batch_norm():
+    statistics = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        engine = engine_of(build([LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.BatchNorm1d, 6)]), block)
+        engine.train_batch(batches(2))
+        statistics.append({name: buffer.tolist() for name, buffer in engine.module.named_buffers()})
+    return statistics
+
+
+def frozen_layers_and_groups_of_a_callable():
+    """A frozen layer does not decay; groups that a callable makes keep their learning rates."""
+    changes = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        module = build(linears(4))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith("0."))
+        before = whole_state(module)
+
+        def optimizer(parameters):
+            listed = list(parameters)
+            matrices = [parameter for parameter in listed if parameter.dim() == 2]
+            vectors = [parameter for parameter in listed if parameter.dim() < 2]
+            groups = [{"params": matrices}, *([{"params": vectors, "lr": 0.0}] if vectors else [])]
+            return torch.optim.SGD(groups, lr=0.1, weight_decay=0.5)
+
+        engine = engine_of(module, block, optimizer=optimizer)
+        engine.train_batch(batches(2))
+        after = whole_state(engine.module)
+        changes.append({name: (after[name] - before[name]).abs().max().item() for name in after})
+    return changes
+
+
+def state_dict_after_steps():
+    """At every stage the module's state is complete and current."""
+    states = []
+    for stage in (0, 1, 3):
+        engine = engine_of(build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)]), ONE_LAYER_PER_CHUNK, stage)
+        engine.train_batch(batches(2))
+        states.append({name: value.tolist() for name, value in engine.module.state_dict().items()})
+        expected = gathered(engine.optimizer.partition, lambda unit: unit.shard)
+        assert {name: value.tolist() for name, value in expected.items()} == states[-1]
+        engine.train_batch(batches(2))
+    return states
+
+
+def two_tied_keys():
+    """Rank 0 meets key a before key b, rank 1 b before a: their copies are summed in one order all the same."""
+    return both(
+        lambda: [
+            *(TiedLayerSpec(key, nn.Linear, 6, 6) for key in "ab"),
+            *(TiedLayerSpec(key, nn.Linear, 6, 6, forward_fn=lambda module, x: x @ module.weight.T) for key in "ba"),
+        ],
+        steps=2,
+    )
+
+
+def evaluation_first_then_other_sizes():
+    """Evaluation before any step, more micro-batches, then rows of another number."""
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        engine = engine_of(build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)]), block)
+        losses = [engine.eval_batch(batches(2)).item()]
+        losses.append(engine.train_batch(batches(2)).item())
+        engine.set_train_batch_size(16)
+        losses.append(engine.train_batch(batches(4)).item())
+        losses.append(engine.eval_batch(batches(3), num_micro_batches=3).item())
+        engine.reset_activation_shape()
+        losses.append(engine.train_batch(batches(4, rows=2)).item())
+        results.append(losses)
+    return results
+
+
+def training_data():
+    """DeepSpeed's own loader, with the loss on another rank than the last."""
+    dataset = list(zip(torch.randn(32, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(32, 6)))
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        module = build([LayerSpec(nn.Linear, 6, 6) for _ in range(3)])
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+        config |= {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+        config |= {} if block is None else {"ds_lgamp": block}
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with quiet():
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, training_data=dataset, config=config)
+        results.append([engine.train_batch().item() for _ in range(3)])
+    return results
+
+
+def norm_of_owned_parameters():
+    """A parameter that no optimizer owns is not part of the norm."""
+    norms = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        module = build([LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.Linear, 6, 6)])
+        weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+        engine = engine_of(module, block, optimizer=torch.optim.SGD(weights, lr=0.1))
+        engine.train_batch(batches(2))
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+class Reporting(PipelineModule):
+    """Reports two losses beside the one it trains on."""
+
+    reported = {"largest": torch.zeros(()), "smallest": torch.zeros(())}
+
+    def loss(self, output, target):
+        difference = (output - target).detach()
+        self.reported = {"largest": difference.max(), "smallest": difference.min()}
+        return mean_square(output, target)
+
+    def get_additional_losses(self):
+        return self.reported
+
+
+def several_losses():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        with quiet():
+            module = Reporting(linears(4), num_stages=2, seed_layers=True, seed_fn=seed)
+        module.loss_fn = module.loss
+        engine = engine_of(module, block)
+        steps = []
+        for step in range(2):
+            engine.train_batch(batches(2, start=step))
+            steps.append({name: float(value) for name, value in engine.get_additional_losses().items()})
+        results.append({"steps": steps, "applied": engine.was_step_applied()})
+    return results
+
+
+class Announcing(nn.Linear):
+    """The last layer returns the loss; what else it reports is fixed."""
+
+    def forward(self, inputs):
+        return super().forward(inputs).square().mean()
+
+
+class ReportingWithoutLossFunction(PipelineModule):
+    def get_additional_losses(self):
+        return {"constant": torch.tensor(0.25)}
+
+
+def additional_losses_without_a_loss_function():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        with quiet():
+            layers = [*linears(3), LayerSpec(Announcing, 6, 6)]
+            module = ReportingWithoutLossFunction(layers, num_stages=2, seed_layers=True, seed_fn=seed)
+        engine = engine_of(module, block)
+        loss = engine.train_batch(batches(2)).item()
+        results.append({"loss": loss, "constant": float(engine.get_additional_losses()["constant"])})
+    return results
+
+
+def normed_linear():
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+
+class Normed(nn.Module):
+    """Every forward moves a buffer that its result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = normed_linear()
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def buffers_that_forwards_move():
+    return both(lambda: [LayerSpec(nn.Linear, 6, 6), LayerSpec(Normed), LayerSpec(nn.Linear, 6, 6), LayerSpec(Normed)])
+
+
+class Averaging(nn.Linear):
+    """Every forward puts another tensor in the place of a buffer that its result depends on."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, inputs):
+        self.average = 0.9 * self.average + inputs.detach().mean(0)
+        return super().forward(inputs) * (1 + self.average)
+
+
+def buffers_that_forwards_replace():
+    return both(lambda: [LayerSpec(Averaging) for _ in range(4)])
+
+
+def a_loss_that_changes_its_labels():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        module = build(linears(4))
+        module.loss_fn = lambda output, target: mean_square(output, target.add_(1.0))
+        engine = engine_of(module, block)
+        results.append([engine.train_batch(batches(2, start=step)).item() for step in range(3)])
+    return results
+
+
+def logits_of_an_evaluation():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        engine = engine_of(build(linears(4)), block)
+        # In this order: stock adds up what two evaluations return, whatever it is.
+        options = {"compute_loss": False, "reduce_output": None, "bcast_loss": False}
+        outputs = engine.eval_batch(batches(2), **options)
+        loss, logits = engine.eval_batch(batches(2), return_logits=True)
+        engine.train_batch(batches(2))
+        results.append(
+            [
+                loss.item(),
+                None if logits is None else logits.tolist(),
+                None if outputs is None else [output.tolist() for output in outputs],
+                engine.eval_batch(batches(2)).item(),
+            ]
+        )
+    return results
+
+
+def shapes_that_change_within_a_batch():
+    results = []
+    for block in (None, ONE_LAYER_PER_CHUNK, {**ONE_LAYER_PER_CHUNK, "recompute": "none"}):
+        engine = engine_of(build(linears(4), dynamic_shape=True), block, micro_batches=4)
+        steps = []
+        for step in range(3):
+            rows = [next(batches(1, rows=1 + (step + index) % 3, start=index)) for index in range(4)]
+            steps.append(engine.train_batch(iter(rows)).item())
+            steps.append(engine.eval_batch(batches(4, rows=2 + step)).item())
+        results.append(steps)
+    assert results[1] == results[2]
+    return results[:2]
+
+
+class Masked(nn.Linear):
+    """Takes and gives activations with a boolean and an integer tensor beside them."""
+
+    def forward(self, inputs):
+        hidden, keep, count = inputs if isinstance(inputs, tuple) else (inputs, inputs > 0, torch.arange(4))
+        return super().forward(hidden) * keep + count[:, None], ~keep, count + 1
+
+
+def first_member(inputs):
+    return inputs[0]
+
+
+def masks_and_numbers_beside_activations():
+    return both(lambda: [LayerSpec(Masked, 6, 6) for _ in range(4)] + [first_member])
+
+
+COMPARISONS = [
+    in_place_layers,
+    in_place_first_layer,
+    batch_norm,
+    frozen_layers_and_groups_of_a_callable,
+    two_tied_keys,
+    evaluation_first_then_other_sizes,
+    training_data,
+    norm_of_owned_parameters,
+    several_losses,
+    additional_losses_without_a_loss_function,
+    buffers_that_forwards_move,
+    buffers_that_forwards_replace,
+    a_loss_that_changes_its_labels,
+    logits_of_an_evaluation,
+    shapes_that_change_within_a_batch,
+    masks_and_numbers_beside_activations,
+]
+
+
+def after_a_failure():
+    """A layer that raises, and a loss without gradient: the engine says what happened, then that it cannot go on."""
+
+    def fail(_):
+        raise ArithmeticError("the layer is in trouble")
+
+    messages = []
+    for layers, loss in (([fail], mean_square), (linears(), lambda output, _: output.detach().mean())):
+        with quiet():
+            module = PipelineModule([*linears(1), *layers], num_stages=1, loss_fn=loss)
+        engine = engine_of(module, {})
+        for run in (engine.train_batch, engine.train_batch, engine.eval_batch):
+            with pytest.raises(ActionError) as error:
+                run(batches(2))
+            messages.append(str(error.value))
+    return messages
+
+
+def run_all():
+    prepare_rank()
+    results = {function.__name__: function() for function in COMPARISONS}
+    results["state_dict"] = state_dict_after_steps()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_on_ranks(2, run_all)
+
+
+def approximately(value):
+    if isinstance(value, dict):
+        return {key: approximately(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [approximately(member) for member in value]
+    return value if value is None else pytest.approx(value, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("function", COMPARISONS, ids=lambda function: function.__name__)
+def test_equals_stock(results, function):
+    for rank in results:
+        stock, layered = rank[function.__name__]
+        assert layered == approximately(stock), inspect.getdoc(function)
+
+
+def test_the_state_of_the_module_is_complete_and_current(results):
+    for rank in results:
+        assert rank["state_dict"][0] == rank["state_dict"][1] == rank["state_dict"][2]
+
+
+def run_failures():
+    prepare_rank()
+    return after_a_failure()
+
+
+def test_an_engine_does_not_go_on_after_a_batch_that_failed():
+    failure, *after_it, loss, again, evaluation = run_on_ranks(1, run_failures)[0]
+    assert "ArithmeticError: the layer is in trouble" in failure
+    assert "the loss needs no gradient" in loss
+    assert all("start anew" in message for message in (*after_it, again, evaluation))

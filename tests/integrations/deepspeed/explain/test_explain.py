@@ -1,0 +1,446 @@
+"""``ds_lgamp run --explain`` says what the engine does; the memory formula says what the partition takes."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
+from ds_lgamp.cost.storage import aligned
+from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.zero_partition import TiedParameters, build_partition
+from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec, build_program
+from testing import SCRIPTS
+from testing.ranks import run_on_ranks
+
+SCRIPT = SCRIPTS / "public_example.py"
+BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "communication_data_type": "bf16", "ds_lgamp": {}}
+FORKS = """
+import json, os, sys
+import torch._dynamo  # every optimizer imports it
+import ds_lgamp.integrations.deepspeed.explain.explain
+from ds_lgamp.cli.main import main
+
+statuses = {}
+for name, words in json.load(sys.stdin).items():
+    child = os.fork()
+    if child == 0:
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{name}.{descriptor}", os.O_CREAT | os.O_WRONLY), descriptor)
+        sys.exit(main(["run", "--explain", *words]))
+    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(statuses))
+"""
+UNUSUAL_SCRIPT = """
+import json, sys
+import torch
+from torch import distributed
+
+distributed.init_process_group("gloo")
+said = ["nothing"]
+distributed.broadcast_object_list(said, src=1)
+assert said == ["nothing"] and distributed.new_group([0, 1], backend="gloo").size() == 2
+import deepspeed
+deepspeed.init_distributed("gloo")
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+class Picky(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        assert self.weight.sum().item() < 1e9, "needs data"
+
+def engine(config):
+    layers = [LayerSpec(torch.nn.Linear, 4, 4), torch.tanh, LayerSpec(Picky), LayerSpec(torch.nn.Linear, 4, 2)]
+    net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=torch.nn.functional.mse_loss)
+    return deepspeed.initialize(model=net, config=config)[0]
+
+print("a script may print")
+try:
+    made = engine(json.loads(sys.argv[1]))
+finally:
+    made.destroy()
+"""
+UNUSUAL_CONFIG = {
+    **BATCH,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}},
+    "ds_lgamp": {"layers_per_chunk": 1, "micro_batch_group": 2},
+}
+
+
+class Ended(NamedTuple):
+    status: int
+    output: str
+    complaints: str
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory):
+    """The outcomes of several explanations, by name: one by itself, the others in forks of one process, because
+    importing DeepSpeed takes seconds."""
+    folder = tmp_path_factory.mktemp("explain")
+    (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
+    (folder / "empty.py").write_text("print('no engine here')")
+    runs = {
+        "json": ["--ranks", "4", "--json", *on_example(folder, "json", LAYERED)],
+        "unusual": ["--json", str(folder / "unusual.py"), json.dumps(UNUSUAL_CONFIG)],
+        "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
+        "no block": ["--ranks", "4", *on_example(folder, "no_block", {**LAYERED, "ds_lgamp": {"enabled": False}})],
+        "too many": ["--ranks", "4", *on_example(folder, "too_many", {**LAYERED, "ds_lgamp": {"chunks_per_rank": 9}})],
+        "typo": ["--ranks", "4", *on_example(folder, "typo", {**LAYERED, "ds_lgamp": {"resident_chunk": 2}})],
+        "no offer": [
+            "--ranks",
+            "4",
+            *on_example(folder, "no_offer", {**LAYERED, "ds_lgamp": {"recompute": "selective"}}),
+        ],
+        "empty": [str(folder / "empty.py")],
+        "too few ranks": ["--ranks", "3", *on_example(folder, "too_few", LAYERED)],
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    commands = {"json": ["-m", "ds_lgamp", "run", "--explain", *runs.pop("json")], "forks": ["-c", FORKS]}
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        for name, words in commands.items()
+    }
+    statuses, complaints = processes["forks"].communicate(json.dumps(runs), timeout=120)
+    assert processes["forks"].returncode == 0, complaints
+    outcomes = {
+        name: Ended(status, (folder / f"{name}.1").read_text(), (folder / f"{name}.2").read_text())
+        for name, status in json.loads(statuses).items()
+    }
+    output, complaints = processes["json"].communicate(timeout=120)
+    return outcomes | {"json": Ended(processes["json"].returncode, output, complaints)}
+
+
+def on_example(folder, name, config):
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    return [str(SCRIPT), "--deepspeed_config", str(path)]
+
+
+def facts_of(ended):
+    assert ended.status == 0, ended.complaints
+    return json.loads(ended.output)
+
+
+class Counted(Exception):
+    """Ends a script whose second step was counted."""
+
+
+def train_for_real(config):
+    """Per rank: what the engine of the example holds, and what its second step moves."""
+    import deepspeed
+
+    import ds_lgamp
+    import testing.scripts.public_example as example
+    from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    ds_lgamp.install()
+    train_batch = LgampEngine.train_batch
+    facts = {}
+
+    def counting(engine, *arguments, **options):
+        if engine.global_steps == 0:
+            return train_batch(engine, *arguments, **options)
+        with CollectiveCounter() as counter:
+            train_batch(engine, *arguments, **options)
+        facts.update(facts_of_engine(engine, counter))
+        raise Counted
+
+    LgampEngine.train_batch = counting
+    initialize = deepspeed.initialize
+    deepspeed.initialize = lambda args, **options: initialize(config=config, **options)
+    sys.argv = ["public_example.py"]
+    with pytest.raises(Counted):
+        example.main()
+    return facts
+
+
+def facts_of_engine(engine, counter):
+    partition, layout = engine.optimizer.partition, engine.module.layout
+    chunks = {}
+    for chunk, units in partition.chunk_units.items():
+        own = [entry.parameter for unit in units if not unit.tied for entry in unit.parameters]
+        views = [view for unit in units if not unit.tied for view in unit._views]
+        assert len(own) == len(views)
+        chunks[chunk] = [layout.layers(chunk)[0], layout.layers(chunk)[-1], sum(view.numel() for view in views)]
+    state = engine.optimizer.optimizer.state.values()
+    return {
+        "rank": engine.stage_id,
+        "chunks": chunks,
+        "calls": dict(counter.calls),
+        "bytes": dict(counter.bytes_sent),
+        "weights": sum(unit.shard.untyped_storage().nbytes() for unit in partition.units),
+        "momentum": sum(tensor.nbytes for values in state for tensor in values.values()),
+        "bubble_ranks": engine.num_stages,
+    }
+
+
+def test_every_number_is_the_engines(explained):
+    facts = facts_of(explained["json"])
+    real = run_on_ranks(4, train_for_real, LAYERED)
+    assert (facts["pipeline_ranks"], facts["data_ranks"], facts["chunks"], facts["micro_batches"]) == (2, 2, 6, 4)
+    assert facts["parameters"] == 13 * 8 + 6 * (8 + 8 + 64 + 8) + 16, "the tied embedding once"
+    for rank in (0, 1):
+        told, engine = facts["ranks"][rank], real[2 * rank]
+        assert engine["rank"] == rank
+        chunks = {
+            str(chunk["chunk"]): [chunk["first_layer"], chunk["last_layer"], chunk["parameters"]]
+            for chunk in told["chunks"]
+        }
+        assert chunks == {str(chunk): entry for chunk, entry in engine["chunks"].items()}
+        moved, calls = told["traffic"], Counter(engine["calls"])
+        assert moved["gathers"] + moved["tied_gathers"] + told["tied_sums"] == calls["all_gather"]
+        assert moved["reduces"] + moved["tied_reduces"] == calls["all_to_all"], "gloo's reduce-scatter"
+        assert moved["sends"] == calls["send"] and moved["receives"] == calls["receive"]
+        assert told["collective_bytes_sent"] == engine["bytes"]["all_gather"] + engine["bytes"]["all_to_all"]
+        assert told["memory"]["weights"] == engine["weights"]
+        assert told["memory"]["optimizer_state"] == engine["momentum"]
+
+
+def test_the_example_is_explained(explained):
+    facts = facts_of(explained["json"])
+    assert (facts["schedule"], facts["placement"], facts["zero_stage"]) == ("layered", "modular", 3)
+    assert facts["bubble"] == pytest.approx(1 / 12) and facts["bubble_formula"] == pytest.approx(1 / 12)
+    first = facts["ranks"][0]
+    assert [chunk["chunk"] for chunk in first["chunks"]] == [0, 2, 4]
+    assert first["chunks"][0]["layer_types"] == ["EmbeddingPipe", "BlockPipe"]
+    assert first["tied"][0]["pipeline_ranks"] == [0, 1] and first["tied"][0]["parameters"] == 13 * 8
+    # Three chunks, two resident: 2 * 3 - 2 gathers, against one per chunk, pass and micro-batch.
+    assert [rank["traffic"]["gathers"] for rank in facts["ranks"]] == [4, 4]
+    assert [rank["traffic"]["reduces"] for rank in facts["ranks"]] == [3, 3]
+    assert facts["micro_batch_outer_gathers"] == 2 * 3 * 4
+    assert [rank["memory"]["stored_activations"] for rank in facts["ranks"]] == [11, 9]
+
+
+def test_text_is_for_people_and_nothing_but_the_explanation(explained):
+    ended = explained["text"]
+    assert ended.status == 0, ended.complaints
+    lines = ended.output.splitlines()
+    assert lines[0].startswith("1 pipeline x 2 data-parallel ranks, schedule layered, placement modular, ZeRO stage 3")
+    assert "BlockPipe, LayerNorm, EmbeddingPipe" in ended.output
+    assert "2*N*M = 2*6*4 = 48 times per step and rank, not 10." in ended.output
+    assert "bytes are unknown" in ended.output and "stage=0" not in ended.output
+
+
+def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explained(explained):
+    """Four layers of 20, 0, 20 and 10 parameters, one chunk each, on two ranks; one data-parallel rank. The third,
+    which needs data, is built on the second rank."""
+    facts = facts_of(explained["unusual"])
+    assert facts["precision"] == "bf16" and facts["optimizer"] == "AdamW" and facts["parameters"] == 50
+    assert facts["micro_batch_group"] == 2 and facts["bubble_formula"] is None
+    assert [[chunk["parameters"] for chunk in rank["chunks"]] for rank in facts["ranks"]] == [[20, 20], [0, 10]]
+    first = facts["ranks"][0]
+    assert first["traffic"] | {"sends": 0, "receives": 0} == dict.fromkeys(first["traffic"], 0)
+    assert first["collective_bytes_sent"] == 0
+    memory = first["memory"]
+    # Of 16 and 4 parameters each, which begin at multiples of 32.
+    stored = 2 * 2 * 32
+    assert (memory["weights"], memory["master_weights"]) == (stored * 2, stored * 4)
+    assert (memory["optimizer_state"], memory["gradients"], memory["gradient_buffers"]) == (stored * 8, stored * 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("no block", 'there is no enabled ds_lgamp block, stock DeepSpeed would run; add "ds_lgamp": {}'),
+        ("too many", "ds_lgamp.chunks_per_rank is 9: 2 pipeline ranks would need 18 layers, the model has 9"),
+        ("typo", "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?"),
+        ("no offer", "ds_lgamp.recompute is 'selective', but no layer of the model offers it"),
+        ("empty", "empty.py ended without initialising an engine with a ds_lgamp block: nothing to explain"),
+    ],
+)
+def test_where_nothing_can_be_explained_a_sentence_says_so(explained, name, sentence):
+    ended = explained[name]
+    assert ended.status == 2 and ended.output == ""
+    (line,) = (line for line in ended.complaints.splitlines() if line.startswith("ds_lgamp: "))
+    assert sentence in line and "Traceback" not in ended.complaints
+
+
+def test_a_script_that_fails_says_how_many_ranks_were_imagined(explained):
+    ended = explained["too few ranks"]
+    hint, sentence = ended.complaints.splitlines()[-2:]
+    assert ended.status == 2 and "num_stages (2) must divide distributed world size (3)" in sentence
+    assert "it ran on 3 imagined ranks (--ranks)" in hint
+
+
+@pytest.mark.parametrize("words", [["--json", "x.py"], ["--ranks", "2", "x.py"], ["--explain", "--ranks", "0", "x.py"]])
+def test_options_that_make_no_sense_are_refused(words, capsys):
+    from ds_lgamp.cli.main import main
+
+    with pytest.raises(SystemExit) as status:
+        main(["run", *words])
+    assert status.value.code == 2 and "--ranks" in capsys.readouterr().err
+
+
+# The memory formula
+
+CHUNK_SHAPES = [[(7, 3), (5,)], [(4, 4)], [(9, 2), (3,), (1,)], []]
+FROZEN_SHAPES = [[(5, 5)], [], [(1, 3), (8,)], [(6, 6)]]
+TIED_SHAPES, FROZEN_TIED_SHAPES = [(11, 2)], [(2, 5)]
+CASES = {
+    "layered": ("layered", 4, 4, 2),
+    "one resident chunk": ("layered", 4, 4, 1),
+    "groups": ("layered", 4, 2, 2),
+    "more buffers than chunks": ("layered", 2, 2, 9),
+    "interleaved": ("interleaved_1f1b", 4, 4, 2),
+}
+
+
+@pytest.fixture
+def imagined_group():
+    """Makes groups of any size in this one process."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield lambda ranks: dist.new_group(list(range(ranks)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, None, None),
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, None, torch.float16),
+        (torch.float16, None, torch.bfloat16),
+        (torch.float16, None, torch.float32),
+        (torch.float16, torch.float32, torch.float16),
+    ],
+)
+def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
+    tie_group = imagined_group(2)
+    for data_ranks in (1, 2, 3):
+        data_group = imagined_group(data_ranks)
+        for zero_stage, in_rank_order in itertools.product(range(4), (False, True)):
+            compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order)
+
+
+def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype, communication_dtype, in_rank_order):
+    """On pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6; the first and the last share a tied module."""
+    schedule, micro_batches, group, resident = case
+    spec = ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident)
+    actions = build_program(spec)[0]
+    chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
+    tied = parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype)
+    partition = build_partition(
+        {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
+        [TiedParameters("embedding", tied, [0, 6], tie_group)],
+        data_group,
+        zero_stage,
+        resident,
+        torch.device("cpu"),
+        gradient_dtype,
+        in_rank_order=in_rank_order,
+        communication_dtype=communication_dtype,
+    )
+    partition.release_all()
+    follow(partition, actions)
+    state = [tensor for unit in partition.units for tensor in (unit.flat, unit.shard, unit.master, unit._gradient)]
+    with PeakMemory([tensor for tensor in state if tensor is not None]) as memory:
+        gradients, buffers = follow(partition, actions)
+    sizes = [UnitSize(*numbers(training), (chunk,)) for chunk, (training, _) in chunks.items() if training]
+    sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
+    sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
+    sizes.append(UnitSize(numel(FROZEN_TIED_SHAPES), 0, (0, 6), tied=True, frozen=True))
+    element = ElementBytes(
+        dtype.itemsize,
+        (gradient_dtype or dtype).itemsize,
+        communication=None if communication_dtype is None else communication_dtype.itemsize,
+    )
+    told = rank_memory(
+        actions,
+        sizes,
+        zero_stage,
+        data_group.size(),
+        resident,
+        element,
+        all_to_all=in_rank_order,
+        in_rank_order=in_rank_order,
+    )
+    label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
+    held = {tensor.untyped_storage()._cdata: tensor for unit in partition.units for tensor in (unit.flat, unit.shard)}
+    assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
+    converts = communication_dtype is not None or element.gradients != element.master
+    # Converting takes a moment of its own, as does adding up, which only the peak shows.
+    partitioned = partition.units[0].partitioned
+    assert told.gradients == gradients or (converts and not partitioned), label
+    assert told.gradient_buffers == buffers or (converts and partitioned) or in_rank_order, label
+    assert told.peak == memory.peak, label
+
+
+def parameters(name, shapes, frozen_shapes, dtype):
+    """The last one that trains is owned by no optimizer."""
+    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    training = [
+        UnitParameter(f"{name}.{index}", tensor, 0 if index + 1 < len(shapes) or len(shapes) == 1 else None)
+        for index, tensor in enumerate(tensors)
+    ]
+    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False) for shape in frozen_shapes]
+    frozen = [UnitParameter(f"{name}.frozen.{index}", tensor, None) for index, tensor in enumerate(tensors)]
+    return [*frozen[:1], *training, *frozen[1:]]
+
+
+def numbers(shapes):
+    return numel(shapes), numel(shapes[:-1]) if len(shapes) > 1 else numel(shapes)
+
+
+def numel(shapes):
+    """In a unit's storage."""
+    return sum(aligned(torch.Size(shape).numel()) for shape in shapes)
+
+
+def follow(partition, actions):
+    """Does to the partition what an executor does; returns the gradients (bytes) at the step, and the most of full ones
+    that are on their way to one."""
+    gradients = buffers = 0
+    for action in actions:
+        if action.kind is Kind.GATHER:
+            partition.gather(action.chunk)
+        elif action.kind is Kind.RELEASE:
+            partition.release(action.chunk)
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            partition.wait_gathered(action.chunk)
+            if action.kind is Kind.BACKWARD:
+                partition.wait_room(action.chunk)
+                partition.begin_backward(action.chunk)
+        elif action.kind is Kind.REDUCE:
+            partition.reduce(action.chunk)
+        elif action.kind is Kind.STEP:
+            partition.wait_reductions()
+            partition.finish_gradients()
+            gradients = sum(unit.shard_gradient.nbytes for unit in partition.units if unit.trains)
+            partition.follow_update()
+            partition.after_update()
+        buffers = max(buffers, sum(bytes_on_the_way(unit) for unit in partition.units))
+    return gradients, buffers
+
+
+def bytes_on_the_way(unit):
+    if not unit.partitioned or unit._gradient is None:
+        return 0
+    received = unit.shard.numel() * unit._gradient.itemsize if unit._reducing is not None else 0
+    return unit._gradient.nbytes + received

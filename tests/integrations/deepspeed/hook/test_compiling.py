@@ -1,0 +1,77 @@
+"""Jobs that wait for a compilation which nobody does."""
+
+import inspect
+import threading
+from contextlib import ExitStack
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from ds_lgamp.integrations.deepspeed.hook import compiling
+
+
+@pytest.fixture
+def wait_for(tmp_path, monkeypatch):
+    """Starts to wait for a lock, as torch does where another process compiles; returns its file."""
+    monkeypatch.setattr(compiling, "_LOOKS_EVERY", 0.05)
+    # Another test of this process may have installed ds_lgamp.
+    monkeypatch.setattr(FileBaton, "wait", inspect.unwrap(FileBaton.wait))
+    lock = tmp_path / "lock"
+    lock.touch()
+    waiting = threading.Thread(target=lambda: FileBaton(str(lock), 0.01).wait())
+    with ExitStack() as undo:
+        compiling.name_forgotten_locks(undo)
+
+        def start():
+            waiting.start()
+            return lock
+
+        yield start
+        lock.unlink(missing_ok=True)
+        waiting.join(10)
+        assert not waiting.is_alive()
+
+
+def named(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == compiling.__name__]
+
+
+def soon(condition):
+    pause = threading.Event()
+    return any(condition() or pause.wait(0.05) for _ in range(200))
+
+
+def test_a_forgotten_lock_is_named_once_with_the_file_to_remove(wait_for, caplog):
+    lock = wait_for()
+    assert soon(lambda: named(caplog))
+    threading.Event().wait(0.3)
+    (message,) = named(caplog)
+    assert message.startswith(f"ds_lgamp: DeepSpeed waits for the lock {lock}, ")
+    assert message.endswith(f"remove the file: rm {lock}")
+
+
+def test_the_lock_of_a_process_that_compiles_is_not_named_until_that_ends(wait_for, caplog, tmp_path):
+    with (tmp_path / "lock").open():
+        lock = wait_for()
+        threading.Event().wait(0.5)
+        assert not named(caplog)
+    assert soon(lambda: named(caplog)) and str(lock) in named(caplog)[0]
+
+
+def test_one_rank_of_a_machine_speaks_for_all(wait_for, caplog, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    wait_for()
+    threading.Event().wait(0.5)
+    assert not named(caplog)
+
+
+def test_afterwards_torch_waits_as_ever():
+    stock = FileBaton.wait
+    with ExitStack() as undo:
+        compiling.name_forgotten_locks(undo)
+        assert FileBaton.wait is not stock
+    assert FileBaton.wait is stock
+
+
+def test_locks_are_named_within_20_seconds():
+    assert compiling._LOOKS_EVERY < 20

@@ -1,0 +1,139 @@
+"""An unedited script under both launchers, and what happens to the job when a rank fails."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from testing import SCRIPTS
+
+SCRIPT = SCRIPTS / "public_example.py"
+INSTALLS = SCRIPTS / "installs.py"
+BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+STOCK = {**BATCH, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {}}
+BIN = Path(sys.executable).parent
+
+
+def torchrun(*words: str) -> list[str]:
+    return [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "4", *words]
+
+
+def deepspeed(*words: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(port), *words]
+
+
+def launch(
+    command: list[str], folder: Path, config: dict, *arguments: str, script: Path = SCRIPT
+) -> subprocess.CompletedProcess:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return start([*command, str(script), "--deepspeed_config", str(path), *arguments])
+
+
+def start(command: list[str], **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=environment,
+    )
+
+
+def result_of(completed: subprocess.CompletedProcess) -> tuple[str, list[float]]:
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    (line,) = (line for line in completed.stdout.splitlines() if "RESULT" in line)
+    engine, *losses = line.split("RESULT ")[1].split()
+    return engine, [float(loss) for loss in losses]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launchers")
+    torch.manual_seed(5)
+    torch.save({"weight": torch.randn(13, 8)}, folder / "embedding.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    """The script on plain DeepSpeed, without ds_lgamp on the command line."""
+    engine, losses = result_of(launch(torchrun(), folder, STOCK, "--checkpoint", str(folder / "embedding.pt")))
+    assert engine == "PipelineEngine"
+    return losses
+
+
+@pytest.mark.parametrize(
+    "command",
+    [torchrun("-m", "ds_lgamp", "run"), deepspeed("--module", "ds_lgamp", "run")],
+    ids=["torchrun", "deepspeed"],
+)
+def test_an_unedited_script_trains_the_same_under_both_launchers(command, folder, stock):
+    engine, losses = result_of(launch(command, folder, LAYERED, "--checkpoint", str(folder / "embedding.pt")))
+    assert engine == "LgampEngine"
+    assert losses == pytest.approx(stock, rel=1e-6)
+
+
+def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
+    command = torchrun("-m", "ds_lgamp", "run")
+    completed = launch(command, folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
+    assert result_of(completed) == ("PipelineEngine", stock)
+
+
+# As rarely as deepspeed, torchrun looks whether a rank has ended: the others have said then what they know of it.
+RARELY = ("--monitor_interval", "1")
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        (torchrun(*RARELY, "-m", "ds_lgamp", "run"), SCRIPT),
+        (deepspeed("--module", "ds_lgamp", "run"), SCRIPT),
+        (torchrun(*RARELY), INSTALLS),
+        (deepspeed(), INSTALLS),
+    ],
+    ids=["torchrun", "deepspeed", "installed under torchrun", "installed under deepspeed"],
+)
+@pytest.mark.parametrize(
+    ("trouble", "evidence"),
+    [
+        ("raise", r"rank [23] \(pipeline rank 1\) failed at F3.3: ArithmeticError: the layer is in trouble"),
+        ("kill", r"rank [01] \(pipeline rank 0\) failed at [FB]4.\d: LinkError: the link to rank [23] failed"),
+    ],
+)
+def test_a_failing_rank_ends_the_job_and_is_named(command, script, trouble, evidence, folder):
+    """Chunk 3 lives on pipeline rank 1, global ranks 2 and 3; its twelfth forward is F3.3 of the second step."""
+    completed = launch(command, folder, LAYERED, "--trouble", trouble, script=script)
+    output = completed.stdout + completed.stderr
+    assert completed.returncode != 0
+    assert re.search(evidence, output), output
+    trouble_began = min(float(moment) for moment in re.findall(r"TROUBLE (\S+)", output))
+    assert time.time() - trouble_began < 15, "the job lingers"
+
+
+def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
+    config = {**LAYERED, "ds_lgamp": {"resident_chunk": 2}}
+    completed = launch(torchrun("-m", "ds_lgamp", "run"), folder, config)
+    assert completed.returncode != 0
+    assert "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?" in completed.stderr
+    assert "ConfigError" not in completed.stderr, "a sentence, no traceback"
+
+
+@pytest.mark.parametrize("how", [["-m", "ds_lgamp", "run"], []], ids=["run", "installed"])
+def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
+    """Of a script that knows nothing of ds_lgamp, the processes abort."""
+    completed = start([*torchrun(*how), str(SCRIPTS / "ends_at_once.py"), *([] if how else ["--install"])])
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("ENDS") == 4

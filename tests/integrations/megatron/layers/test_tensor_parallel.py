@@ -1,0 +1,292 @@
+"""Megatron-core layers on tensor-parallel ranks, under a pipeline and data parallelism, train like one process."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.checkpoint.safetensors_files import SINGLE, read_safetensors, write_safetensors
+from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of
+from testing.deepspeed_rank import prepare_rank, quiet
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.models import seed
+
+VOCABULARY, SEQUENCE, MICRO_BATCHES, END = 64, 16, 4, 0
+"""The micro-batches are those of all data-parallel ranks."""
+SAVED, RESUMED = 2, 2
+
+
+class Place(NamedTuple):
+    tensor_ranks: int
+    pipeline_ranks: int
+    data_ranks: int
+    stage: int
+    sequence_parallel: bool = False
+    positions: str = "learned_absolute"
+    tied: bool = True
+    documents: bool = False
+    """Whether samples hold several, which are kept apart."""
+    dropout: float = 0.0
+    recompute: str = "full"
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_ranks * self.pipeline_ranks * self.data_ranks
+
+
+PLACES = [
+    Place(2, 1, 1, 0),
+    Place(2, 1, 1, 3, sequence_parallel=True, positions="rope", tied=False),
+    Place(4, 1, 1, 2, sequence_parallel=True),
+    Place(2, 2, 2, 3, sequence_parallel=True, documents=True),
+    Place(2, 2, 2, 3, positions="rope", tied=False),
+    Place(2, 2, 2, 1, sequence_parallel=True, positions="rope", tied=False),
+]
+
+
+def engine_of(place: Place):
+    from megatron.core.transformer import TransformerConfig
+
+    from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
+    from tests.integrations.megatron.on_cpu import start_megatron
+
+    start_megatron(place.tensor_ranks)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        qk_layernorm=True,
+        init_method_std=0.1,  # so that their gradients weigh
+        hidden_dropout=place.dropout,
+        attention_dropout=place.dropout,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=place.tensor_ranks,
+        sequence_parallel=place.sequence_parallel,
+    )
+    ds_lgamp.install()
+    with quiet():
+        module = PipelineModule(
+            gpt_layer_specs(
+                config,
+                VOCABULARY,
+                SEQUENCE,
+                place.positions,
+                place.tied,
+                end_of_document=END,
+                reset_attention_mask=place.documents,
+                reset_position_ids=place.documents,
+            ),
+            topology=PipeModelDataParallelTopology(place.pipeline_ranks, place.tensor_ranks, place.data_ranks),
+            loss_fn=language_model_loss,
+            seed_layers=True,
+            seed_fn=seed,
+        )
+        groups = [
+            {"params": [parameter for parameter in module.parameters() if (parameter.dim() > 1) == matrices]}
+            for matrices in (True, False)
+        ]
+        return deepspeed.initialize(
+            model=module,
+            optimizer=torch.optim.AdamW(groups, lr=0.01, eps=1e-4),
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": MICRO_BATCHES // place.data_ranks,
+                # Below every norm: all steps are clipped.
+                "gradient_clipping": 0.3,
+                "zero_optimization": {"stage": place.stage},
+                "ds_lgamp": {"recompute": place.recompute},
+            },
+        )[0]
+
+
+def batches(engine, step):
+    count = engine.micro_batches
+    for index in range(count):
+        number = MICRO_BATCHES * step + count * engine.grid.data_parallel_id + index
+        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
+        tokens[tokens < 8] = END
+        yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(2, SEQUENCE))
+
+
+def steps(engine, count):
+    """Loss and norm of every step."""
+    results = []
+    for _ in range(count):
+        loss = engine.train_batch(batches(engine, engine.global_steps)).item()
+        results.append((loss, float(engine.get_global_grad_norm())))
+    return results
+
+
+def train(folder, places):
+    """The steps of every place, of which each writes a checkpoint on its way."""
+    prepare_rank()
+    results = {}
+    for place in places:
+        engine = engine_of(place)
+        before = steps(engine, SAVED)
+        engine.save_checkpoint(folder, tag=tag_of(place))
+        results[place] = before + steps(engine, RESUMED)
+        engine.wait_for_checkpoint()
+    return results
+
+
+def resume(folder, pairs):
+    """The steps after a checkpoint of one place was loaded at another, which writes what it loaded."""
+    prepare_rank()
+    results = {}
+    for source, target in pairs:
+        engine = engine_of(target)
+        engine.load_checkpoint(folder, tag=tag_of(source))
+        engine.save_checkpoint(folder, tag=f"{tag_of(source)} at {tag_of(target)}")
+        results[source, target] = steps(engine, RESUMED)
+        engine.wait_for_checkpoint()
+    return results
+
+
+def tag_of(place: Place) -> str:
+    return "-".join(map(str, place))
+
+
+def alone_like(place: Place) -> Place:
+    """The place of one process with the same model."""
+    return place._replace(tensor_ranks=1, pipeline_ranks=1, data_ranks=1, stage=0, sequence_parallel=False)
+
+
+ALONE = sorted({alone_like(place) for place in PLACES})
+PAIRS = [(place, alone_like(place)) for place in PLACES] + [(alone_like(place), place) for place in PLACES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    results = {}
+    for ranks in (1, 2, 4, 8):
+        places = [place for place in ALONE + PLACES if place.ranks == ranks]
+        results |= run_on_ranks(ranks, train, str(folder), places)[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def resumed(folder, trained):
+    results = {}
+    for ranks in (1, 2, 4, 8):
+        pairs = [pair for pair in PAIRS if pair[1].ranks == ranks]
+        results |= run_on_ranks(ranks, resume, str(folder), pairs)[0]
+    return results
+
+
+@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+def test_losses_and_norms_are_those_of_one_process(trained, place):
+    for here, alone in zip(trained[place], trained[alone_like(place)]):
+        assert here == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_checkpoint_loads_on_other_tensor_parallel_ranks(folder, trained, resumed, source, target):
+    for goes_on, went_on in zip(resumed[source, target], trained[source][SAVED:]):
+        assert goes_on == pytest.approx(went_on, rel=1e-5)
+    written = read_whole(Path(folder) / tag_of(source))
+    loaded = read_whole(Path(folder) / f"{tag_of(source)} at {tag_of(target)}")
+    assert written.parameters.keys() == loaded.parameters.keys()
+    for name, values in written.parameters.items():
+        assert torch.equal(values, loaded.parameters[name]), name
+        for key, moments in written.moments.items():
+            assert torch.equal(moments[name], loaded.moments[key][name]), (key, name)
+
+
+DROPPING = [
+    Place(2, 1, 1, 3, sequence_parallel, dropout=0.3, recompute=recompute)
+    for sequence_parallel in (False, True)
+    for recompute in ("none", "full")
+]
+
+
+def drop(places):
+    """By place the steps, and the random states from which attention and hidden states drew their dropout."""
+    prepare_rank()
+    functional, drawn = torch.nn.functional, {}
+
+    def recorded(name):
+        function = getattr(functional, name)
+
+        def recording(*given, **named):
+            drawn.setdefault(name, []).append(torch.get_rng_state().numpy().tobytes())
+            return function(*given, **named)
+
+        setattr(functional, name, recording)
+
+    for name in ("scaled_dot_product_attention", "dropout"):
+        recorded(name)
+    results = {}
+    for place in places:
+        drawn.clear()
+        engine = engine_of(place)
+        seed(11)
+        results[place] = steps(engine, 2), dict(drawn)
+    return results
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    return run_on_ranks(2, drop, DROPPING)
+
+
+@pytest.mark.parametrize("place", DROPPING, ids=tag_of)
+def test_tensor_parallel_ranks_drop_alike_where_they_compute_the_same_and_only_there(dropped, place):
+    (_, first), (_, second) = (results[place] for results in dropped)
+    assert first.keys() == second.keys() == {"scaled_dot_product_attention", "dropout"}
+    for name, states in first.items():
+        same = [one == other for one, other in zip(states, second[name], strict=True)]
+        assert all(same) if name == "dropout" and not place.sequence_parallel else not any(same)
+        # The last chunk, with one layer, is not recomputed.
+        draws_of_a_layer = {"scaled_dot_product_attention": 1, "dropout": 2}[name] * 2 * MICRO_BATCHES
+        again = len(set(states)) - draws_of_a_layer if place.recompute == "full" else 0
+        assert len(states) == len(set(states)) + again, "drawn once each, and again when recomputed"
+
+
+@pytest.mark.parametrize("place", [place for place in DROPPING if place.recompute == "full"], ids=tag_of)
+def test_recomputation_drops_what_the_forward_dropped(dropped, place):
+    for results in dropped:
+        kept, without = results[place._replace(recompute="none")][0], results[place][0]
+        assert [step == pytest.approx(other, rel=1e-6) for step, other in zip(without, kept)] == [True, True]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+def test_an_exported_checkpoint_goes_to_a_gpt_model_and_comes_back(folder, trained, place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from ds_lgamp.integrations.megatron.layers.gpt_weights import from_gpt_model, to_gpt_model
+
+    source = Path(folder) / tag_of(place)
+    write_safetensors(source, tmp_path / "exported", torch.float32, 2**30)
+    model = to_gpt_model(load_file(tmp_path / "exported" / SINGLE))
+    save_file(from_gpt_model(model), tmp_path / "imported.safetensors")
+    weights, expected = read_safetensors(tmp_path / "imported.safetensors").parameters, read_whole(source).parameters
+    assert torch.equal(model["decoder.layers.3.mlp.linear_fc1.weight"], expected["5.layer.mlp.linear_fc1.weight"])
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def test_a_parameter_says_how_it_is_shared():
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    assert sharing_of("0.weight", parameter) == Sharing(None, False)
+    parameter.sequence_parallel = True
+    assert sharing_of("0.weight", parameter) == Sharing(None, True)
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 1, 1
+    assert sharing_of("0.weight", parameter) == Sharing(1, False)
+    for attribute, value in (("partition_stride", 2), ("partition_dim", -1)):
+        setattr(parameter, attribute, value)
+        with pytest.raises(ConfigError, match="parameter 0.weight is tensor-parallel with partition_dim"):
+            sharing_of("0.weight", parameter)

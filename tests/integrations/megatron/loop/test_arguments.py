@@ -1,0 +1,284 @@
+"""Megatron-LM's flags and the configuration file: what the block adds, and what is refused in one sentence."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+
+from ds_lgamp.config import ConfigError, LgampConfig, read_block
+from ds_lgamp.integrations.megatron.loop.arguments import check_file, chunk_sizes, layout_of, validate_with_block
+from ds_lgamp.integrations.megatron.loop.install import Chunks, chunks_provider
+from ds_lgamp.integrations.megatron.loop.run_script import split_option
+from ds_lgamp.integrations.megatron.loop.several_chunks import get_num_layers_to_build, get_transformer_layer_offset
+
+
+def flags(**given):
+    """As far as they matter here, with Megatron-LM's defaults."""
+    return Namespace(
+        **{
+            "num_layers": 8,
+            "pipeline_model_parallel_size": 2,
+            "data_parallel_size": 2,
+            "micro_batch_size": 2,
+            "global_batch_size": 32,
+            "rampup_batch_size": None,
+            "clip_grad": 1.0,
+            "bf16": False,
+            "fp16": False,
+            "use_distributed_optimizer": False,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "num_virtual_stages_per_pipeline_rank": None,
+            "pipeline_model_parallel_layout": None,
+            "decoder_first_pipeline_num_layers": None,
+            "decoder_last_pipeline_num_layers": None,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "mtp_num_layers": None,
+            "virtual_pipeline_model_parallel_size": None,
+            "overlap_p2p_comm": True,
+            "align_param_gather": True,
+            "recompute_granularity": None,
+            "recompute_method": None,
+            "recompute_num_layers": None,
+            "recompute_activations": False,
+            "ddp_bucket_size": None,
+            "ddp_num_buckets": None,
+        }
+        | given
+    )
+
+
+def validated(args, config):
+    """``args`` after a validation that does to them what Megatron-LM's does, as far as it matters here."""
+
+    def validate():
+        layout = args.pipeline_model_parallel_layout
+        chunks = layout.count("|") + 1 if layout else args.pipeline_model_parallel_size
+        virtual = chunks // args.pipeline_model_parallel_size
+        assert virtual == 1 or args.pipeline_model_parallel_size > 1
+        args.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
+        if virtual == 1:
+            args.overlap_p2p_comm = args.align_param_gather = False
+
+    unread = validate_with_block(args, check_file(config, read_block(config)), validate)
+    return args, unread
+
+
+@pytest.mark.parametrize(
+    ("block", "ranks", "layers", "layout"),
+    [
+        ({}, 2, 8, "Et|t|t|t|t|t|t|tL"),
+        ({}, 2, 7, "Ett|t|t|t|t|tL"),
+        ({}, 1, 3, "Et|t|tL"),
+        ({"chunks_per_rank": 2}, 2, 8, "Ett|tt|tt|ttL"),
+        ({"chunks_per_rank": 3}, 1, 8, "Ettt|ttt|ttL"),
+        ({"layers_per_chunk": 3}, 2, 11, "Ettt|ttt|ttt|ttL"),
+        ({"schedule": "1f1b"}, 3, 8, "Ettt|ttt|ttL"),
+        ({"schedule": "1f1b"}, 2, 8, None),
+        ({"schedule": "gpipe"}, 1, 8, None),
+        ({"chunks_per_rank": 1}, 4, 8, None),
+    ],
+)
+def test_the_block_cuts_every_layer_into_some_chunk(block, ranks, layers, layout):
+    args = flags(pipeline_model_parallel_size=ranks, num_layers=layers, data_parallel_size=1)
+    args, _ = validated(args, {"ds_lgamp": block})
+    assert args.pipeline_model_parallel_layout == layout
+    chunks = layout.count("|") + 1 if layout else ranks
+    assert (args.virtual_pipeline_model_parallel_size or 1) * ranks == chunks
+    # Megatron-LM would forget, with one pipeline rank, that whole chunks are to be gathered.
+    assert args.align_param_gather is (chunks > ranks)
+
+
+def test_chunks_are_gathered_and_reduced_whole_unless_the_user_says_otherwise():
+    assert validated(flags(), {"ds_lgamp": {}})[0].ddp_bucket_size > 10**15
+    assert validated(flags(ddp_bucket_size=10), {"ds_lgamp": {}})[0].ddp_bucket_size == 10
+    assert validated(flags(ddp_num_buckets=2), {"ds_lgamp": {}})[0].ddp_bucket_size is None
+    assert validated(flags(), {"ds_lgamp": {"chunks_per_rank": 1}})[0].ddp_bucket_size is None
+
+
+def test_a_layout_of_the_users_is_kept():
+    args, _ = validated(flags(pipeline_model_parallel_layout="Ett|tt|tt|ttL"), {"ds_lgamp": {}})
+    assert args.pipeline_model_parallel_layout == "Ett|tt|tt|ttL"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "given", "expected"),
+    [
+        (None, {"recompute_granularity": "selective"}, ("selective", None, None)),
+        ("full", {}, ("full", "uniform", 1)),
+        ("selective", {}, ("selective", None, None)),
+        ("selective", {"recompute_activations": True}, ("selective", None, None)),
+        ("none", {}, (None, None, None)),
+        (
+            "full",
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            ("full", "block", 2),
+        ),
+    ],
+)
+def test_recomputation_is_asked_of_megatron(recompute, given, expected):
+    block = {} if recompute is None else {"recompute": recompute}
+    args, _ = validated(flags(**given), {"ds_lgamp": block})
+    assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == expected
+
+
+def test_keys_that_nobody_reads_are_named():
+    config = {
+        "train_batch_size": 32,
+        "gradient_accumulation_steps": 8,
+        "bf16": {"enabled": False, "immediate_grad_update": True},
+        "optimizer": {},
+        "zero_optimization": {"stage": 0, "overlap_comm": True},
+        "ds_lgamp": {"resident_chunks": 2, "defer_gathers": False, "keep_last": 1},
+    }
+    assert validated(flags(), config)[1] == [
+        "optimizer",
+        "zero_optimization.overlap_comm",
+        "bf16.immediate_grad_update",
+        "ds_lgamp.resident_chunks",
+        "ds_lgamp.defer_gathers",
+        "ds_lgamp.keep_last",
+    ]
+
+
+REFUSED = [
+    ({"zero_optimization": {"stage": 3}}, {}, {}, "zero_optimization.stage is 3, but .* launch/pretrain_gpt.py"),
+    ({"zero_optimization": {"stage": 2}}, {}, {}, "zero_optimization.stage is 2, but"),
+    ({"zero_optimization": {"stage": 1}}, {}, {}, "stage is 1, but --use-distributed-optimizer is not given"),
+    ({}, {}, {"use_distributed_optimizer": True}, "stage is 0, but --use-distributed-optimizer is given"),
+    ({"train_batch_size": 64}, {}, {}, "train_batch_size is 64, but --global-batch-size is 32"),
+    ({"train_micro_batch_size_per_gpu": 1}, {}, {}, "train_micro_batch_size_per_gpu is 1, but --micro-batch-size is 2"),
+    ({"gradient_accumulation_steps": 4}, {}, {}, "gradient_accumulation_steps is 4, but .* makes 8 micro-batches"),
+    ({"gradient_clipping": 0.5}, {}, {}, "gradient_clipping is 0.5, but --clip-grad is 1.0"),
+    ({"bf16": {"enabled": True}}, {}, {}, "bf16.enabled is True, but --bf16 is False"),
+    ({}, {"reproducible": True}, {}, "reproducible is True, .*--deterministic-mode"),
+    ({}, {"placement": "contiguous"}, {}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
+    ({}, {"chunks_per_rank": 5}, {}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
+    ({}, {"layers_per_chunk": 3}, {}, "is 3: 8 layers make 3 chunks, but .* 2 .*-parallel-layout"),
+    ({}, {}, {"num_layers": 1}, "1 layers cannot occupy 2 pipeline ranks"),
+    ({}, {"recompute": "none"}, {"recompute_activations": True}, "recompute is 'none', but the flags say selective"),
+    ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank is 2: the"),
+    ({}, {}, {"decoder_first_pipeline_num_layers": 3}, "unevenly with --pipeline-model-parallel-layout"),
+    ({}, {"chunks_per_rank": 2}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "chunks_per_rank both cut"),
+    ({}, {}, {"use_megatron_fsdp": True}, "--use-megatron-fsdp is True: .* launch/pretrain_gpt.py"),
+    ({}, {}, {"use_torch_fsdp2": True}, "--use-torch-fsdp2 is True: "),
+    (
+        {},
+        {},
+        {"microbatch_group_size_per_vp_stage": 2},
+        "--microbatch-group-size-.* 2: .* set ds_lgamp.micro_batch_group",
+    ),
+    ({}, {}, {"multiple_validation_sets": True}, "--multiple-validation-sets is True: every chunk"),
+    ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; say with --pipeline-model-parallel-layout"),
+    (
+        {},
+        {"schedule": "interleaved_1f1b"},
+        {"global_batch_size": 12},
+        "but gradient_accumulation_steps is 3; change that, or use",
+    ),
+    (
+        {},
+        {"schedule": "interleaved_1f1b"},
+        {"rampup_batch_size": ["8", "4", "100"]},
+        "but gradient_accumulation_steps is 3; change that, or use",
+    ),
+    ({}, {"schedule": "1f1b"}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "takes one chunk per rank"),
+]
+
+
+@pytest.mark.parametrize(("config", "block", "given", "words"), REFUSED)
+def test_what_cannot_work_is_refused(config, block, given, words):
+    with pytest.raises(ConfigError, match=words):
+        validated(flags(**given), {**config, "ds_lgamp": block})
+
+
+def test_layouts_are_megatrons():
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    sizes = chunk_sizes(LgampConfig(chunks_per_rank=2), 11, 3)
+    layout = PipelineParallelLayerLayout(layout_of(sizes), 3)
+    layout.validate_layer_layout(num_layers=11, mtp_num_layers=None)
+    assert sizes == [2, 2, 2, 2, 2, 1] and layout.virtual_pipeline_model_parallel_size == 2
+
+
+def test_the_option_is_taken_from_the_command_line_or_the_environment(monkeypatch):
+    assert split_option(["--lr", "1", "--ds-lgamp-config", "a.json", "-x"]) == ("a.json", ["--lr", "1", "-x"])
+    assert split_option(["--ds-lgamp-config=a.json"]) == ("a.json", [])
+    assert split_option(["--lr", "1"]) == (None, ["--lr", "1"])
+    monkeypatch.setenv("DS_LGAMP_CONFIG", "b.json")
+    assert split_option([]) == ("b.json", [])
+    assert split_option(["--ds-lgamp-config", "a.json"]) == ("a.json", [])
+    with pytest.raises(ConfigError, match="--ds-lgamp-config has no value"):
+        split_option(["--ds-lgamp-config"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "holds list; it must hold an object"),
+        ("{}", "has no ds_lgamp block; add one"),
+        (
+            '{"ds_lgamp": {"chunk_per_rank": 1}}',
+            "ds_lgamp.chunk_per_rank is no known key; did you mean chunks_per_rank",
+        ),
+        ('{"ds_lgamp": {}}', "megatron.training cannot be imported"),
+        ('{"ds_lgamp": {"schedule": "gpipe", "layers_per_chunk": 2}}', "layers_per_chunk is 2, but schedule 'gpipe'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_ends_the_run_with_a_sentence(tmp_path, content, words):
+    (tmp_path / "script.py").write_text("print('started')")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    done = run(tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ds_lgamp:")]
+    assert words in line and "Traceback" not in done.stderr
+    assert line.count("ds_lgamp:") == 1
+
+
+def test_a_block_that_is_not_enabled_leaves_the_script_alone_but_for_the_words_of_deepspeeds_launcher(tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:], 'megatron.core' in sys.modules)")
+    (tmp_path / "config.json").write_text(json.dumps({"ds_lgamp": {"enabled": False}}))
+    assert run(tmp_path).stdout == run(tmp_path, "--local_rank=0").stdout == "['--lr', '1'] False\n"
+
+
+def run(folder, *launcher_words):
+    words = [sys.executable, "-m", "ds_lgamp", *launcher_words, "run", str(folder / "script.py"), "--lr", "1"]
+    words += ["--ds-lgamp-config", str(folder / "config.json")]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+def provider(pre_process, post_process, vp_stage, config, block="decoder"):
+    model = Namespace(ends=(pre_process, post_process), stage=vp_stage, output_layer=None)
+    model.config = config
+    setattr(model, block, Namespace(layers=[vp_stage]))
+    model.share_embeddings_and_output_weights = False
+    return model
+
+
+@pytest.mark.parametrize("block", ["decoder", "encoder"])
+def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model(block):
+    build = chunks_provider(provider, 3)
+    chunks = build(pre_process=True, post_process=True, config=Namespace(num_layers=3), block=block)
+    chunks.model_type = "type"
+    assert isinstance(chunks, Chunks) and isinstance(chunks, list)
+    assert [chunk.ends for chunk in chunks] == [(True, False), (False, False), (False, True)]
+    assert [(chunk.vp_stage, chunk.stage, chunk.model_type) for chunk in chunks] == [(n, n, "type") for n in range(3)]
+
+
+def test_models_that_have_no_chunks_are_refused_on_one_rank():
+    with pytest.raises(ConfigError, match="have 3 layers, but num_layers is 1: Namespace does not heed vp_stage"):
+        chunks_provider(provider, 3)(config=Namespace(num_layers=1))
+    with pytest.raises(ConfigError, match="model_provider takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"):
+        chunks_provider(lambda pre_process, post_process: None, 3)
+
+
+def test_a_layer_count_asked_for_without_a_chunk_is_refused_on_one_rank():
+    config = Namespace(pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=2)
+    for function in (get_num_layers_to_build, get_transformer_layer_offset):
+        with pytest.raises(ConfigError, match="which of a rank's chunks it builds; pass it vp_stage"):
+            function(config)

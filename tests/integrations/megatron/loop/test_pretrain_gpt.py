@@ -1,0 +1,168 @@
+"""Megatron-LM's pretrain_gpt.py, unedited, on the CPU: with a block and without, one process and parallel ranks train
+alike, and so does a resumed run."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from testing import ROOT
+from testing.pretraining import (
+    EVALUATED_EVERY,
+    ITERATIONS,
+    PLACES,
+    STOCK_CHUNKS,
+    Losses,
+    megatron_tree,
+    pretrain,
+    pretrain_with_block,
+)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Flags with which every run starts from the same weights; drawn anew, they would differ by pipeline rank."""
+    megatron_tree()
+    folder = tmp_path_factory.mktemp("start")
+    pretrain(1, f"--save {folder} --save-interval 1 --exit-interval 1")
+    return f"--load {folder} --finetune"
+
+
+def save_to(folder):
+    megatron_tree()
+    return f"--save {folder} --save-interval {EVALUATED_EVERY}"
+
+
+def go_back(folder):
+    """Makes the checkpoint of the evaluated iteration the latest."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def alone(start, saved):
+    """What one process trains without a block."""
+    losses = pretrain(1, f"{start} {save_to(saved)}")
+    go_back(saved)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def saved_with_block(tmp_path_factory):
+    """Where the runs of ``with_block`` save."""
+    folder = tmp_path_factory.mktemp("with_block")
+    return {place: folder / str(number) for number, place in enumerate(PLACES)}
+
+
+@pytest.fixture(scope="module")
+def with_block(start, saved_with_block):
+    """What is trained at a place with a block, once."""
+
+    @cache
+    def train(place):
+        folder = saved_with_block[place]
+        folder.mkdir()
+        losses = pretrain_with_block(place, f"{start} {save_to(folder)}", folder)
+        go_back(folder)
+        return losses
+
+    return train
+
+
+def assert_close(losses, reference, tolerance=1e-6):
+    assert losses.training == pytest.approx(reference.training, rel=tolerance)
+    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
+
+
+def after_the_checkpoint(losses):
+    return Losses(*({at: loss for at, loss in kind.items() if at > EVALUATED_EVERY} for kind in losses))
+
+
+def test_the_loss_falls(alone):
+    assert list(alone.training) == list(range(1, ITERATIONS + 1))
+    assert list(alone.validation) == list(range(EVALUATED_EVERY, ITERATIONS + 1, EVALUATED_EVERY))
+    assert alone.training[ITERATIONS] < alone.training[1] - 0.1
+    assert alone.validation[ITERATIONS] < alone.validation[EVALUATED_EVERY]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_without_a_block_ranks_train_like_one_process(place, start, alone):
+    ranks, flags = PLACES[place]
+    if ranks > 1:
+        assert_close(pretrain(ranks, f"{start} {flags}"), alone, 1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_with_a_block_they_do_too(place, with_block, alone):
+    assert_close(with_block(place), alone, 1e-5 if place.startswith("T2") else 1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["layered", "interleaved_1f1b"])
+def test_losses_are_to_the_digit_those_of_megatrons_own_interleaved_schedule(schedule, start, with_block, tmp_path):
+    ranks, flags = PLACES["P2 x N4"]
+    ours = with_block("P2 x N4")
+    if schedule != "layered":
+        ours = pretrain_with_block("P2 x N4", start, tmp_path, schedule=schedule)
+    assert ours == pretrain(ranks, f"{start} {flags} {STOCK_CHUNKS}")
+
+
+def test_a_resumed_run_goes_on_to_the_bit(alone, saved):
+    assert pretrain(1, f"--load {saved}") == after_the_checkpoint(alone)
+
+
+def test_a_run_with_a_block_resumes_one_without(alone, saved, tmp_path):
+    assert_close(pretrain_with_block("P2 x N4", f"--load {saved}", tmp_path), after_the_checkpoint(alone))
+
+
+def test_a_run_without_a_block_resumes_one_with(alone, with_block, saved_with_block):
+    with_block("P1 x N4")
+    assert_close(pretrain(1, f"--load {saved_with_block['P1 x N4']}"), after_the_checkpoint(alone))
+
+
+def test_a_run_with_a_block_resumes_to_the_bit(with_block, saved_with_block, tmp_path):
+    trained = with_block("P1 x N4")
+    resumed = pretrain_with_block("P1 x N4", f"--load {saved_with_block['P1 x N4']}", tmp_path)
+    assert resumed == after_the_checkpoint(trained)
+
+
+def test_iterations_may_be_skipped(start, tmp_path):
+    flags = f"{start} --iterations-to-skip 2 5"
+    assert_close(pretrain_with_block("P1 x N4", flags, tmp_path), pretrain(1, flags))
+
+
+def test_a_file_of_other_chunks_is_refused(start, tmp_path):
+    """Megatron-LM would number the layers of a chunk anew, and load what has the same number."""
+    files = f"--ckpt-format torch --load {tmp_path / 'saved'}"
+    short = f"--save {tmp_path / 'saved'} --save-interval 1 --exit-interval 1"
+    pretrain_with_block("P1 x N4", f"{files} {short}", tmp_path)
+    with pytest.raises(
+        AssertionError, match=r"chunks of \[2, 2, 2, 2\] layers .*, but this run has chunks of \[4, 4\]"
+    ):
+        pretrain_with_block("P1 x N4", files, tmp_path, chunks_per_rank=2)
+
+
+def test_the_command_of_the_page_trains(tmp_path):
+    """As a user types it, but for the place of the tree and the backend."""
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    (command,) = re.findall(r"```bash\n(cat > ds_config.json.*?)```", page, re.DOTALL)
+    command = command.replace("Megatron-LM/pretrain_gpt.py", str(megatron_tree() / "pretrain_gpt.py"))
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    command = command.replace("-m ds_lgamp", "-m testing.cpu_shim -m ds_lgamp").rstrip() + " --distributed-backend gloo"
+    environment = {
+        **os.environ,
+        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"},
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["bash", "-ec", command],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "iteration       20/      20" in done.stdout

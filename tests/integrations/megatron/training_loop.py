@@ -1,0 +1,387 @@
+"""A small GPT that trains as Megatron-LM's loop does it: its data parallelism and optimizer, and whatever
+``get_forward_backward_func()`` returns."""
+
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.runtime.measure import CollectiveCounter
+from testing import cpu_shim
+
+VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 2, 3
+STOCK = "stock"
+
+
+class Place(NamedTuple):
+    """A model on ranks, and who runs its batches."""
+
+    pipeline_ranks: int
+    chunks_per_rank: int
+    schedule: str
+    """Of the block, or ``STOCK``."""
+    tensor_ranks: int = 1
+    data_ranks: int = 1
+    distributed_optimizer: bool = False
+    aligned: bool = True
+    """With the distributed optimizer: whether whole chunks are gathered and reduced, or buckets from hooks."""
+    tied: bool = True
+    layout: str | None = None
+    """Of chunks with different numbers of layers."""
+    per_token: bool = False
+    """Whether the loss is a mean over tokens, not over micro-batches."""
+    lengths: bool = False
+    """Whether micro-batches have different lengths."""
+    micro_batches: tuple[int, ...] = (4,) * STEPS
+    """Of all data-parallel ranks, by step."""
+    group: int | str = "all"
+    model: str = "GPTModel"
+    options: tuple[tuple[str, Any], ...] = ()
+    """Fields of Megatron-core's configurations of the model, data parallelism or the optimizer, and parameters of
+    ``initialize_model_parallel``."""
+
+    @property
+    def ranks(self) -> int:
+        context_ranks = dict(self.options).get("context_parallel_size", 1)
+        return self.pipeline_ranks * self.tensor_ranks * self.data_ranks * context_ranks
+
+    def options_of(self, takes: Any) -> dict[str, Any]:
+        """Those that ``takes`` takes."""
+        return {name: value for name, value in self.options if name in signature(takes).parameters}
+
+
+class Step(NamedTuple):
+    loss: float
+    norm: float
+    """Of the gradient, before clipping."""
+    log: list[tuple[str, int]]
+    """What this rank did: ("forward" or "backward", its chunk), and its collectives with the bytes sent."""
+    zeros: int | None
+    """Of the gradient, where they are counted."""
+
+
+def prepare_process(_rank: int) -> None:
+    warnings.simplefilter("ignore")
+    # Apex's kernel adds a weight's gradient to the buffer within the backward pass.
+    sys.modules["fused_weight_gradient_mlp_cuda"] = ModuleType("fused_weight_gradient_mlp_cuda")
+    vars(sys.modules["fused_weight_gradient_mlp_cuda"])["wgrad_gemm_accum_fp32"] = _add_weight_gradient
+    cpu_shim.install()
+
+
+def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    total += gradient.t() @ inputs
+
+
+def train_all(places: list[Place]) -> dict[Place, list[Step]]:
+    """The steps of every place, on this rank."""
+    return {place: Training(place).train() for place in places}
+
+
+class Training:
+    def __init__(self, place: Place) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import param_and_grad_buffer
+        from megatron.core.pipeline_parallel import schedules
+
+        from ds_lgamp.integrations.megatron.loop.arguments import Job
+        from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
+
+        self.place = place
+        uninstall()
+        # Stays as the configuration of a model before asked for.
+        param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
+        if place.schedule != STOCK:
+            settings = LgampConfig(schedule=place.schedule, micro_batch_group=place.group)
+            install_schedules(Job(settings, int(place.distributed_optimizer), {}))
+        parallel_state.destroy_model_parallel()
+        virtual = place.chunks_per_rank if place.chunks_per_rank > 1 else None
+        initialize = parallel_state.initialize_model_parallel
+        initialize(place.tensor_ranks, place.pipeline_ranks, virtual, **place.options_of(initialize))
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        self.config = self.config_of(virtual)
+        self.models = self.build(virtual)
+        self.optimizer = self.optimizer_of()
+        self.forward_backward = schedules.get_forward_backward_func()
+        self.log: list[tuple[str, int]] = []
+
+    def config_of(self, virtual: int | None) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        place = self.place
+        interleaved = virtual is not None and place.pipeline_ranks > 1
+        settings = {
+            "num_layers": place.layout.count("t") if place.layout else 8,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "use_cpu_initialization": True,
+            "tensor_model_parallel_size": place.tensor_ranks,
+            "pipeline_model_parallel_size": place.pipeline_ranks,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "pipeline_model_parallel_layout": place.layout,
+            "pipeline_dtype": torch.float32,
+            "overlap_p2p_comm": interleaved,
+            "batch_p2p_comm": not interleaved,
+            "microbatch_group_size_per_vp_stage": max(place.micro_batches) // place.data_ranks,
+            "calculate_per_token_loss": place.per_token,
+            "variable_seq_lengths": place.lengths,
+            "moe_token_dispatcher_type": "alltoall",  # the other would refuse that, even of a dense model
+        }
+        return TransformerConfig(**settings | place.options_of(TransformerConfig))
+
+    def build(self, virtual: int | None) -> list[Any]:
+        """The chunks of this rank in DistributedDataParallel; weights depend on their names in the whole model."""
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.enums import ModelType
+        from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+        from megatron.core.transformer.module import Float16Module
+
+        from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
+
+        models = []
+        for stage in range(self.place.chunks_per_rank) if virtual else [None]:
+            model = build_model(
+                self.place.model,
+                self.config,
+                self.layer_spec(),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                share_embeddings_and_output_weights=self.place.tied,
+                **{} if stage is None else {"vp_stage": stage},
+            )
+            model.model_type = ModelType.encoder_or_decoder
+            initialise(model)
+            for parameter in model.parameters():
+                set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            models.append(model)
+        if self.place.pipeline_ranks == 1:
+            share_embedding(models)
+        if self.config.fp16 or self.config.bf16:
+            models = [Float16Module(self.config, model) for model in models]
+        overlap = self.place.distributed_optimizer
+        settings = {
+            "overlap_grad_reduce": overlap,
+            "overlap_param_gather": overlap,
+            "use_distributed_optimizer": overlap,
+            "bucket_size": 2**62,
+        }
+        settings |= self.place.options_of(DistributedDataParallelConfig)
+        return [
+            # A configuration of its own, because DistributedDataParallel changes it.
+            DistributedDataParallel(
+                self.config, DistributedDataParallelConfig(**settings), model, disable_bucketing=number > 0
+            )
+            for number, model in enumerate(models)
+        ]
+
+    def layer_spec(self) -> Any:
+        """Megatron-core's layer of plain PyTorch parts, with what it lacks."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        from tests.integrations.megatron.whole_sequences import WholeSequenceAttention, sequence_parallel_norm
+
+        config = self.config
+        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        # Without Transformer Engine the name is missing.
+        moe_utils.te_general_gemm = None
+        if config.context_parallel_size > 1:
+            spec.submodules.self_attention.submodules.core_attention = WholeSequenceAttention
+        if config.sequence_parallel:
+            WrappedTorchNorm.__new__ = sequence_parallel_norm
+        return spec
+
+    def optimizer_of(self) -> Any:
+        """Megatron-core's optimizer; the functions of the batch are set in the configuration, as the loop does."""
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import (
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_standard_config_overrides,
+        )
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        overlap = self.place.distributed_optimizer
+        # The small epsilon of Adam would make differences of rounding large.
+        settings = {
+            "optimizer": "adam",
+            "lr": 0.01,
+            "adam_eps": 1e-4,
+            "clip_grad": 0.5,
+            "use_distributed_optimizer": overlap,
+            "overlap_param_gather": overlap,
+        }
+        configuration = OptimizerConfig(**settings | self.place.options_of(OptimizerConfig))
+        overrides = get_standard_config_overrides(configuration)
+        optimizer = get_megatron_optimizer(configuration, self.models, config_overrides=overrides)
+        # Gives each group of parameters its rate and its weight decay.
+        OptimizerParamScheduler(
+            optimizer,
+            **{"init_lr": 0.0, "max_lr": configuration.lr, "min_lr": 0.0, "lr_decay_style": "constant"},
+            **{"lr_warmup_steps": 0, "lr_decay_steps": STEPS, "wd_incr_steps": STEPS, "wd_incr_style": "constant"},
+            **{"start_wd": configuration.weight_decay, "end_wd": configuration.weight_decay},
+        )
+        config = self.config
+        config.grad_scale_func = optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if overlap:
+            config.no_sync_func = one_or_all([model.no_sync for model in self.models])
+            if self.place.aligned:
+                config.grad_sync_func = one_or_all([model.start_grad_sync for model in self.models])
+                config.param_sync_func = one_or_all([model.start_param_sync for model in self.models])
+        return optimizer
+
+    def train(self) -> list[Step]:
+        steps = []
+        for step in range(STEPS):
+            with CollectiveCounter() as counter:
+                # Collectives and passes, in the order of their events.
+                self.log = counter.log
+                for model in self.models:
+                    model.zero_grad_buffer()
+                self.optimizer.zero_grad()
+                loss = self.run_batch(step)
+                _, norm, zeros = self.optimizer.step()
+            # No norm where a step is skipped because of an overflow.
+            steps.append(Step(loss, -1.0 if norm is None else float(norm), list(self.log), zeros))
+        return steps
+
+    def run_batch(self, step: int, **options: Any) -> float:
+        """The mean loss of a batch, on all ranks alike."""
+        reports = self.forward_backward(**self.call(step), **options)
+        return self.mean_of(reports)
+
+    def call(self, step: int) -> dict[str, Any]:
+        count = self.place.micro_batches[step] // self.place.data_ranks
+        return {
+            "forward_step_func": partial(self.forward_step, log=self.log),
+            "data_iterator": one_or_all([self.batches(step) for _ in self.models]),
+            "model": one_or_all(self.models),
+            "num_microbatches": count,
+            "seq_length": SEQUENCE,
+            "micro_batch_size": SEQUENCES,
+        }
+
+    def batches(self, step: int) -> Iterator[torch.Tensor]:
+        from megatron.core import parallel_state
+
+        count = self.place.micro_batches[step] // self.place.data_ranks
+        first = 100 * step + count * parallel_state.get_data_parallel_rank()
+        for number in range(first, first + count):
+            length = SEQUENCE - 4 * (number % 3) if self.place.lengths else SEQUENCE
+            generator = torch.Generator().manual_seed(number)
+            yield torch.randint(0, VOCABULARY, (SEQUENCES, length + 1), generator=generator)
+
+    def forward_step(
+        self, iterator: Iterator[torch.Tensor], model: Any, log: list[tuple[str, int]]
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        tokens = next(iterator)
+        chunk = self.models.index(model)
+        log.append(("forward", chunk))
+        batch = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "positions": torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1),
+            "labels": tokens[:, 1:].contiguous(),
+            # A test of its own has the labels of the last chunk masked out in part.
+            "mask": (tokens[:, 1:] % 4 != 0).float(),
+        }
+        inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch).values()
+        output = self.output_of(model, inputs, positions, labels)
+        hooked = output[0] if isinstance(output, tuple) else output
+        if hooked.requires_grad:
+            hooked.register_hook(lambda gradient: log.append(("backward", chunk)))
+        return output, partial(self.loss, mask)
+
+    def output_of(self, model: Any, inputs: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The hidden state or the losses of tokens; of BertModel with two logits per sequence."""
+        if self.place.model == "BertModel":
+            return model(inputs, torch.ones_like(inputs), lm_labels=labels)
+        if self.place.model == "T5Model":
+            hidden = positions[:, None, None, :] > positions[:, None, :, None]
+            none = torch.zeros_like(hidden)
+            return model(inputs, labels, none, hidden, none, lm_labels=inputs)
+        return model(inputs, positions, None, labels=labels)
+
+    def loss(self, mask: torch.Tensor, output: Any, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return output.shape
+        if isinstance(output, tuple):
+            output, logits = output
+            output = output + logits.logsumexp(dim=1, keepdim=True) - logits[:, :1]
+        total = (output * mask).sum()
+        tokens = mask.sum().to(torch.int)
+        report = torch.stack([total.detach(), tokens])
+        if self.place.per_token:
+            return total, tokens, {"loss": report}
+        return total / tokens, {"loss": report}
+
+    def mean_of(self, reports: list[dict[str, torch.Tensor]]) -> float:
+        """Over micro-batches, or over tokens."""
+        from megatron.core import parallel_state
+
+        sums = torch.zeros(2, dtype=torch.float64)
+        for report in reports:
+            total, tokens = report["loss"].double()
+            sums += torch.stack([total, tokens] if self.place.per_token else [total / tokens, torch.ones(())])
+        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return float(sums[0] / sums[1])
+
+
+def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
+    """A model of Megatron-core, or the chunk of one."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.T5 import T5Model, t5_spec
+
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": SEQUENCE}
+    if name == "BertModel":
+        return BertModel(config, 0, bert_layer_local_spec, **sizes, **options)
+    if name == "T5Model":
+        specs = (
+            t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers),
+            t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
+        )
+        return T5Model(config, config, *specs, **sizes, **options)
+    return GPTModel(config, layer_spec, **sizes, **options)
+
+
+def initialise(model: Any) -> None:
+    """The same weights wherever a layer is; every tensor-parallel rank takes its slice of the whole."""
+    from megatron.core import parallel_state
+
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if "layers" in parts:
+            where = parts.index("layers") + 1
+            parts[where] = str(getattr(model, parts[0]).layers[int(parts[where])].layer_number)
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            parts = ["embedding", "word_embeddings", "weight"]
+        sliced = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+        shape = [size * (ranks if dimension == sliced else 1) for dimension, size in enumerate(parameter.shape)]
+        generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+        whole = torch.randn(shape, generator=generator) * 0.05
+        if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
+            whole += 1
+        with torch.no_grad():
+            parameter.copy_(whole if sliced < 0 else whole.chunk(ranks, sliced)[rank])
+
+
+def one_or_all(items: list[Any]) -> Any:
+    """What Megatron-LM's loop passes: lists only where a rank has several chunks."""
+    return items[0] if len(items) == 1 else items

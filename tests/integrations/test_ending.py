@@ -1,0 +1,45 @@
+"""How a script that calls ``ds_lgamp.install()`` ends when an error is its end, and when it is not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from testing import SCRIPTS
+
+SCRIPT = SCRIPTS / "ends_in_many_ways.py"
+TRACEBACK = "ArithmeticError: the script is in trouble"
+WAYS = {
+    # exit status, what is printed, whether the interpreter's orderly exit ran
+    "raise": (1, TRACEBACK, False),
+    "refused": (2, "ds_lgamp: schedule is 'layerd'; use 'layered'", False),
+    "own hook": (1, f"OWN HOOK\n.*{TRACEBACK}", False),
+    "later hook": (1, f"LATER HOOK\n.*{TRACEBACK}", False),
+    "caught": (0, TRACEBACK, True),
+    "before init": (1, TRACEBACK, True),
+    "alone": (1, TRACEBACK, True),
+    "uninstalled": (1, TRACEBACK, True),
+    "interrupted": (-2, "KeyboardInterrupt", True),
+    "exit": (3, "", True),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder with what every way printed."""
+    folder = tmp_path_factory.mktemp("ends")
+    subprocess.run([sys.executable, SCRIPT, folder, *WAYS], check=True, timeout=300, env=os.environ)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, way):
+    status, message, orderly = WAYS[way]
+    output = (ended / way).read_text()
+    assert int((ended / f"{way}.status").read_text()) == status, output
+    begin, _, end = message.partition(".*")
+    assert begin in output and end in output and output.count(TRACEBACK) == (TRACEBACK in message), output
+    assert ("ORDERLY EXIT" in output) == orderly, output
+    if way == "refused":
+        assert "Traceback" not in output

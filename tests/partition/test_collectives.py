@@ -1,0 +1,76 @@
+"""Reductions of half-precision gradients end in full precision; sums in rank order are just that."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatter
+from ds_lgamp.partition.unit import Unit, UnitParameter
+from testing.ranks import run_on_ranks
+
+SMALL = 2.0**-9
+"""1 + SMALL has no bf16."""
+
+
+def reduced():
+    own = torch.tensor([1.0, SMALL] if dist.get_rank() == 0 else [SMALL, 1.0], dtype=torch.bfloat16)
+    return start_reduce_scatter(own, dist.group.WORLD, torch.float32)()
+
+
+def test_a_sum_of_bf16_is_not_rounded_to_bf16():
+    for part in run_on_ranks(2, reduced):
+        assert part.dtype == torch.float32
+        assert part.item() == pytest.approx(1 + SMALL, abs=0)
+
+
+RANKS, ELEMENTS = 5, 1003
+"""Odd, and so many ranks that torch's own sum adds some elements in another order than the rest."""
+
+
+def addend(rank):
+    return torch.randn(RANKS * ELEMENTS, generator=torch.Generator().manual_seed(rank))
+
+
+def sums_in_rank_order():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    part = start_reduce_scatter(addend(rank), group, torch.float32, in_rank_order=True)()
+    return part, start_all_reduce(addend(rank), group, in_rank_order=True)()
+
+
+def test_every_element_is_added_in_rank_order():
+    total = addend(0)
+    for rank in range(1, RANKS):
+        total += addend(rank)
+    for rank, (part, whole) in enumerate(run_on_ranks(RANKS, sums_in_rank_order)):
+        assert torch.equal(part, total[rank * ELEMENTS : (rank + 1) * ELEMENTS])
+        assert torch.equal(whole, total)
+
+
+def average_of_large_gradients(zero_stage):
+    """Of a unit whose gradients travel in fp16, as the optimizer gets it."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    unit = Unit(
+        "chunk 0",
+        [UnitParameter("0.weight", weight, 0)],
+        dist.group.WORLD,
+        zero_stage,
+        None,
+        False,
+        None,
+        False,
+        torch.float16,
+    )
+    unit.begin_accumulation()
+    weight.grad.fill_(40000.0)
+    unit.start_reduce()
+    unit.finish_reduce()
+    unit.finish_gradient()
+    return unit.segments[0].shard.grad.unique().tolist()
+
+
+def averages_of_large_gradients():
+    return [average_of_large_gradients(zero_stage) for zero_stage in (0, 2)]
+
+
+def test_gradients_that_travel_in_fp16_are_averaged_before_their_sum_leaves_its_range():
+    assert run_on_ranks(2, averages_of_large_gradients) == [[[40000.0], [40000.0]]] * 2

@@ -1,0 +1,91 @@
+"""The norm of a gradient is the norm; one of two ways to it does not depend on where the gradient is cut."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.partition.norms import exact_norm, global_norm
+from testing.ranks import run_on_ranks
+
+CPU = torch.device("cpu")
+
+
+def numbers(spread, count=200_000):
+    """fp32 of magnitudes over ``spread`` powers of ten."""
+    generator = torch.Generator().manual_seed(count)
+    magnitudes = 10 ** (spread * (torch.rand(count, generator=generator) - 0.5))
+    return torch.randn(count, generator=generator) * magnitudes
+
+
+def cut(values, pieces, seed):
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.randint(1, len(values), (pieces - 1,), generator=generator).unique().tolist()
+    parts = [values[start:end] for start, end in zip([0, *bounds], [*bounds, len(values)])]
+    return [parts[index] for index in torch.randperm(len(parts), generator=generator)]
+
+
+@pytest.mark.parametrize("spread", [0, 4, 40])
+def test_cuts_and_order_do_not_change_a_bit(spread):
+    values = numbers(spread)
+    whole = exact_norm([values], None, CPU)
+    assert whole.dtype == torch.float64
+    norms = {exact_norm(cut(values, pieces, pieces), None, CPU).item() for pieces in (1, 2, 7, 50)}
+    assert norms == {whole.item()}
+    right = sum(Fraction(value) ** 2 for value in values[:20_000].tolist())
+    assert exact_norm([values[:20_000]], None, CPU).item() == pytest.approx(math.sqrt(right), rel=1e-9)
+
+
+def test_plain_sums_of_squares_depend_on_cuts():
+    """Or there would be nothing to do."""
+    cuts = [cut(numbers(4), pieces, pieces) for pieces in (1, 2, 7, 50)]
+    assert len({sum(part.double().square().sum().item() for part in parts) for parts in cuts}) > 1
+
+
+@pytest.mark.parametrize(
+    ("values", "norm"),
+    [
+        ([], 0.0),
+        ([0.0, -0.0], 0.0),
+        ([3.0, -4.0], 5.0),
+        ([3e38, 3e38], math.hypot(float(torch.tensor(3e38)), float(torch.tensor(3e38)))),
+        ([1e-45], float(torch.tensor(1e-45))),
+        ([1.0, float("nan")], math.nan),
+        ([1.0, float("inf")], math.nan),
+    ],
+)
+def test_special_values(values, norm):
+    gradients = [torch.tensor(values)] if values else []
+    assert exact_norm(gradients, None, CPU).item() == pytest.approx(norm, rel=1e-15, nan_ok=True)
+
+
+def norm_on_a_rank():
+    """Of numbers that are spread over ranks unevenly; the first has the greatest."""
+    parts = cut(numbers(6), 7, 1)
+    return exact_norm(parts[:5] if dist.get_rank() == 0 else parts[5:], dist.group.WORLD, CPU).item()
+
+
+def test_ranks_have_the_norm_of_one():
+    assert run_on_ranks(2, norm_on_a_rank) == [exact_norm([numbers(6)], None, CPU).item()] * 2
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 1 << 23])
+def test_the_usual_norm_is_as_good_as_one_of_sums_in_fp64(count):
+    values = numbers(4, count)
+    parts = cut(values, 3, 1) if count > 3 else [values]
+    assert global_norm(parts, None, CPU).item() == pytest.approx(values.double().norm().item(), rel=1e-6)
+
+
+def test_the_usual_norm_of_nothing_is_zero_and_others_are_told():
+    assert global_norm([], None, CPU).item() == 0.0
+    assert math.isnan(global_norm([torch.tensor([1.0, math.nan])], None, CPU).item())
+    assert global_norm([torch.tensor([1.0, math.inf])], None, CPU).item() == math.inf
+
+
+def test_the_usual_norm_copies_no_gradient():
+    values = numbers(4, 1 << 20)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        global_norm([values], None, CPU)
+    assert 0 < max(event.cpu_memory_usage for event in profile.events()) < values.nbytes / 100
