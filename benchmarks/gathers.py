@@ -26,7 +26,7 @@ NAME = "gathers"
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
 STAGES = (1, 2)
-STEPS = 6
+STEPS = 5
 """In a turn, the first included, which does not count."""
 MODES = {f"{OURS}, gathers behind the step": False, f"{OURS}, gathers deferred": True}
 RATIO = "behind the step / deferred"

@@ -279,7 +279,7 @@ class LgampEngine(PipelineEngine):
             self._partition,
             ring_links(self.grid.pipe_groups, self.device, module.dynamic_shape, _SHAPES_ADVICE),
             self._loss,
-            self._exec_optimizer_step,
+            self._step,
             [] if reproducible else self.random_sources,
             recompute=self.lgamp_settings.recompute == "full",
             loss_gradient=self._loss_gradient,
@@ -348,7 +348,20 @@ class LgampEngine(PipelineEngine):
             self.eval_return_logits = False
             raise
 
+    def _step(self) -> None:
+        """Averages the loss over ranks, then steps the optimizer. Behind the step the data-parallel group is busy with
+        gathers, for which the loss would wait."""
+        if self.executor.losses:
+            self.total_loss = torch.stack(self.executor.losses).sum(0)
+        with torch.no_grad():
+            self._batch_loss = self._average_loss()
+        self._exec_optimizer_step()
+
     def _aggregate_total_loss(self) -> torch.Tensor:
+        """That of the batch: the step has averaged it."""
+        return self._batch_loss
+
+    def _average_loss(self) -> torch.Tensor:
         """As PipelineEngine's, which has ranks without the loss wait for their device."""
         if self.is_last_stage():
             return super()._aggregate_total_loss()
@@ -373,8 +386,6 @@ class LgampEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
         self.fwd_outputs = self.executor.losses
-        if self.fwd_outputs and not spec.forward_only:
-            self.total_loss = torch.stack(self.fwd_outputs).sum(0)
 
     def _build_data_iter(self, dataset: Any) -> None:
         super()._build_data_iter(dataset)

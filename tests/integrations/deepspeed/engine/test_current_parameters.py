@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ds_lgamp.partition.guard import NotGatheredError
+from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.interventions import (
@@ -49,6 +50,24 @@ def refusals(parameters):
             parameter.detach()
         refused[name] = str(error.value)
     return refused
+
+
+def last_collectives(pipeline_ranks, stage):
+    """What a step calls last: as many as it launches gathers behind itself, and one more."""
+    prepare_rank()
+    engine = training_engine(pipeline_ranks, stage)
+    engine.train_batch(batches(0, engine))
+    with CollectiveCounter() as counter:
+        engine.train_batch(batches(1, engine))
+    units = [unit for unit in engine.optimizer.partition.units if unit.trains]
+    return [kind for kind, _ in counter.log[-len(units) - 1 :]]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_loss_does_not_wait_for_the_gathers_behind_its_step(stage):
+    for before, *behind in run_on_ranks(4, last_collectives, 2, stage):
+        assert before != "all_gather"
+        assert set(behind) == {"all_gather"}
 
 
 def trained(pipeline_ranks, stage, block):
