@@ -70,7 +70,7 @@ def predicted(
     actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group)
     activations = activation_bytes(layout.size, recompute)
     # On gloo an all-to-all stands for the reduce-scatter.
-    return rank_memory(actions, units, zero_stage, layout.data_ranks, resident_chunks, ADAMW, True, activations)
+    return rank_memory(actions, units, zero_stage, layout.data_ranks, ADAMW, True, activations)
 
 
 @cache

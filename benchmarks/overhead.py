@@ -32,6 +32,7 @@ from benchmarks.virtual import bare, chunk
 from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import build_partition
+from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
@@ -190,9 +191,13 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
         [],
         groups[rank],
         spec.zero_stage,
-        spec.resident_chunks,
         DEVICE,
     )
+
+    def update() -> None:
+        partition.finish_gradients()
+        partition.after_update()
+
     executor = Executor(
         spec.placement,
         rank,
@@ -200,13 +205,13 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
         partition,
         ring_links([list(range(spec.pipeline_ranks))], DEVICE),
         _loss,
-        lambda: None,
+        update,
         layer_sources(DEVICE),
     )
     inputs = torch.ones(SIZE)
 
     def step() -> list[torch.Tensor]:
-        with executor.batch(spec.micro_batches, lambda index: (inputs, inputs)):
+        with executor.run_batch(Batch(spec.micro_batches, lambda index: (inputs, inputs))):
             executor.run(program)
         return executor.losses
 

@@ -23,6 +23,7 @@ from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import build_partition
+from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
@@ -100,13 +101,15 @@ class Executed:
         self.program = build_rank_program(spec, rank)
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
         group = data_group(1 if alone else setting.data_ranks)
-        partition = build_partition(parameters, [], group, zero_stage, resident_chunks, DEVICE)
+        partition = build_partition(parameters, [], group, zero_stage, DEVICE)
         partition.release_all()
         optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
 
         def step() -> None:
+            partition.finish_gradients()
             optimizer.step()
             partition.follow_update()
+            partition.after_update()
 
         self.executor = Executor(
             setting.placement,
@@ -121,7 +124,7 @@ class Executed:
         )
 
     def step(self) -> float | None:
-        with self.executor.batch(self.setting.micro_batches, self._load):
+        with self.executor.run_batch(Batch(self.setting.micro_batches, self._load)):
             self.executor.run(self.program)
         losses = self.executor.losses
         return torch.stack(losses).mean().item() if losses else None

@@ -19,9 +19,8 @@ the larger of w and 4, as a master weight. A rank holds, summed over its units, 
 - copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
 - the optimizer's temporaries: of one unit's part after another, or of all together.
 
-A reduction is awaited as late as possible: at the step, or when another chunk's backward begins and
-``resident_chunks`` buffers are held. Stage 1 keeps the gradients of all chunks from the first micro-batch group to the
-last; none begins there then.
+A reduction is awaited where the program says so. That of a tied unit is awaited with its last user's, or when another
+user's backward begins. Stage 1 keeps the gradients of all chunks from the first micro-batch group to the last.
 
 **Activations**, of every micro-batch:
 
@@ -46,7 +45,6 @@ labels that a repeated loss is computed on, memory inside a kernel, what a scrip
 a GPU micro-batches wait in the host's memory, and members of a result that have no gradient.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -143,7 +141,6 @@ def rank_memory(
     units: Sequence[UnitSize],
     zero_stage: int,
     data_ranks: int,
-    gradient_buffers: int,
     element_bytes: ElementBytes,
     all_to_all: bool = False,
     activation_bytes: ActivationBytes | None = None,
@@ -153,7 +150,6 @@ def rank_memory(
 
     Args:
         units: those of the rank.
-        gradient_buffers: how many full gradients of chunks are held before a reduction is awaited.
         all_to_all: whether that stands for the reduce-scatter, as on gloo.
         activation_bytes: None if shapes are unknown; the peak is without activations then.
         in_rank_order: whether gradients add up in rank order at stage 0 too; then ``all_to_all`` is true.
@@ -169,7 +165,7 @@ def rank_memory(
     optimizer = None if size.optimizer is None else size.optimizer * trainable
     ledger = Ledger()
     walks: list[_StateWalk | ActivationWalk] = [
-        _StateWalk(units, zero_stage, data_ranks, gradient_buffers, size, all_to_all, in_rank_order, ledger)
+        _StateWalk(units, zero_stage, data_ranks, size, all_to_all, in_rank_order, ledger)
     ]
     if activation_bytes is not None:
         walks.append(ActivationWalk(actions, activation_bytes, ledger))
@@ -199,7 +195,6 @@ class _StateWalk:
         units: Sequence[UnitSize],
         zero_stage: int,
         data_ranks: int,
-        gradient_buffers: int,
         size: ElementBytes,
         all_to_all: bool,
         in_rank_order: bool,
@@ -212,9 +207,9 @@ class _StateWalk:
         self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
         # With one data-parallel rank nothing travels.
         self.size = size if data_ranks > 1 else replace(size, communication=None)
-        self.zero_stage, self.gradient_buffers = zero_stage, gradient_buffers
-        self.all_to_all, self.ledger = all_to_all, ledger
-        self.reducing: deque[_Unit] = deque()
+        self.zero_stage, self.all_to_all, self.ledger = zero_stage, all_to_all, ledger
+        self.reducing: dict[int, list[_Unit]] = {}
+        """By the chunk whose REDUCE launched their reductions."""
         if not self.partitioned:
             for unit in self.training:
                 ledger.take("gradients", size.gradients * unit.part)
@@ -228,7 +223,10 @@ class _StateWalk:
         elif action.kind is Kind.BACKWARD and self.partitioned:
             self.begin_backward(using)
         elif action.kind is Kind.REDUCE:
-            self.reduce(using)
+            self.reducing[action.chunk] = self.reduce(using)
+        elif action.kind is Kind.WAIT_REDUCE:
+            for unit in self.reducing.pop(action.chunk):
+                self.finish_reduction(unit)
         elif action.kind is Kind.STEP:
             self.step()
 
@@ -247,19 +245,15 @@ class _StateWalk:
     def begin_backward(self, units: Sequence["_Unit"]) -> None:
         beginning = [unit for unit in units if not unit.size.frozen and not unit.accumulating]
         for unit in beginning:
-            while unit in self.reducing:
-                self.await_oldest_reduction()
-            if not unit.size.tied:
-                while self.reducing and self.buffers_of_chunks() >= self.gradient_buffers:
-                    self.await_oldest_reduction()
+            # The program waits for chunks; a tied unit may still be under way from another chunk's REDUCE.
+            self.finish_reduction(unit)
         for unit in beginning:
             self.ledger.take("buffers", self.size.gradients * unit.full)
             unit.accumulating = True
 
-    def buffers_of_chunks(self) -> int:
-        return sum((unit.accumulating or unit in self.reducing) and not unit.size.tied for unit in self.units)
-
-    def reduce(self, units: Sequence["_Unit"]) -> None:
+    def reduce(self, units: Sequence["_Unit"]) -> list["_Unit"]:
+        """The units whose reductions begin: those with no user left."""
+        done = []
         for unit in units:
             if unit.size.frozen:
                 continue
@@ -271,20 +265,23 @@ class _StateWalk:
                     self.ledger.take(kind, self.size.communication * unit.full)
                 if self.receives:
                     self.start_reduction(unit)
+                    done.append(unit)
+        return done
 
     def start_reduction(self, unit: "_Unit") -> None:
-        unit.accumulating = False
+        unit.accumulating, unit.reducing = False, True
         if self.size.communication is not None and self.partitioned:
             self.ledger.free("buffers", self.size.gradients * unit.full)
         self.ledger.take("buffers", self.received(unit))
-        self.reducing.append(unit)
 
     def received(self, unit: "_Unit") -> int:
         """Bytes a reduction receives."""
         return self.size.travelling * (unit.full if self.all_to_all else unit.part)
 
-    def await_oldest_reduction(self) -> None:
-        unit = self.reducing.popleft()
+    def finish_reduction(self, unit: "_Unit") -> None:
+        if not unit.reducing:
+            return
+        unit.reducing = False
         done_with = self.received(unit)
         if not self.partitioned:
             self.ledger.pass_by("buffers", self.size.travelling * unit.full // self.data_ranks)
@@ -301,8 +298,6 @@ class _StateWalk:
         unit.reduced = True
 
     def step(self) -> None:
-        while self.reducing:
-            self.await_oldest_reduction()
         # Tied units are summed last, one after another.
         for unit in sorted(self.training, key=lambda unit: unit.size.tied):
             if not self.partitioned and self.size.travelling != self.size.master:
@@ -325,6 +320,8 @@ class _Unit:
         self.holders: set[int] = set()
         self.users_done = 0
         self.accumulating = False
+        self.reducing = False
+        """Whether its reduction is under way."""
         self.reduced = False
 
 

@@ -331,8 +331,9 @@ class Unit:
             self._reducing = lambda: gradient
 
     def finish_reduce(self) -> None:
-        """Waits for the sum and adds it to this rank's shard of the gradient."""
-        assert self._reducing is not None, "a reduction is awaited once"
+        """Waits for the sum that is under way, if one is, and adds it to this rank's shard of the gradient."""
+        if self._reducing is None:
+            return
         reduced = self._reducing()
         self._reducing = None
         if self.shard_gradient is None:

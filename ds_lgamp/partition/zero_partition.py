@@ -1,6 +1,5 @@
 """All flat units of a pipeline rank, driven by the program's GATHER, RELEASE and REDUCE."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -28,30 +27,20 @@ class ZeroPartition:
     Args:
         units: for every chunk of this rank, the units it uses: its own and those of tied modules. A chunk without
             parameters has none.
-        gradient_buffers: a reduction is awaited when another chunk's backward would begin with so many full gradients
-            held already.
         device: where the parameters live.
-        trace: where waits are recorded; None records nothing.
     """
 
-    def __init__(
-        self,
-        units: Mapping[int, Sequence[Unit]],
-        gradient_buffers: int,
-        device: torch.device,
-        trace: list[str] | None = None,
-    ) -> None:
+    def __init__(self, units: Mapping[int, Sequence[Unit]], device: torch.device) -> None:
         self.chunk_units = units
         self.units = list(dict.fromkeys(unit for members in units.values() for unit in members))
         for members in units.values():
             for unit in members:
                 unit.users += 1
-        self.trace = trace
         self.device = device
         self.frees_weights = any(unit.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
-        self._gradient_buffers = gradient_buffers
-        self._reducing: deque[Unit] = deque()
+        self._reducing: dict[int, list[Unit]] = {}
+        """Units under reduction, by the chunk whose REDUCE launched it."""
 
     def gather(self, chunk: int) -> None:
         """Launches the gathers ``chunk`` needs. A unit that is complete and current, as at stages 1 and 2 before the
@@ -60,12 +49,10 @@ class ZeroPartition:
             unit.holders.add(chunk)
             unit.start_gather()
 
-    def wait_gathered(self, chunk: int) -> None:
+    def wait_gather(self, chunk: int) -> None:
         """Waits for the gathers of ``chunk`` that are still in flight."""
         for unit in self.chunk_units[chunk]:
-            if unit.gathering is not None:
-                self._record("WAIT_GATHER", unit)
-                unit.finish_gather()
+            unit.finish_gather()
 
     def release(self, chunk: int) -> None:
         """Frees what ``chunk`` held, except units another resident chunk uses."""
@@ -86,30 +73,29 @@ class ZeroPartition:
         for unit in self.units:
             unit.adopt()
 
-    def wait_room(self, chunk: int) -> None:
-        """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""
-        for unit in self.chunk_units[chunk]:
-            if unit.trains and not unit.accumulating:
-                self._make_room(unit)
-
     def begin_backward(self, chunk: int) -> None:
-        """Before a backward of ``chunk``: lets its gradients accumulate."""
-        for unit in self.chunk_units[chunk]:
-            if unit.trains and not unit.accumulating:
-                unit.begin_accumulation()
+        """Before a backward of ``chunk``: lets its gradients accumulate. The program has waited for those of the chunk;
+        a tied unit may still be under reduction, launched by another chunk."""
+        beginning = [unit for unit in self.chunk_units[chunk] if unit.trains and not unit.accumulating]
+        for unit in beginning:
+            unit.finish_reduce()
+        for unit in beginning:
+            unit.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of the units whose last user is ``chunk``."""
+        launched = self._reducing[chunk] = []
         for unit in self.chunk_units[chunk]:
             if not unit.trains:
                 _refuse_thawed(unit)
             elif unit.user_done():
                 unit.start_reduce()
-                self._reducing.append(unit)
+                launched.append(unit)
 
-    def wait_reductions(self) -> None:
-        while self._reducing:
-            self._finish_oldest_reduction()
+    def wait_reduce(self, chunk: int) -> None:
+        """Waits for the reductions that :meth:`reduce` of ``chunk`` launched."""
+        for unit in self._reducing.pop(chunk):
+            unit.finish_reduce()
 
     def finish_gradients(self) -> None:
         """After all reductions: every segment gets its gradient, averaged over the data-parallel ranks."""
@@ -180,35 +166,14 @@ class ZeroPartition:
                 if not unit.holders:
                     unit.release()
 
-    def _make_room(self, unit: Unit) -> None:
-        while unit in self._reducing:
-            self._finish_oldest_reduction()
-        if not unit.tied:
-            while self._reducing and self._gradients_held() >= self._gradient_buffers:
-                self._finish_oldest_reduction()
-
-    def _gradients_held(self) -> int:
-        return sum(unit.holds_gradient for unit in self.units if unit.partitioned and not unit.tied)
-
-    def _finish_oldest_reduction(self) -> None:
-        unit = self._reducing.popleft()
-        self._record("WAIT_REDUCE", unit)
-        unit.finish_reduce()
-
-    def _record(self, event: str, unit: Unit) -> None:
-        if self.trace is not None:
-            self.trace.append(f"{event} {unit.name}")
-
 
 def build_partition(
     chunk_parameters: Mapping[int, Sequence[UnitParameter]],
     tied: Sequence[TiedParameters],
     data_group: dist.ProcessGroup,
     zero_stage: int,
-    gradient_buffers: int,
     device: torch.device,
     gradient_dtype: torch.dtype | None = None,
-    trace: list[str] | None = None,
     in_rank_order: bool = False,
     communication_dtype: torch.dtype | None = None,
     tensor_group: dist.ProcessGroup | None = None,
@@ -255,7 +220,7 @@ def build_partition(
         members = build(f"tied {module.key}", module.parameters, True, module.tie_group)
         for chunk in module.chunks:
             units[chunk].extend(members)
-    return ZeroPartition(units, gradient_buffers, device, trace)
+    return ZeroPartition(units, device)
 
 
 def _refuse_thawed(unit: Unit) -> None:

@@ -4,11 +4,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.runtime.batch import Batch, Graph
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.links import Links
@@ -24,38 +25,22 @@ class ActionError(RuntimeError):
 
 
 class Partition(Protocol):
-    """Who holds the parameters and gradients of the chunks: ZeroPartition, or what a host has of its own."""
-
-    device: torch.device
-    frees_weights: bool
-    """Whether full parameters exist only between gather and release."""
+    """Who holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism."""
 
     def gather(self, chunk: int) -> None:
         """Launches the gather of a chunk's parameters."""
 
-    def wait_gathered(self, chunk: int) -> None: ...
+    def wait_gather(self, chunk: int) -> None: ...
 
     def release(self, chunk: int) -> None: ...
 
-    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of the chunk's parameters."""
-        ...
-
-    def wait_room(self, chunk: int) -> None:
-        """Before a backward pass: waits until there is room for the chunk's gradients."""
-
-    def begin_backward(self, chunk: int) -> None: ...
+    def begin_backward(self, chunk: int) -> None:
+        """Before each backward pass."""
 
     def reduce(self, chunk: int) -> None:
-        """Launches the reduction of the chunk's gradients, which are final."""
+        """Launches the reduction of a chunk's gradients, which are final."""
 
-    def wait_reductions(self) -> None: ...
-
-    def finish_gradients(self) -> None:
-        """After all reductions, before the optimizer's step."""
-
-    def after_update(self) -> None:
-        """After the optimizer's step."""
+    def wait_reduce(self, chunk: int) -> None: ...
 
 
 class Timing(Protocol):
@@ -64,20 +49,6 @@ class Timing(Protocol):
     def time(self, kind: str) -> AbstractContextManager[Any]:
         """Times the block as ``kind``, one of COMPUTE or EXPOSED_WAITS."""
         ...
-
-
-class Graph(NamedTuple):
-    """What a forward leaves for its backward."""
-
-    beginning: Tensors
-    """The chunk's input as leaves; with recomputation their data are what the chunk is computed from again, else they
-    have none. Chunk 0: with recomputation, its input."""
-    ends: Sequence[Any]
-    """What :func:`end_graph` gives of the result; for the last chunk, the loss alone."""
-    saved: SavedTensors | None
-    """Those that are to be recomputed."""
-    buffers: Buffers
-    """Those that forwards move, as they were before."""
 
 
 def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
@@ -95,7 +66,7 @@ class Executor:
         partition: their parameters.
         links: to the neighbours in the ring.
         loss_function: loss from (output of the last chunk, labels); None if the last chunk returns the loss.
-        apply_step: the optimizer step, called when every gradient is final. It tells the partition what it updated.
+        step: what follows the last reduction: it finishes gradients and steps the optimizer.
         random_sources: restored around recomputation.
         recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
             otherwise what autograd saved in the forward pass is kept, as it is on a last chunk that turns at once.
@@ -103,6 +74,7 @@ class Executor:
         loss_gradient: where a backward pass starts: of (the loss of one micro-batch, how many there are), the gradient
             with regard to that loss.
         timing: told where the time goes.
+        owns: whether a tensor is a view of a chunk's parameters; None if parameters are never released.
     """
 
     def __init__(
@@ -113,56 +85,39 @@ class Executor:
         partition: Partition,
         links: Links,
         loss_function: Callable[[Any, Any], torch.Tensor] | None,
-        apply_step: Callable[[], None],
+        step: Callable[[], None],
         random_sources: Sequence[RandomSource],
         recompute: bool = True,
         trace: list[str] | None = None,
         loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss,
         timing: Timing | None = None,
+        owns: Callable[[int, torch.Tensor], bool] | None = None,
     ) -> None:
         self.placement, self.rank = placement, rank
         self.chunks, self.partition, self.links = chunks, partition, links
-        self.loss_function, self.apply_step = loss_function, apply_step
+        self.loss_function, self._step = loss_function, step
         self.draws = Draws(random_sources)
         self.recompute = recompute
         self.trace = trace
         self.loss_gradient = loss_gradient
-        self.timing = Stopwatch(partition.device) if timing is None else timing
+        self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
+        self._owns = owns
         self.current: Action | None = None
         self._broken = False
-        self.losses: list[torch.Tensor] = []
-        """Losses of the last run, on the rank of the last chunk, by micro-batch."""
+        self._batch: Batch
+        """The last one."""
         self._last_chunk = len(placement) - 1
 
     @contextmanager
-    def batch(
-        self,
-        micro_batches: int,
-        load: Callable[[int], tuple[Any, Any]],
-        training: bool = True,
-        turns_at_once: bool = False,
-    ) -> Iterator[None]:
-        """Everything executed inside belongs to one batch of ``micro_batches``.
-
-        Args:
-            load: gives a micro-batch, (inputs of the first chunk, labels), by its number; called once for each, on
-                ranks that own an end of the model.
-            training: whether backward passes follow.
-            turns_at_once: whether the last chunk's backwards follow its forwards at once, so that recomputing it would
-                save no memory.
+    def run_batch(self, batch: Batch) -> Iterator[None]:
+        """Everything executed inside belongs to ``batch``.
 
         Raises ActionError if an action fails. What was under way then cannot be taken back: no batch follows.
         """
         if self._broken:
             raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         self._broken = True
-        self._micro_batches, self._load, self._training = micro_batches, load, training
-        self._turns_at_once = turns_at_once
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        """By chunk and micro-batch."""
-        self._results: dict[tuple[Kind, int, int], Any] = {}
-        self._labels: dict[int, Any] = {}
-        self.losses = []
+        self._batch = batch
         self.current = None
         try:
             yield
@@ -178,13 +133,19 @@ class Executor:
             ) from error
 
     @property
+    def losses(self) -> list[torch.Tensor]:
+        """Of the last batch, on the rank of the last chunk, by micro-batch."""
+        return self._batch.losses
+
+    @property
     def recomputing(self) -> bool:
         """Whether a chunk is computed for the second time."""
         return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
 
     def _recomputes(self, chunk: int) -> bool:
         """Whether ``chunk`` is computed again in its backward pass."""
-        return self._training and self.recompute and not (self._turns_at_once and chunk == self._last_chunk)
+        batch = self._batch
+        return batch.training and self.recompute and not (batch.turns_at_once and chunk == self._last_chunk)
 
     def run(self, program: Sequence[Action]) -> None:
         """Executes ``program``."""
@@ -200,8 +161,7 @@ class Executor:
 
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        with self.timing.time("gather"):
-            self.partition.wait_gathered(chunk)
+        batch = self._batch
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         beginning: Tensors = ()
@@ -212,63 +172,59 @@ class Executor:
             beginning = inputs = _as_leaves(inputs) if chunk > 0 else inputs
         else:
             self.draws.leave()
-            if self._training and chunk > 0:
+            if batch.training and chunk > 0:
                 # Nobody else reads what another rank sent; the graph that ends in a result of this rank may save it.
                 saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
                 beginning, inputs = begin_graph(_cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
-        with self.timing.time("forward"), torch.set_grad_enabled(self._training), hooks:
+        with self.timing.time("forward"), torch.set_grad_enabled(batch.training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
-            if self._training:
+            if batch.training:
                 ends = [result] if chunk == self._last_chunk else end_graph(result)
                 moved = [] if saved is None else self.chunks[chunk].moved(buffers)
-                self._graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
+                batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
         if chunk == self._last_chunk:
-            # In evaluation it may be the model's output.
-            self.losses.append(_detached(result))
-            if not self._training:
-                self._labels.pop(micro_batch, None)
+            batch.losses.append(_detached(result))
+            if not batch.training:
+                batch.labels.pop(micro_batch, None)
         else:
-            self._results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, _detached(result))
+            batch.results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, _detached(result))
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        with self.timing.time("gather"):
-            self.partition.wait_gathered(chunk)
-        with self.timing.time("reduce"):
-            self.partition.wait_room(chunk)
+        batch = self._batch
         self.partition.begin_backward(chunk)
-        graph = self._graphs.pop((chunk, micro_batch))
+        graph = batch.graphs.pop((chunk, micro_batch))
         buffers: Buffers = []
         if graph.saved is not None:
             with self.timing.time("backward"):
                 buffers = self._recompute(chunk, micro_batch, graph, graph.saved)
         if chunk == self._last_chunk:
-            self._labels.pop(micro_batch, None)
+            batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         with self.timing.time("backward"):
             backpropagate(graph.ends, gradients)
         # Only now: autograd may have saved them.
         self.chunks[chunk].write_buffers(buffers)
         if chunk > 0:
-            self._results[Kind.BACKWARD, chunk, micro_batch] = [
+            batch.results[Kind.BACKWARD, chunk, micro_batch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(graph.beginning)
             ]
 
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
         with self.timing.time("send"):
-            result = self._results.pop((Kind.FORWARD, chunk, micro_batch))
-            self.links.send_activations(chunk, micro_batch, result, answered=self._training)
+            result = self._batch.results.pop((Kind.FORWARD, chunk, micro_batch))
+            self.links.send_activations(chunk, micro_batch, result, answered=self._batch.training)
 
     def receive_forward(self, action: Action) -> None:
         self.links.post_activations(action.chunk, action.micro_batch)
 
     def send_backward(self, action: Action) -> None:
         with self.timing.time("send"):
-            self.links.send_gradients(self._results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
+            self.links.send_gradients(self._batch.results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
 
     def receive_backward(self, action: Action) -> None:
         self.links.post_gradients(action.chunk, action.micro_batch)
@@ -282,23 +238,28 @@ class Executor:
     def reduce(self, action: Action) -> None:
         self.partition.reduce(action.chunk)
 
-    def step(self, action: Action) -> None:
+    def wait_gather(self, action: Action) -> None:
+        with self.timing.time("gather"):
+            self.partition.wait_gather(action.chunk)
+
+    def wait_reduce(self, action: Action) -> None:
         with self.timing.time("reduce"):
-            self.partition.wait_reductions()
-            self.partition.finish_gradients()
+            self.partition.wait_reduce(action.chunk)
+
+    def step(self, action: Action) -> None:
         with self.timing.time("step"):
-            self.apply_step()
-            self.partition.after_update()
+            self._step()
 
     def _take_input(self, chunk: int, micro_batch: int) -> Tensors:
-        if chunk == 0 or (chunk == self._last_chunk and micro_batch not in self._labels):
-            first_input, labels = self._load(micro_batch)
+        batch = self._batch
+        if chunk == 0 or (chunk == self._last_chunk and micro_batch not in batch.labels):
+            first_input, labels = batch.load(micro_batch)
             if self.placement[self._last_chunk] == self.rank:
-                self._labels[micro_batch] = labels
+                batch.labels[micro_batch] = labels
             if chunk == 0:
                 return first_input
         if self.placement[chunk - 1] == self.rank:
-            return self._results.pop((Kind.FORWARD, chunk - 1, micro_batch))
+            return batch.results.pop((Kind.FORWARD, chunk - 1, micro_batch))
         with self.timing.time("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
@@ -313,15 +274,15 @@ class Executor:
             return result
         if self.loss_function is None:
             return result
-        labels = self._labels[micro_batch]
+        labels = self._batch.labels[micro_batch]
         return self.loss_function(result, _cloned(labels) if self._recomputes(chunk) else labels)
 
     def _independent(self, chunk: int, result: Tensors) -> Tensors:
         """``result`` without views of the chunk's parameters: those are gone when the chunk is released."""
-        if not self.partition.frees_weights:
+        if self._owns is None:
             return result
         members = as_tuple(result)
-        cut = tuple(member.clone() if self.partition.owns(chunk, member) else member for member in members)
+        cut = tuple(member.clone() if self._owns(chunk, member) else member for member in members)
         return cut if isinstance(result, tuple) else cut[0]
 
     def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Buffers:
@@ -337,9 +298,9 @@ class Executor:
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor]:
         """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""
         if chunk == self._last_chunk:
-            return [self.loss_gradient(_checked_loss(ends[0]), self._micro_batches)]
+            return [self.loss_gradient(_checked_loss(ends[0]), self._batch.micro_batches)]
         if self.placement[chunk + 1] == self.rank:
-            return self._results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
+            return self._batch.results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self.timing.time("gradient"):
             return self.links.take_gradients(chunk, micro_batch)
 
@@ -362,6 +323,8 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.GATHER: Executor.gather,
     Kind.RELEASE: Executor.release,
     Kind.REDUCE: Executor.reduce,
+    Kind.WAIT_GATHER: Executor.wait_gather,
+    Kind.WAIT_REDUCE: Executor.wait_reduce,
     Kind.STEP: Executor.step,
 }
 """Functions, not methods: an executor that held its own would be freed by the garbage collector alone."""

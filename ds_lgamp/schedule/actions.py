@@ -1,6 +1,7 @@
 """The actions a program is made of, and their text form.
 
-An action belongs to the pipeline rank of the chunk it names. ``SEND_F3.5`` sends what ``F3.5`` computed to the rank of
+An action belongs to the pipeline rank of the chunk it names. ``GATHER3`` and ``REDUCE3`` launch, ``WAIT_GATHER3`` and
+``WAIT_REDUCE3`` wait until that is done. ``SEND_F3.5`` sends what ``F3.5`` computed to the rank of
 chunk 4, where ``RECV_F4.5`` posts its buffer; ``SEND_B3.5`` sends the gradient that ``B3.5`` computed to the rank of
 chunk 2, where ``RECV_B2.5`` posts its buffer.
 """
@@ -22,6 +23,8 @@ class Kind(str, Enum):
     GATHER = "GATHER"
     RELEASE = "RELEASE"
     REDUCE = "REDUCE"
+    WAIT_GATHER = "WAIT_GATHER"
+    WAIT_REDUCE = "WAIT_REDUCE"
     STEP = "STEP"
 
     # Enum hashes in Python, str in C: programs of millions of actions are looked up by kind.
@@ -31,9 +34,13 @@ class Kind(str, Enum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
-PARTITION = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE})
+COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
+WAITS = frozenset({Kind.WAIT_GATHER, Kind.WAIT_REDUCE})
+PARTITION = COLLECTIVES | WAITS | {Kind.RELEASE}
 
-_TEXT = re.compile(r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|F|B)(\d+)\.(\d+)|(GATHER|RELEASE|REDUCE)(\d+)|(STEP))")
+_TEXT = re.compile(
+    r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|F|B)(\d+)\.(\d+)|(GATHER|RELEASE|REDUCE|WAIT_GATHER|WAIT_REDUCE)(\d+)|(STEP))"
+)
 
 
 class Action(NamedTuple):
@@ -62,3 +69,27 @@ class Action(NamedTuple):
         if partition:
             return cls(Kind(partition), int(partition_chunk))
         return cls(Kind.STEP)
+
+
+def send_of(compute: Action) -> Action:
+    """The action that sends what ``compute`` produced."""
+    kind = Kind.SEND_FORWARD if compute.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+    return Action(kind, compute.chunk, compute.micro_batch)
+
+
+def receive_of(compute: Action) -> Action:
+    """The action that posts the receive of what ``compute`` consumes."""
+    kind = Kind.RECV_FORWARD if compute.kind is Kind.FORWARD else Kind.RECV_BACKWARD
+    return Action(kind, compute.chunk, compute.micro_batch)
+
+
+def receive_matching(send: Action) -> Action:
+    """The action that posts the receive of what ``send`` sends."""
+    if send.kind is Kind.SEND_FORWARD:
+        return Action(Kind.RECV_FORWARD, send.chunk + 1, send.micro_batch)
+    return Action(Kind.RECV_BACKWARD, send.chunk - 1, send.micro_batch)
+
+
+def awaited_by(wait: Action) -> Action:
+    """The gather or reduction that ``wait`` waits for."""
+    return Action(Kind.GATHER if wait.kind is Kind.WAIT_GATHER else Kind.REDUCE, wait.chunk)

@@ -2,19 +2,30 @@
 
 Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. What a rank sends follows
 one after another where :class:`Durations` says how long one keeps the link busy. Gathers and reductions take time where
-it says so: those of a rank run one after another, as in one communicator, beside its compute. They begin where the
-program launches them and are awaited where ``ds_lgamp/partition`` awaits them. A step is one of many: the gathers that
-its program launches behind STEP are those of the step before, and run from the beginning. Data-parallel ranks are
-alike. Tied modules, which travel beside chunks, take no time.
+it says so: those of a rank run one after another, as in one communicator, beside its compute. The program says where
+they begin and where they are awaited. A step is one of many: the gathers that its program launches behind STEP are
+those of the step before, and run from the beginning. Data-parallel ranks are alike. Tied modules, which travel beside
+chunks, take no time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching
+from ds_lgamp.schedule.actions import (
+    COLLECTIVES,
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    WAITS,
+    Action,
+    Kind,
+    awaited_by,
+    receive_matching,
+)
+from ds_lgamp.schedule.program import Program
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class Durations(NamedTuple):
@@ -32,7 +43,6 @@ class Durations(NamedTuple):
 
 
 UNIT_DURATIONS = Durations()
-_COLLECTIVES = (Kind.GATHER, Kind.REDUCE)
 
 
 class Span(NamedTuple):
@@ -44,13 +54,11 @@ class Span(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """From when to when a compute action, or STEP, waited for a collective; no time at all if that was over."""
+    """A WAIT_GATHER or WAIT_REDUCE and when it ran; it takes no time if the collective was over."""
 
     start: float
     end: float
     action: Action
-    collective: Action
-    """A GATHER or REDUCE."""
 
 
 @dataclass
@@ -62,7 +70,7 @@ class Timeline:
     collectives: list[list[Span]]
     """Gathers and reductions."""
     waits: list[list[Wait]]
-    """For every collective one, in the order of waiting."""
+    """In order."""
     ideal: float
     """Compute time of a rank if work were spread evenly and nobody waited."""
     step_time: float = field(init=False)
@@ -76,7 +84,9 @@ class Timeline:
 
     def exposed(self, kind: Kind) -> list[float]:
         """How long each rank stood still for its collectives of a ``kind``, GATHER or REDUCE."""
-        return [sum(wait.end - wait.start for wait in waits if wait.collective.kind is kind) for waits in self.waits]
+        return [
+            sum(wait.end - wait.start for wait in waits if awaited_by(wait.action).kind is kind) for waits in self.waits
+        ]
 
 
 class DeadlockError(RuntimeError):
@@ -123,58 +133,30 @@ def peak_live_activations(actions: Sequence[Action]) -> int:
 
 
 class _Lane:
-    """The collectives of one rank, one after another, and what compute awaits of them: as ``ZeroPartition`` does."""
+    """The collectives of one rank, one after another, and the waits for them."""
 
-    def __init__(self, spec: ProgramSpec, durations: Durations) -> None:
+    def __init__(self, durations: Durations) -> None:
         self.cost = {Kind.GATHER: durations.gather, Kind.REDUCE: durations.reduce}
-        self.zero_stage, self.gradient_buffers = spec.zero_stage, spec.resident_chunks
         self.spans: list[Span] = []
         self.waits: list[Wait] = []
         self.free = 0.0
         """When the last one launched is over."""
-        self.gathering: dict[int, Span] = {}
-        """By chunk, what nothing has waited for yet."""
-        self.reducing: dict[int, Span] = {}
-        """The same, oldest first."""
-        self.accumulating: set[int] = set()
-        """Chunks whose gradient is not final."""
+        self.under_way: dict[Action, Span] = {}
 
     def launch(self, action: Action, now: float) -> None:
         start = max(now, self.free)
         self.free = start + self.cost[action.kind]
-        span = Span(start, self.free, action)
+        self.under_way[action] = span = Span(start, self.free, action)
         self.spans.append(span)
-        if action.kind is Kind.GATHER:
-            self.gathering[action.chunk] = span
-        else:
-            self.accumulating.discard(action.chunk)
-            self.reducing[action.chunk] = span
 
     def wait(self, action: Action, now: float) -> float:
-        """When ``action`` has waited for the collectives it needs, from ``now`` on."""
-        for span in self.due(action):
-            end = max(now, span.end)
-            self.waits.append(Wait(now, end, action, span.action))
-            now = end
-        return now
-
-    def due(self, action: Action) -> Iterator[Span]:
-        kind, chunk, _ = action
-        if chunk in self.gathering:
-            yield self.gathering.pop(chunk)
-        if kind is Kind.STEP:
-            while self.reducing:
-                yield self.oldest_reduction()
-        elif kind is Kind.BACKWARD and chunk not in self.accumulating:
-            while chunk in self.reducing or (self.reducing and self.zero_stage >= 1 and self.is_full()):
-                yield self.oldest_reduction()
-            self.accumulating.add(chunk)
-
-    def is_full(self) -> bool:
-        return len(self.accumulating) + len(self.reducing) >= self.gradient_buffers
-
-    def oldest_reduction(self) -> Span:
-        return self.reducing.pop(next(iter(self.reducing)))
+        """When ``action``, which begins ``now``, is over. An evaluation finds its gathers done."""
+        span = self.under_way.pop(awaited_by(action), None)
+        if span is None:
+            return now
+        end = max(now, span.end)
+        self.waits.append(Wait(now, end, action))
+        return end
 
 
 class _Run:
@@ -186,12 +168,12 @@ class _Run:
         self.hop, self.message = durations.hop, durations.message
         self.durations = durations
         self.last_chunk = spec.chunks - 1
-        self.lanes = [_Lane(spec, durations) for _ in program]
+        self.lanes = [_Lane(durations) for _ in program]
         self.ends = [_end_of_step(actions) for actions in program]
         """Behind each rank's STEP: what stands there runs when the next step begins."""
         for lane, actions, end in zip(self.lanes, program, self.ends):
             for action in actions[end:]:
-                if action.kind in _COLLECTIVES:
+                if action.kind in COLLECTIVES:
                     lane.launch(action, 0.0)
         self.blocking_sends = blocking_sends
         self.position = [0] * len(program)
@@ -234,9 +216,9 @@ class _Run:
             elif kind in RECEIVES:
                 self.posted.add(action)
                 woken.extend(self.waiting.pop(action, ()))
-            elif kind in _COLLECTIVES and self.position[rank] < self.ends[rank]:
+            elif kind in COLLECTIVES and self.position[rank] < self.ends[rank]:
                 self.lanes[rank].launch(action, self.now[rank])
-            elif kind is Kind.STEP:
+            elif kind in WAITS:
                 self.now[rank] = self.lanes[rank].wait(action, self.now[rank])
             self.position[rank] += 1
         return woken
@@ -252,7 +234,7 @@ class _Run:
                 self.waiting[needed].append(rank)
                 return False
             available = self.finished[needed]
-        start = max(self.lanes[rank].wait(action, self.now[rank]), available)
+        start = max(self.now[rank], available)
         end = self.now[rank] = start + self.cost(action)
         self.spans[rank].append(Span(start, end, action))
         if action.kind is Kind.FORWARD:

@@ -1,15 +1,25 @@
 """Proves a program sound before it runs: complete, ordered, matched, free of deadlock, within its resident chunks."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ds_lgamp.schedule.program import Program, ProgramSpec, receive_matching, receive_posts, send_of
-from ds_lgamp.schedule.residency import chunk_visits, current_chunks, resident_windows
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, WAITS, Action, Kind, receive_matching, send_of
+from ds_lgamp.schedule.passes import current_of, receive_posts, windows_of
+from ds_lgamp.schedule.program import Program
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.waits import Waits
 
 _ROWS_SHOWN = 4
-_BEFORE_COMPUTE = {Kind.RELEASE: 0, Kind.GATHER: 1, Kind.RECV_FORWARD: 2, Kind.RECV_BACKWARD: 3}
+_BEFORE_COMPUTE = (
+    Kind.RELEASE,
+    Kind.GATHER,
+    Kind.RECV_FORWARD,
+    Kind.RECV_BACKWARD,
+    Kind.WAIT_GATHER,
+    Kind.WAIT_REDUCE,
+)
+"""In the order they stand."""
 
 
 class ProgramError(ValueError):
@@ -40,7 +50,7 @@ class _RankCheck:
     """Walks one rank's actions beside the compute order its schedule prescribes.
 
     Between two computes stand, in this order: the SEND and the REDUCE of the first, then RELEASE, GATHER, RECV of
-    activations and RECV of gradients ahead of the second.
+    activations, RECV of gradients and the waits ahead of the second.
     """
 
     def __init__(self, spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> None:
@@ -52,9 +62,9 @@ class _RankCheck:
         spec = self.spec
         computes = list(spec.computes(self.rank))
         posts = receive_posts(spec, self.rank, computes)
-        visits = chunk_visits(computes)
-        windows = iter(resident_windows(visits, spec.zero_stage, spec.resident_chunks, spec.defers_gathers))
-        self.current = current_chunks(visits, spec.zero_stage, spec.defers_gathers)
+        windows = windows_of(spec, computes)
+        self.current = current_of(spec, computes)
+        self.waits = Waits(spec, self.current)
         self.resident = list(self.current)
         visited = None
         for compute, receives in zip(computes, posts):
@@ -66,25 +76,26 @@ class _RankCheck:
                 self.check_partition(preparation, self.resident)
             if spec.zero_stage > 0 and compute.chunk not in self.resident:
                 raise self.fault(f"{compute} needs chunk {compute.chunk}, which is not gathered")
-            self.check_receives(preparation, receives)
+            self.check_same(preparation, RECEIVES, receives, "posts", "the receives to post here are")
+            self.check_same(preparation, WAITS, self.waits.before(compute), "waits", "the waits that stand here are")
             self.expect(compute, "the schedule's next compute is")
             if spec.sends_output(compute):
                 self.expect(send_of(compute), "the result must be sent at once by")
             if spec.is_final_backward(compute):
-                self.expect(Action(Kind.REDUCE, compute.chunk), "the chunk's gradient is final; next must be")
+                self.launch(Action(Kind.REDUCE, compute.chunk), "the chunk's gradient is final; next must be")
         self.check_end()
 
     def preparation_rows(self) -> list[Action]:
         """The actions up to the next compute; refuses what has no place there."""
-        start = self.row
-        place = 0
+        start, place = self.row, 0
         while self.row < len(self.actions) and self.actions[self.row].kind not in COMPUTE:
             action = self.actions[self.row]
             if action.kind not in _BEFORE_COMPUTE:
                 raise self.fault(f"{action} does not belong here")
-            if _BEFORE_COMPUTE[action.kind] < place:
-                raise self.fault(f"{action} is out of order: RELEASE, GATHER, RECV_F, RECV_B stand in this order")
-            place = _BEFORE_COMPUTE[action.kind]
+            if _BEFORE_COMPUTE.index(action.kind) < place:
+                order = ", ".join(kind.value for kind in _BEFORE_COMPUTE)
+                raise self.fault(f"{action} is out of order: {order} stand in this order")
+            place = _BEFORE_COMPUTE.index(action.kind)
             self.row += 1
         return list(self.actions[start : self.row])
 
@@ -98,24 +109,36 @@ class _RankCheck:
         if gathers != [chunk for chunk in window if chunk not in self.resident]:
             raise self.fault(f"gathers {gathers}; with {sorted(self.resident)} resident, {window} must be")
         self.resident = [chunk for chunk in self.resident if chunk not in releases] + gathers
+        for chunk in gathers:
+            self.waits.before(Action(Kind.GATHER, chunk))
         if self.spec.zero_stage == 3 and len(self.resident) > self.spec.resident_chunks:
             raise self.fault(f"{len(self.resident)} chunks are resident; at most {self.spec.resident_chunks} may be")
 
-    def check_receives(self, preparation: list[Action], expected: list[Action]) -> None:
-        found = [action for action in preparation if action.kind in RECEIVES]
+    def check_same(
+        self, preparation: list[Action], kinds: Collection[Kind], expected: list[Action], does: str, must: str
+    ) -> None:
+        found = [action for action in preparation if action.kind in kinds]
         if found != expected:
-            raise self.fault(f"posts {_texts(found)}; the receives to post here are {_texts(expected)}")
+            raise self.fault(f"{does} {_texts(found)}; {must} {_texts(expected)}")
 
     def check_end(self) -> None:
         if self.spec.zero_stage == 3:
             for chunk in sorted(self.resident):
                 self.expect(Action(Kind.RELEASE, chunk), "after the last compute follows")
         if not self.spec.forward_only:
-            self.expect(Action(Kind.STEP), "after the last compute follows")
+            step = Action(Kind.STEP)
+            for wait in self.waits.before(step):
+                self.expect(wait, "the step needs all gradients; next must be")
+            self.expect(step, "after the last compute follows")
             for chunk in self.current:
                 self.expect(Action(Kind.GATHER, chunk), "what the step updated is gathered next by")
         if self.row < len(self.actions):
             raise self.fault(f"{self.actions[self.row]} follows the end of the program")
+
+    def launch(self, action: Action, reason: str) -> None:
+        """Expects a collective, which somebody must wait for."""
+        self.expect(action, reason)
+        self.waits.before(action)
 
     def expect(self, action: Action, reason: str) -> None:
         if self.row >= len(self.actions) or self.actions[self.row] != action:

@@ -94,4 +94,4 @@ def test_gathers_run_behind_the_step_or_one_chunk_ahead(capsys):
     one_rank = ["--zero-stage", "1", "--pipeline-ranks", "1", "--chunks-per-rank", "2", "--micro-batches", "1"]
     behind, deferred = (report(capsys, *one_rank, *more)["program"]["0"] for more in ([], ["--defer-gathers"]))
     assert behind[-3:] == ["STEP", "GATHER0", "GATHER1"]
-    assert deferred[:3] == ["GATHER0", "GATHER1", "F0.0"] and deferred[-1] == "STEP"
+    assert deferred[:3] == ["GATHER0", "GATHER1", "WAIT_GATHER0"] and deferred[-1] == "STEP"

@@ -31,7 +31,7 @@ def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunk
 
 
 def memory_of(actions, size, units=(), element=FP32):
-    return rank_memory(actions, units, 0, 1, 2, element, activation_bytes=size)
+    return rank_memory(actions, units, 0, 1, element, activation_bytes=size)
 
 
 def test_recomputation_stores_inputs_but_of_a_chunk_that_turns_at_once():
@@ -140,7 +140,7 @@ def test_gradients_of_so_many_chunks_are_held(zero_stage):
     units = [UnitSize(64, 64, (chunk,)) for chunk in range(4)]
     for resident, group in ((1, 4), (2, 4), (9, 4), (1, 2)):
         spec = ProgramSpec((0, 0, 0, 0), "layered", 4, group, zero_stage, resident)
-        told = rank_memory(build_rank_program(spec, 0), units, zero_stage, 2, resident, FP32)
+        told = rank_memory(build_rank_program(spec, 0), units, zero_stage, 2, FP32)
         held = 4 if zero_stage == 1 and group == 2 else min(resident, 4)
         under_way = 4 if held == 4 else held
         assert told.gradient_buffers == 4 * (64 * held + 32 * under_way), (resident, group)
@@ -149,13 +149,13 @@ def test_gradients_of_so_many_chunks_are_held(zero_stage):
 @pytest.mark.parametrize(("all_to_all", "received"), [(False, 32), (True, 64 + 32)])
 def test_an_all_to_all_receives_a_whole_gradient_and_sums_it(all_to_all, received):
     units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
-    told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, 1, FP32, all_to_all)
+    told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, FP32, all_to_all)
     assert told.gradient_buffers == 4 * (64 + received)
 
 
 def test_in_rank_order_an_all_reduce_receives_whole_gradients_until_the_step():
     units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
-    told = rank_memory(two_chunks(1, 0, 2), units, 0, 2, 2, FP32, all_to_all=True, in_rank_order=True)
+    told = rank_memory(two_chunks(1, 0, 2), units, 0, 2, FP32, all_to_all=True, in_rank_order=True)
     assert (told.gradients, told.gradient_buffers) == (4 * 2 * 64, 4 * (2 * 64 + 32))
 
 

@@ -9,6 +9,7 @@ import torch
 from ds_lgamp.cost.memory import ElementBytes, UnitSize
 from ds_lgamp.cost.storage import aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
@@ -31,10 +32,10 @@ def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
     for step in range(steps):
         if trace is not None:
             trace.clear()
-        batch = assembled.executor.batch(
+        batch = Batch(
             spec.micro_batches, lambda index, step=step: micro_batch(step, index), turns_at_once=spec.turns_at_once
         )
-        with CollectiveCounter() as counter, batch:
+        with CollectiveCounter() as counter, assembled.executor.run_batch(batch):
             assembled.executor.run(actions)
     return counter, assembled, actions, bounds
 
@@ -142,13 +143,13 @@ def test_gathers_run_ahead_and_reductions_are_awaited_late(zero_stage):
     position = {event: trace.index(event) for event in trace}
     for chunk in range(3):
         assert position[f"GATHER{chunk + 1}"] < position[f"F{chunk}.0"]
-        assert position[f"WAIT_GATHER chunk {chunk + 1}"] > position[f"F{chunk}.1"]
-    # Two gradient buffers: the reduction of chunk 3 is awaited when chunk 1 needs its buffer, the last two at STEP.
-    assert position["B1.0"] < position["WAIT_REDUCE chunk 3"] < position["B1.1"]
-    assert position["B0.0"] < position["WAIT_REDUCE chunk 2"] < position["B0.1"]
-    assert position["STEP"] < position["WAIT_REDUCE chunk 1"] < position["WAIT_REDUCE chunk 0"]
+        assert position[f"WAIT_GATHER{chunk + 1}"] > position[f"F{chunk}.1"]
+    # Two gradient buffers: the reduction of chunk 3 is awaited when chunk 1 needs its buffer, the last two at the end.
+    assert position["B2.1"] < position["WAIT_REDUCE3"] == position["B1.0"] - 1
+    assert position["B1.1"] < position["WAIT_REDUCE2"] == position["B0.0"] - 1
+    assert [*trace][-3:] == ["WAIT_REDUCE1", "WAIT_REDUCE0", "STEP"]
 
 
 def test_reductions_with_buffers_to_spare_are_awaited_at_the_step():
     trace = run_on_ranks(2, trace_of_a_step, 4)[0]
-    assert all(trace.index(f"WAIT_REDUCE chunk {chunk}") > trace.index("STEP") for chunk in range(4))
+    assert trace[-5:] == [*(f"WAIT_REDUCE{chunk}" for chunk in reversed(range(4))), "STEP"]

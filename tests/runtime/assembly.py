@@ -96,15 +96,15 @@ def assemble(
         tied,
         grid.data_group,
         spec.zero_stage,
-        spec.resident_chunks,
         DEVICE,
-        trace=trace,
         communication_dtype=communication_dtype,
     )
 
     def step() -> None:
+        partition.finish_gradients()
         apply_step()
         partition.follow_update()
+        partition.after_update()
 
     executor = Executor(
         spec.placement,
@@ -117,6 +117,7 @@ def assemble(
         default_sources(DEVICE),
         recompute,
         trace,
+        owns=partition.owns if partition.frees_weights else None,
     )
     return Assembled(executor, partition, [users] if users else [], [chunk for chunk in own if parameters[chunk]])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.validate import validate
@@ -63,12 +64,12 @@ def compare(grid, configuration, tied, recompute, reference):
     program = build_program(configuration)
     validate(configuration, program)
     for step in range(STEPS):
-        batch = assembled.executor.batch(
+        batch = Batch(
             4,
             lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index),
             turns_at_once=configuration.turns_at_once,
         )
-        with batch:
+        with assembled.executor.run_batch(batch):
             assembled.executor.run(program[grid.pipeline_rank])
         check_loss(grid, configuration, assembled, reference.losses[step])
         parameters = gathered(assembled.partition, lambda unit: unit.shard)

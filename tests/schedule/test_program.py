@@ -24,8 +24,9 @@ def count(actions, kind):
 def test_layered_program_reads_as_the_method_says():
     program = build_program(layered(chunks=3, micro_batches=2))
     assert " ".join(map(str, program[0])) == (
-        "GATHER0 GATHER1 F0.0 F0.1 RELEASE0 GATHER2 F1.0 F1.1 F2.0 B2.0 "
-        "F2.1 B2.1 REDUCE2 RELEASE2 GATHER0 B1.0 B1.1 REDUCE1 RELEASE1 B0.0 B0.1 REDUCE0 RELEASE0 STEP"
+        "GATHER0 GATHER1 WAIT_GATHER0 F0.0 F0.1 RELEASE0 GATHER2 WAIT_GATHER1 F1.0 F1.1 WAIT_GATHER2 F2.0 B2.0 "
+        "F2.1 B2.1 REDUCE2 RELEASE2 GATHER0 B1.0 B1.1 REDUCE1 RELEASE1 WAIT_GATHER0 WAIT_REDUCE2 B0.0 B0.1 REDUCE0 "
+        "RELEASE0 WAIT_REDUCE1 WAIT_REDUCE0 STEP"
     )
 
 
@@ -43,15 +44,18 @@ def test_interleaved_program_takes_p_micro_batches_at_a_time():
 
 def test_stages_1_and_2_gather_behind_the_step_what_the_next_one_needs_first():
     spec = layered(chunks=3, micro_batches=1, stage=2)
-    computes = "F0.0 F1.0 F2.0 B2.0 REDUCE2 B1.0 REDUCE1 B0.0 REDUCE0"
-    assert " ".join(map(str, build_program(spec)[0])) == f"{computes} STEP GATHER0 GATHER1 GATHER2"
-    assert " ".join(map(str, build_program(spec.evaluation())[0])) == "F0.0 F1.0 F2.0"
+    forwards = "WAIT_GATHER0 F0.0 WAIT_GATHER1 F1.0 WAIT_GATHER2 F2.0"
+    backwards = "B2.0 REDUCE2 B1.0 REDUCE1 WAIT_REDUCE2 B0.0 REDUCE0 WAIT_REDUCE1 WAIT_REDUCE0"
+    gathers = "GATHER0 GATHER1 GATHER2"
+    assert " ".join(map(str, build_program(spec)[0])) == f"{forwards} {backwards} STEP {gathers}"
+    assert " ".join(map(str, build_program(spec.evaluation())[0])) == forwards
 
 
 def test_deferred_gathers_run_one_chunk_ahead():
     program = build_program(layered(chunks=3, micro_batches=1, stage=2, defers_gathers=True))
     assert " ".join(map(str, program[0])) == (
-        "GATHER0 GATHER1 F0.0 GATHER2 F1.0 F2.0 B2.0 REDUCE2 B1.0 REDUCE1 B0.0 REDUCE0 STEP"
+        "GATHER0 GATHER1 WAIT_GATHER0 F0.0 GATHER2 WAIT_GATHER1 F1.0 WAIT_GATHER2 F2.0 "
+        "B2.0 REDUCE2 B1.0 REDUCE1 WAIT_REDUCE2 B0.0 REDUCE0 WAIT_REDUCE1 WAIT_REDUCE0 STEP"
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule import orders
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, WAITS, Action, Kind, awaited_by
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
@@ -110,14 +110,14 @@ def test_collectives_of_a_rank_run_one_after_another_and_each_is_awaited_once(sp
         launched = [action for action in behind_step_first(actions) if action.kind in (Kind.GATHER, Kind.REDUCE)]
         assert [span.action for span in collectives] == launched
         assert all(before.end <= after.start for before, after in zip(collectives, collectives[1:]))
-        assert Counter(wait.collective for wait in waits) == Counter(launched)
+        assert Counter(awaited_by(wait.action) for wait in waits) == Counter(launched)
         assert all(before.end <= after.start for before, after in zip(waits, waits[1:]))
 
 
 @given(program_specs())
 def test_collectives_that_take_no_time_change_nothing(spec):
     program = build_program(spec)
-    without = [[action for action in actions if action.kind not in (Kind.GATHER, Kind.REDUCE)] for actions in program]
+    without = [[action for action in actions if action.kind not in COLLECTIVES | WAITS] for actions in program]
     result, bare = (simulate(spec, actions, Durations(3, 5, 1)) for actions in (program, without))
     assert result.spans == bare.spans and result.step_time == bare.step_time
     assert not any(result.exposed(Kind.GATHER) + result.exposed(Kind.REDUCE))
@@ -197,12 +197,11 @@ def test_a_backward_waits_for_the_oldest_reduction_when_gradient_buffers_are_ful
     """Two buffers: the backward of chunk 1 needs that of chunk 3, whose reduction outlasts the backward of chunk 2."""
     spec = ProgramSpec((0,) * 4, "layered", 1, 1, 2, resident_chunks=2)
     (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits
-    reductions = [(str(wait.action), str(wait.collective), wait.end - wait.start) for wait in waits[4:]]
-    assert reductions == [
-        ("B1.0", "REDUCE3", 3),
-        ("B0.0", "REDUCE2", 3),
-        ("STEP", "REDUCE1", 3),
-        ("STEP", "REDUCE0", 5),
+    assert [(str(wait.action), wait.end - wait.start) for wait in waits[4:]] == [
+        ("WAIT_REDUCE3", 3),
+        ("WAIT_REDUCE2", 3),
+        ("WAIT_REDUCE1", 3),
+        ("WAIT_REDUCE0", 5),
     ]
 
 
@@ -215,10 +214,8 @@ def test_gathers_behind_the_step_run_when_the_next_one_begins(stage):
         (5, "GATHER1"),
         (10, "GATHER2"),
     ]
-    exposed = [
-        (str(wait.action), wait.end - wait.start) for wait in result.waits[0] if wait.collective.kind is Kind.GATHER
-    ]
-    assert exposed == [("F0.0", 5), ("F1.0", 4), ("F2.0", 4)]
+    exposed = [(str(wait.action), wait.end - wait.start) for wait in result.waits[0]]
+    assert exposed[:3] == [("WAIT_GATHER0", 5), ("WAIT_GATHER1", 4), ("WAIT_GATHER2", 4)]
 
 
 @given(program_specs(), st.integers(0, 9), st.integers(0, 9))
@@ -234,9 +231,8 @@ def test_gathers_behind_the_step_expose_no_more_than_deferred_ones(spec, gather,
 def test_with_groups_stage_1_awaits_every_reduction_at_the_step():
     """From the first group on it holds all gradients; the last group's backwards begin none."""
     spec = ProgramSpec((0,) * 3, "layered", 4, 2, 1, resident_chunks=1)
-    (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits
-    reductions = [(str(wait.action), str(wait.collective)) for wait in waits if wait.collective.kind is Kind.REDUCE]
-    assert reductions == [("STEP", "REDUCE2"), ("STEP", "REDUCE1"), ("STEP", "REDUCE0")]
+    *_, third, second, first, step = [action for action in build_program(spec)[0] if action.kind is not Kind.GATHER]
+    assert list(map(str, (third, second, first, step))) == ["WAIT_REDUCE2", "WAIT_REDUCE1", "WAIT_REDUCE0", "STEP"]
 
 
 def test_without_groups_stage_1_awaits_reductions_as_stage_2():

@@ -55,6 +55,7 @@ from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, re
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
 from ds_lgamp.partition.unit import UnitParameter
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
@@ -238,7 +239,6 @@ class LgampEngine(PipelineEngine):
             [TiedParameters(key, tied[key], self._users(key), self._tie_group(key)) for key in sorted(tied)],
             self.data_parallel_group,
             self.zero_stage,
-            self.lgamp_settings.resident_chunks,
             self.device,
             accumulation_dtype(self._config),
             in_rank_order=self.lgamp_settings.reproducible,
@@ -284,6 +284,7 @@ class LgampEngine(PipelineEngine):
             recompute=self.lgamp_settings.recompute == "full",
             loss_gradient=self._loss_gradient,
             timing=self._stopwatch,
+            owns=self._partition.owns if self._partition.frees_weights else None,
         )
 
     def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
@@ -355,7 +356,9 @@ class LgampEngine(PipelineEngine):
             self.total_loss = torch.stack(self.executor.losses).sum(0)
         with torch.no_grad():
             self._batch_loss = self._average_loss()
+        self._partition.finish_gradients()
         self._exec_optimizer_step()
+        self._partition.after_update()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """That of the batch: the step has averaged it."""
@@ -379,10 +382,8 @@ class LgampEngine(PipelineEngine):
             self._loader.pull(spec.micro_batches, self._next_batch)
         # Seeds of layers must not show in what the script draws, such as the order of its data.
         seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
-        batch = self.executor.batch(
-            spec.micro_batches, self._loader.take, training=not spec.forward_only, turns_at_once=spec.turns_at_once
-        )
-        with seeded, batch:
+        batch = Batch(spec.micro_batches, self._loader.take, not spec.forward_only, spec.turns_at_once)
+        with seeded, self.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches
         self.fwd_outputs = self.executor.losses

@@ -45,8 +45,16 @@ class ReduceChunk(PipeInstruction):
     """Launches the reduction of a chunk's gradients."""
 
 
+class WaitGatheredChunk(PipeInstruction):
+    """Waits for the gather of a chunk's parameters."""
+
+
+class WaitReducedChunk(PipeInstruction):
+    """Waits for the reduction of a chunk's gradients."""
+
+
 class LayeredOptimizerStep(PipeInstruction):
-    """Awaits the reductions and steps the optimizer."""
+    """Finishes gradients and steps the optimizer."""
 
 
 INSTRUCTIONS: dict[Kind, type[PipeInstruction]] = {
@@ -59,6 +67,8 @@ INSTRUCTIONS: dict[Kind, type[PipeInstruction]] = {
     Kind.GATHER: GatherChunk,
     Kind.RELEASE: ReleaseChunk,
     Kind.REDUCE: ReduceChunk,
+    Kind.WAIT_GATHER: WaitGatheredChunk,
+    Kind.WAIT_REDUCE: WaitReducedChunk,
     Kind.STEP: LayeredOptimizerStep,
 }
 

@@ -317,7 +317,6 @@ def _rank_facts(
             units,
             spec.zero_stage,
             data_ranks,
-            spec.resident_chunks,
             size,
             all_to_all=in_rank_order or get_accelerator().communication_backend_name() == "gloo",
             in_rank_order=in_rank_order,

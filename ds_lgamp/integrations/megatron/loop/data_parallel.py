@@ -12,21 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 
 SyncFunction = Callable[..., Any]
 
 
 class DistributedData:
-    """What a batch does with Megatron-core's data parallelism."""
+    """A rank's part in Megatron-core's data parallelism; it lives as long as the executor, batch after batch."""
 
-    frees_weights = False
-
-    def __init__(self, batch: Batch) -> None:
-        self.device = batch.device
-        self._finalize = batch.finalize
+    def begin(self, batch: Batch) -> None:
+        """Takes what the configuration of ``batch`` says, which may change between batches."""
         self._models = dict(zip(batch.chunks, batch.models))
         self._left = dict.fromkeys(batch.chunks, batch.backward_passes)
         """Backward passes of every chunk that have not begun."""
@@ -45,17 +40,11 @@ class DistributedData:
         if chunk in self._gathers:
             self._gathers[chunk](self._models[chunk].parameters())
 
-    def wait_gathered(self, chunk: int) -> None:
-        """A hook of the model does."""
+    def wait_gather(self, chunk: int) -> None:
+        """A hook of the model waits."""
 
     def release(self, chunk: int) -> None:
         """Weights stay at ZeRO stages 0 and 1."""
-
-    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
-        return False
-
-    def wait_room(self, chunk: int) -> None:
-        """Megatron-core has a buffer for every gradient."""
 
     def begin_backward(self, chunk: int) -> None:
         self._left[chunk] -= 1
@@ -67,15 +56,8 @@ class DistributedData:
             self._reductions[chunk](self._models[chunk].parameters())
         self._close(chunk)
 
-    def wait_reductions(self) -> None:
-        """``finalize_model_grads_func`` does."""
-
-    def finish_gradients(self) -> None:
-        self.end()
-        self._finalize()
-
-    def after_update(self) -> None:
-        """Megatron-core's loop steps the optimizer."""
+    def wait_reduce(self, chunk: int) -> None:
+        """Megatron-core has a buffer for every gradient; ``finalize_model_grads_func`` waits."""
 
     def end(self) -> None:
         """Leaves every context."""

@@ -13,18 +13,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch
-from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
-from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
+from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
-from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
-from ds_lgamp.runtime.executor import ActionError, Executor
-from ds_lgamp.runtime.links import Links, ring_links
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.placement import Placement, place_chunks
 from ds_lgamp.schedule.program import build_rank_program
-
-_ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
-"""Where shapes change unexpectedly."""
 
 
 class ForwardBackward:
@@ -38,9 +31,8 @@ class ForwardBackward:
     def __init__(self, settings: LgampConfig, zero_stage: int) -> None:
         self._settings, self._zero_stage = settings, zero_stage
         self._program = lru_cache(maxsize=16)(self._build_program)
-        self._links: dict[dist.ProcessGroup, tuple[Links, tuple[Any, ...]]] = {}
-        """By pipeline: its links, and what the shapes of the last batch derived from."""
-        self._failed = False
+        self._pipelines: dict[tuple[dist.ProcessGroup, int], Pipeline] = {}
+        """By pipeline and chunks per rank."""
 
     def __call__(
         self,
@@ -91,54 +83,25 @@ class ForwardBackward:
         return batch.reports
 
     def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
-        if self._failed:
-            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
+        chunks_per_rank = len(batch.models)
         program = self._program(
-            batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
+            batch.pipeline_ranks, chunks_per_rank, batch.rank, batch.micro_batches, batch.forward_only
         )
-        data = DistributedData(batch)
-        executor = Executor(
-            place_chunks("modular", batch.pipeline_ranks * len(batch.models), batch.pipeline_ranks),
-            batch.rank,
-            {chunk: ModelChunk(batch, own) for own, chunk in enumerate(batch.chunks)},
-            data,
-            self._links_of(batch, shapes),
-            loss_function=None,
-            apply_step=lambda: None,
-            random_sources=[],
-            recompute=False,
-            loss_gradient=batch.loss_gradient,
-            timing=MegatronTiming(batch.config.timers),
-        )
-        self._failed = True
-        with executor.batch(batch.micro_batches, lambda micro_batch: (None, None), training=not batch.forward_only):
-            executor.run(program)
-        data.end()
-        self._failed = False
+        key = batch.groups.pp, chunks_per_rank
+        if key not in self._pipelines:
+            self._pipelines[key] = Pipeline(batch, _placement(batch.pipeline_ranks, chunks_per_rank), shapes)
+        self._pipelines[key].run(batch, program, shapes)
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
     ) -> list[Action]:
-        placement = place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)
+        placement = _placement(pipeline_ranks, chunks_per_rank)
         # Evaluation takes any number of micro-batches, training under some schedules only a multiple of the ranks.
         trained = pipeline_ranks if forward_only else micro_batches
         spec = program_spec(self._settings, placement, trained, self._zero_stage)
         # Megatron-core's loop steps the optimizer when the program is over.
         spec = replace(spec, defers_gathers=True)
         return build_rank_program(spec.evaluation(micro_batches) if forward_only else spec, rank)
-
-    def _links_of(self, batch: Batch, shapes: tuple[Any, ...]) -> Links:
-        """The links of this rank, opened with the first batch, by all ranks together unless there is one pipeline rank.
-        ``shapes`` is what those of tensors derive from."""
-        pipeline = batch.groups.pp
-        links, previous = self._links.get(pipeline, (None, shapes))
-        if links is None:
-            pipelines = _all_pipelines(pipeline) if batch.pipeline_ranks > 1 else [[dist.get_rank()]]
-            links = ring_links(pipelines, batch.device, dynamic=batch.config.variable_seq_lengths, advice=_ADVICE)
-        elif shapes != previous:
-            links.reset()
-        self._links[pipeline] = links, shapes
-        return links
 
 
 def global_groups() -> ProcessGroupCollection:
@@ -160,8 +123,5 @@ def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
     return iterators if isinstance(iterators, list) else [iterators]
 
 
-def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
-    """The global ranks of every pipeline. Collective over all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dist.get_process_group_ranks(pipeline))
-    return sorted({tuple(ranks): list(ranks) for ranks in gathered}.values())
+def _placement(pipeline_ranks: int, chunks_per_rank: int) -> Placement:
+    return place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)

@@ -1,5 +1,6 @@
 """A chunk of a Megatron-core model at run time."""
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
@@ -13,16 +14,16 @@ class ModelChunk(Chunk):
 
     Args:
         own: its number on this rank.
+        batch: gives the batch that runs.
     """
 
-    def __init__(self, batch: Batch, own: int) -> None:
+    def __init__(self, own: int, batch: Callable[[], Batch]) -> None:
         super().__init__([])
-        self._batch, self._own = batch, own
-        self._virtual_stage = own if len(batch.models) > 1 else None
-        self._is_last = batch.on_last_rank and own == len(batch.models) - 1
+        self._own, self._batch = own, batch
 
     def __call__(self, inputs: Tensors | None, micro_batch: int) -> Any:
-        batch = self._batch
+        batch = self._batch()
+        is_last = batch.on_last_rank and self._own == len(batch.models) - 1
         first = schedules.check_first_val_step(batch.first_validation_step, batch.forward_only, micro_batch == 0)
         output, tokens = schedules.forward_step(
             batch.forward_step,
@@ -36,9 +37,9 @@ class ModelChunk(Chunk):
             collect_non_loss_data=batch.collect_non_loss_data,
             is_first_microbatch=first,
             current_microbatch=micro_batch,
-            vp_stage=self._virtual_stage,
-            is_last_stage=self._is_last,
+            vp_stage=self._own if len(batch.models) > 1 else None,
+            is_last_stage=is_last,
         )
         batch.tokens += tokens
         # In evaluation it may be of any kind and size, and what counts of it is among the reports.
-        return None if self._is_last and batch.forward_only else output
+        return None if is_last and batch.forward_only else output

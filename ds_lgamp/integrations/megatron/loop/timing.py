@@ -10,15 +10,15 @@ _LEVEL = 2
 
 
 class MegatronTiming:
-    """Args: timers: ``config.timers``; None if nobody wants to know."""
+    """Lets the timers of the batch that runs follow the executor."""
 
-    def __init__(self, timers: Any) -> None:
-        self._timers = timers
+    timers: Any = None
+    """``config.timers``; None if nobody wants to know."""
 
     def time(self, kind: str) -> AbstractContextManager[Any]:
-        if self._timers is None or kind not in _NAMES:
+        if self.timers is None or kind not in _NAMES:
             return nullcontext()
-        return _running(self._timers(_NAMES[kind], log_level=_LEVEL))
+        return _running(self.timers(_NAMES[kind], log_level=_LEVEL))
 
 
 @contextmanager

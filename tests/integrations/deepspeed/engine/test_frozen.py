@@ -239,10 +239,8 @@ def check_traffic(case, engine, counter):
 def check_memory(case, engine):
     """What is held between steps."""
     partition, spec = engine.optimizer.partition, engine.program_spec
-    actions, resident = build_program(spec)[engine.stage_id], spec.resident_chunks
-    told = rank_memory(
-        actions, sizes_of(partition), case.stage, engine.dp_world_size, resident, ElementBytes(optimizer=4), True
-    )
+    actions, element_bytes = build_program(spec)[engine.stage_id], ElementBytes(optimizer=4)
+    told = rank_memory(actions, sizes_of(partition), case.stage, engine.dp_world_size, element_bytes, True)
     partition.release_all()
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for u in partition.units for t in (u.flat, u.shard)}
     assert told.weights == sum(storage.nbytes() for storage in storages.values()), case
@@ -289,9 +287,7 @@ def explained(stage):
     assert facts.collective_bytes_sent == sum(sent for _, sent in moved)
     sizes = sizes_of(engine.optimizer.partition)
     spec = engine.program_spec
-    assert facts.memory == rank_memory(
-        build_program(spec)[0], sizes, stage, 2, spec.resident_chunks, ElementBytes(optimizer=4), True
-    )
+    assert facts.memory == rank_memory(build_program(spec)[0], sizes, stage, 2, ElementBytes(optimizer=4), True)
     return told.frozen_gathers
 
 

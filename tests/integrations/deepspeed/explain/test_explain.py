@@ -351,7 +351,6 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         [TiedParameters("embedding", tied, [0, 6], tie_group)],
         data_group,
         zero_stage,
-        resident,
         torch.device("cpu"),
         gradient_dtype,
         in_rank_order=in_rank_order,
@@ -376,7 +375,6 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         sizes,
         zero_stage,
         data_group.size(),
-        resident,
         element,
         all_to_all=in_rank_order,
         in_rank_order=in_rank_order,
@@ -422,15 +420,15 @@ def follow(partition, actions):
             partition.gather(action.chunk)
         elif action.kind is Kind.RELEASE:
             partition.release(action.chunk)
-        elif action.kind in (Kind.FORWARD, Kind.BACKWARD):
-            partition.wait_gathered(action.chunk)
-            if action.kind is Kind.BACKWARD:
-                partition.wait_room(action.chunk)
-                partition.begin_backward(action.chunk)
+        elif action.kind is Kind.WAIT_GATHER:
+            partition.wait_gather(action.chunk)
+        elif action.kind is Kind.BACKWARD:
+            partition.begin_backward(action.chunk)
         elif action.kind is Kind.REDUCE:
             partition.reduce(action.chunk)
+        elif action.kind is Kind.WAIT_REDUCE:
+            partition.wait_reduce(action.chunk)
         elif action.kind is Kind.STEP:
-            partition.wait_reductions()
             partition.finish_gradients()
             gradients = sum(unit.shard_gradient.nbytes for unit in partition.units if unit.trains)
             partition.follow_update()

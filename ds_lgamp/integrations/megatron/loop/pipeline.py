@@ -1,0 +1,88 @@
+"""A rank's place in one of Megatron-core's pipelines: its links and its executor, for all batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
+from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
+from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
+from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime.batch import Batch as ExecutorBatch
+from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.links import ring_links
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.placement import Placement
+
+_ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
+"""Where shapes change unexpectedly."""
+
+
+class Pipeline:
+    """Built with the first batch, by all ranks together unless there is one pipeline rank. It keeps no model alive.
+
+    Args:
+        first: that batch.
+        placement: pipeline rank of every chunk.
+        shapes: whatever the shapes of tensors derive from.
+    """
+
+    def __init__(self, first: Batch, placement: Placement, shapes: Any) -> None:
+        pipelines = _all_pipelines(first.groups.pp) if first.pipeline_ranks > 1 else [[dist.get_rank()]]
+        self._links = ring_links(pipelines, first.device, first.config.variable_seq_lengths, _ADVICE)
+        self._shapes = shapes
+        self._data, self._timing = DistributedData(), MegatronTiming()
+        self._batch: Batch | None = None
+        self._executor = Executor(
+            placement,
+            first.rank,
+            {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(first.chunks)},
+            self._data,
+            self._links,
+            loss_function=None,
+            step=self._finish_gradients,
+            random_sources=[],
+            recompute=False,
+            loss_gradient=self._loss_gradient,
+            timing=self._timing,
+        )
+
+    def run(self, batch: Batch, program: Sequence[Action], shapes: Any) -> None:
+        """Runs ``batch``. Raises ActionError, naming rank and action, if anything fails."""
+        if shapes != self._shapes:
+            self._links.reset()
+        self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
+        self._data.begin(batch)
+        try:
+            with self._executor.run_batch(ExecutorBatch(batch.micro_batches, _no_data, not batch.forward_only)):
+                self._executor.run(program)
+            self._data.end()
+        finally:
+            self._batch = self._timing.timers = None
+
+    def _running(self) -> Batch:
+        assert self._batch is not None, "chunks compute while a batch runs"
+        return self._batch
+
+    def _finish_gradients(self) -> None:
+        """Megatron-core's loop steps the optimizer itself."""
+        self._data.end()
+        self._running().finalize()
+
+    def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        return self._running().loss_gradient(loss, micro_batches)
+
+
+def _no_data(micro_batch: int) -> tuple[None, None]:
+    """``forward_step`` reads its micro-batch itself."""
+    return None, None
+
+
+def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
+    """The global ranks of every pipeline. Collective over all ranks."""
+    return [
+        list(ranks) for ranks in sorted({tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))})
+    ]
