@@ -1,1 +1,1 @@
-"""What a program costs: bytes of memory and of traffic, from formulas."""
+"""Formulas for the cost of a program: bytes of memory and bytes of traffic."""

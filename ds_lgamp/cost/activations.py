@@ -1,4 +1,4 @@
-"""What micro-batches take on a pipeline rank, by following its program; the formula is in ``memory.py``."""
+"""Predicts the memory of activations on a pipeline rank by following its program. ``memory.py`` has the formula."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -13,63 +13,66 @@ SENDS_IN_FLIGHT = 2
 more receives posted, so that wait is short."""
 
 Tensor = tuple[Kind, int, int]
-"""What crosses a chunk boundary: FORWARD and a chunk for its result, BACKWARD and a chunk for the gradient of its
-result; then the micro-batch."""
+"""A tensor that crosses a chunk boundary: (FORWARD, chunk, micro-batch) is the chunk's result, (BACKWARD, chunk,
+micro-batch) the gradient of that result."""
 
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What one micro-batch takes on a chunk, a property of its layers and of whether it is recomputed, which a last
-    chunk that turns at once is not. The last chunk includes the loss."""
+    """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.
+
+    They depend on the chunk's layers and on whether it is recomputed. A last chunk that turns at once is not
+    recomputed.
+    """
 
     result: int
-    """What the next chunk gets, and the gradient of it; 0 for the last chunk."""
+    """The result that the next chunk gets. Its gradient takes as much. 0 for the last chunk."""
     forward: int
-    """The most its forward takes at once beside its input, result included."""
+    """Peak during the forward, including the result, excluding the input."""
     backward: int
-    """The most its backward takes at once beside the gradient of the result, gradient of the input included: with
-    recomputation beside the input too, from the beginning of the forward that is repeated; else beside ``saved`` and
-    the result if it is kept."""
+    """Peak during the backward, including the gradient of the input, excluding the gradient of the result. With
+    recomputation, the peak covers the repeated forward and excludes the input. Otherwise it excludes ``saved``, and the
+    result if autograd keeps it."""
     saved: int = 0
-    """Without recomputation: what autograd keeps of the forward, the input included where it needs it, without the
-    result."""
+    """Without recomputation: tensors that autograd keeps from the forward, except the result. They include the input if
+    autograd needs it."""
     keeps_result: bool = False
     """Without recomputation: whether autograd keeps the result."""
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What one micro-batch takes on the way through the model."""
+    """Bytes that one micro-batch takes on its way through the model."""
 
     inputs: int
-    """Of the first chunk, as the script's data give them."""
+    """Inputs of the first chunk, as the script's data provide them."""
     labels: int
     chunks: Sequence[ChunkBytes]
-    """All of the model, in order."""
+    """All chunks of the model, in order."""
     random_states: int = 0
-    """One state of every generator that recomputation restores; 0 where they lie in other memory, as beside a GPU."""
+    """One state of every generator that recomputation restores; 0 if they lie in other memory, as beside a GPU."""
     draws: bool = False
-    """Whether layers draw random numbers: then every stored input has states of its own."""
+    """Whether layers draw random numbers. Every stored input then has random states of its own."""
     recompute: bool = True
-    """Whether chunks are recomputed, but for a last chunk that turns at once."""
+    """Whether chunks are recomputed. A last chunk that turns at once never is."""
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes on one rank by kind, each at its highest in a step."""
+    """Bytes on one rank by kind, each at its peak in a step."""
 
     batch: int
     """Inputs and labels of micro-batches."""
     inputs: int
-    """Of chunks, stored for their backward; those of chunk 0 belong to the batch."""
+    """Chunk inputs stored for the backward. Inputs of chunk 0 count as ``batch``."""
     handed_over: int
-    """Results and gradients of results that a chunk of the same rank takes."""
+    """Results, and gradients of results, that another chunk of this rank takes."""
     receives: int
     sends: int
     saved: int
-    """Without recomputation: what autograd keeps, inputs and results included."""
+    """Without recomputation: tensors that autograd keeps, including inputs and results."""
     working: int
-    """Of the one forward or backward that runs."""
+    """Working memory of the one forward or backward that runs."""
     random_states: int
 
     @classmethod
@@ -78,14 +81,14 @@ class ActivationMemory:
 
 
 class ActivationWalk:
-    """Takes and frees on paper what the executor and its links take and free."""
+    """Takes and frees in a ledger what the executor and its links take and free in memory."""
 
     def __init__(self, actions: Sequence[Action], size: ActivationBytes, ledger: Ledger) -> None:
         self.size, self.ledger = size, ledger
         self.own = {action.chunk for action in actions if action.kind in COMPUTE}
         self.last = len(size.chunks) - 1
         self.kept = {self.last} if turns_at_once(actions, self.last) else set()
-        """Chunks that are not recomputed, whatever the others are."""
+        """Chunks that are never recomputed."""
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
         if self.own & {0, self.last}:
@@ -110,7 +113,7 @@ class ActivationWalk:
             self.send((Kind.BACKWARD, chunk - 1, micro_batch))
 
     def hold(self, tensor: Tensor, kind: str) -> None:
-        """A tensor with several holders counts once, where it was first."""
+        """Adds a holder of ``tensor``. A tensor with several holders counts once, under the kind of the first."""
         holders = self.holders[tensor]
         if not holders:
             self.ledger.take(kind, self.size.chunks[tensor[1]].result)
@@ -144,7 +147,7 @@ class ActivationWalk:
 
     def take_input(self, chunk: int, micro_batch: int) -> None:
         if chunk == min(self.own & {0, self.last}, default=None):
-            # The rest of the micro-batch is for other ranks.
+            # Only other ranks need the rest of the micro-batch.
             self.ledger.free("batch", self.size.inputs * (0 not in self.own))
             self.ledger.free("batch", self.size.labels * (self.last not in self.own))
         if chunk > 0:
@@ -152,7 +155,7 @@ class ActivationWalk:
             if self.recomputes(chunk):
                 self.hold(taken, "inputs")
             elif on_this_rank and not self.recomputes(chunk - 1):
-                # Copied, then let go.
+                # The executor copies this input, then drops the original.
                 self.ledger.pass_by("working", self.input_bytes(chunk))
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 

@@ -1,16 +1,17 @@
-"""What is held now and what was held at most, by kind."""
+"""Bytes held now and at the peak, by kind."""
 
 from collections import Counter
 
 
 class Ledger:
-    """Bytes taken and freed on paper."""
+    """Records bytes that are taken and freed on paper."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        """Of every kind by itself."""
+        """The peak of each kind by itself."""
         self.most_together = 0
+        """The peak of all kinds together."""
 
     def take(self, kind: str, amount: int) -> None:
         self.held[kind] += amount
@@ -21,6 +22,6 @@ class Ledger:
         self.held[kind] -= amount
 
     def pass_by(self, kind: str, amount: int) -> None:
-        """Takes for a moment."""
+        """Takes ``amount`` for a moment."""
         self.take(kind, amount)
         self.free(kind, amount)

@@ -1,48 +1,71 @@
-"""The memory formula: bytes on one pipeline rank, by following its program.
+"""The memory formula: predicts the bytes on one pipeline rank by following its program.
 
-**State.** A unit is a chunk's own parameters or a tied module, those of either that train or those that are frozen. Its
-storage has S equal parts of m elements, which ``storage.py`` counts: S is the number of data-parallel ranks W at stages
-1, 2 and 3, and 1 at stage 0. An element takes w bytes as a weight, g as a gradient, c as a gradient that travels and u,
-the larger of w and 4, as a master weight. A rank holds, summed over its units, of frozen ones the first two only:
+A **unit** is gathered, released and reduced together. It holds the trainable or the frozen parameters of one chunk or
+of one tied module. Symbols:
+
+- W: data-parallel ranks.
+- S: equal parts of a unit's storage. S is W at stages 1, 2 and 3, and 1 at stage 0.
+- m: elements of one part, as ``storage.py`` counts them.
+- T: pipeline ranks that hold a copy of a tied unit.
+- w: bytes per element of a weight.
+- g: bytes per element of a gradient that accumulates.
+- c: bytes per element of a gradient that travels between data-parallel ranks. c is g unless gradients travel in another
+  type.
+- u: bytes per element of a master weight, the larger of w and 4.
+
+**State**, summed over the units of the rank. Frozen units have only the first two kinds.
 
 - weights: w S m; at stage 3 w m.
-- resident weights, at stage 3 and S > 1: w S m between gather and release. A tied unit is there while a user is.
-- master weights: u m if w < u. Optimizer state: of at most m elements, those the optimizer owns.
-- gradients, S > 1: u m from the reduction to the end of the step. S = 1: g m for good; where they travel in a type of
-  their own, c m more from the reduction on; from the step's beginning to its end u m, instead of those c m, if what
-  was reduced takes less.
-- gradient buffers, S > 1: g S m from the first backward until the reduction begins, c S m from there until it is
-  awaited, for a moment both where the types differ; beside it, while it is under way, what it receives: c m, or c S m
-  where an all-to-all stands for the reduce-scatter; and u m at its end, if c differs from u or parts are summed here.
-- gradient buffers, stage 0 and W > 1, where gradients add up in rank order: c m more from the reduction until it is
-  awaited, and c m / W at its end.
-- copies of a tied unit on T pipeline ranks: u T m during the step, one unit after another.
-- the optimizer's temporaries: of one unit's part after another, or of all together.
+- resident weights, at stage 3 with S > 1: w S m from gather to release. A tied unit stays while any of its users does.
+- master weights: u m if w < u.
+- optimizer state: for the elements that the optimizer owns, at most m.
+- gradients, S > 1: u m from the reduction to the end of the step.
+- gradients, S = 1: g m all the time.
+  - If gradients travel in another type: c m more from the reduction on.
+  - If c < u: u m during STEP, in place of those c m.
+- gradient buffers, S > 1:
+  - g S m from the first backward until the reduction begins.
+  - c S m from then until the reduction is awaited. If the types differ, both exist for a moment.
+  - c m received while the reduction is under way; c S m if an all-to-all replaces the reduce-scatter.
+  - u m at the end of the reduction, if c differs from u or this rank sums the parts.
+- gradient buffers, stage 0 with W > 1, if gradients add up in rank order: c m from the reduction until it is awaited,
+  and c m / W at its end.
+- copies of a tied unit: u T m during STEP, one unit after another.
+- temporary memory of the optimizer: for one unit's part after another, or for all parts together.
 
-A reduction is awaited where the program says so. That of a tied unit is awaited with its last user's, or when another
-user's backward begins. Stage 1 keeps the gradients of all chunks from the first micro-batch group to the last.
+The program says when a reduction is awaited. The reduction of a tied unit is awaited with that of its last user, or
+when the backward of another user begins. Stage 1 keeps the gradients of all chunks from the first micro-batch group to
+the last.
 
-**Activations**, of every micro-batch:
+**Activations**, summed over micro-batches.
 
-- batch: all micro-batches from the beginning, on a rank that owns an end of the model. Of one that chunk 0, or else the
-  last chunk, has taken, inputs stay until the backward of chunk 0 (without recomputation its forward), labels until
-  the backward of the last chunk, on their ranks.
-- inputs of chunks, with recomputation, from the forward to the end of the backward.
-- results and gradients of results that a chunk of the same rank takes, from when they are computed until then.
-- receives, from when they are posted until they are taken; sends, from when the tensor is computed until they are
-  awaited: two per link and kind are under way until the end of the batch.
-- saved: without recomputation, what autograd keeps from the forward to the backward.
-- working memory: what the forward or backward that runs takes beside all that, and what it computes on: with
-  recomputation a copy of the input; without it, in the forward, the input itself or a copy of the result of another
-  chunk that is not recomputed either.
-- random states, with recomputation: one set; where layers draw, one more for every input stored.
+- batch, on a rank that owns an end of the model: inputs and labels of all micro-batches, until chunk 0, or else the
+  last chunk, takes them.
+  - The rank of chunk 0 then keeps the inputs until the backward of chunk 0; without recomputation, until its forward.
+  - The rank of the last chunk then keeps the labels until the backward of the last chunk.
+- inputs of chunks, with recomputation: from the forward to the end of the backward.
+- handed over: results, and gradients of results, from their compute until another chunk of the same rank takes them.
+- receives: from when they are posted until they are taken.
+- sends: from the compute of the tensor until the send is awaited. Two per link and kind stay under way until the end of
+  the batch.
+- saved, without recomputation: tensors that autograd keeps from the forward to the backward.
+- working memory: the peak of the running forward or backward beside all that, and the tensor it computes on.
+  - With recomputation, this tensor is a copy of the input.
+  - Without recomputation, a forward computes on the input itself. It computes on a copy if the input is the result of a
+    chunk on the same rank that is not recomputed either.
+- random states, with recomputation: one set, and one more for every stored input if layers draw.
 
-A last chunk whose backwards follow its forwards at once is never recomputed.
+A last chunk whose backwards directly follow its forwards is never recomputed.
 
-Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``, which tests compare with this. It holds from the second step on
-(the first learns shapes) and where shapes do not change. Not covered: scalars, buffers of layers, the copy of
-labels that a repeated loss is computed on, memory inside a kernel, what a script holds of its data itself, that beside
-a GPU micro-batches wait in the host's memory, and members of a result that have no gradient.
+Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``; tests compare both with this formula. It holds from the second
+step on, because the first one learns shapes, and while shapes do not change. It does not cover:
+
+- scalars and buffers of layers.
+- the copy of labels from which a recomputation computes the loss.
+- memory inside a kernel.
+- data that the script itself holds.
+- the place of micro-batches: beside a GPU, they wait in the host's memory.
+- members of a result that have no gradient.
 """
 
 from collections.abc import Sequence
@@ -59,27 +82,26 @@ _MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What is gathered, released and reduced together: a chunk's own parameters, or a tied module on one rank; of
-    either those that train or those that are frozen."""
+    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
 
     parameters: int
-    """Elements its parameters take in its storage, as ``storage.aligned`` rounds them up."""
+    """Elements that its parameters take in its storage, each rounded up by ``storage.aligned``."""
     trainable: int
-    """Of those the optimizer owns."""
+    """How many of these elements the optimizer owns."""
     chunks: tuple[int, ...]
-    """The chunks of the rank that use it; one unless the module is tied."""
+    """The chunks of the rank that use the unit; one unless the module is tied."""
     tied: bool = False
     copies: int = 1
-    """Pipeline ranks that hold the tied module and sum their gradients."""
+    """How many pipeline ranks hold the tied module and sum their gradients."""
     frozen: bool = False
-    """Whether none of its parameters has a gradient."""
+    """Whether no parameter has a gradient."""
 
     def parts(self, zero_stage: int, data_ranks: int) -> int:
-        """Into how many equal parts the unit is cut."""
+        """Returns how many equal parts the unit is cut into."""
         return data_ranks if zero_stage > 0 else 1
 
     def part(self, zero_stage: int, data_ranks: int) -> int:
-        """Elements of a part, padding included."""
+        """Returns the elements of one part, including padding."""
         return part_size(self.parameters, data_ranks) * (data_ranks // self.parts(zero_stage, data_ranks))
 
 
@@ -89,49 +111,49 @@ class ElementBytes:
 
     weights: int = 4
     gradients: int = 4
-    """In which gradients accumulate."""
+    """Gradients while they accumulate."""
     optimizer: int | None = 0
-    """Optimizer state per element, without master weights; None if unknown."""
+    """Optimizer state, without master weights; None if unknown."""
     update: int | None = 0
-    """What the optimizer takes for the moment per element it updates at once; None if unknown."""
+    """Temporary memory of the optimizer, per element it updates at once; None if unknown."""
     updates_together: bool = False
-    """Whether it updates all elements at once (torch's ``foreach``) or those of one unit after another."""
+    """Whether the optimizer updates all elements at once (torch's ``foreach``) or one unit after another."""
     communication: int | None = None
-    """Of the copy in which gradients travel, if that is a type of their own; None if they travel as they are."""
+    """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
 
     @property
     def master(self) -> int:
-        """Of what the optimizer updates: half-precision weights have a copy in fp32."""
+        """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
         return max(self.weights, _MASTER_BYTES)
 
     @property
     def travelling(self) -> int:
-        """Of a gradient that is reduced."""
+        """Gradients while they are reduced."""
         return self.gradients if self.communication is None else self.communication
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank by kind, each at its highest in a step."""
+    """Bytes on one rank by kind, each at its peak in a step."""
 
     weights: int
     """Held between steps."""
     resident_weights: int
     master_weights: int
     optimizer_state: int | None
-    """On the first data-parallel rank, which has most; None if unknown."""
+    """On the first data-parallel rank, which has the most; None if unknown."""
     gradients: int
-    """What the optimizer step reads."""
+    """Gradients that the optimizer step reads."""
     gradient_buffers: int
-    """Full gradients and what their reductions receive."""
+    """Full gradients and the receive buffers of their reductions."""
     tied_copies: int
     update: int | None
-    """What the optimizer takes for the moment; None if unknown."""
+    """Temporary memory of the optimizer; None if unknown."""
     peak: int
-    """The most of all kinds together at any moment; without what is unknown."""
+    """The peak of all kinds together, without unknown ones."""
     stored_activations: int
-    """Forwards whose backward is still to come, each of one chunk and micro-batch: with full recomputation, as many
-    chunk inputs are stored, those of a last chunk that turns at once aside. A number, not bytes."""
+    """The most forwards, one per chunk and micro-batch, whose backward is still to come; a number, not bytes. With full
+    recomputation so many chunk inputs are stored, except inputs of a last chunk that turns at once."""
     activations: ActivationMemory | None
     """None if shapes are unknown."""
 
@@ -146,13 +168,13 @@ def rank_memory(
     activation_bytes: ActivationBytes | None = None,
     in_rank_order: bool = False,
 ) -> Memory:
-    """What a pipeline rank holds while it runs ``actions``, a training step's program.
+    """Predicts the memory of a pipeline rank that runs ``actions``, the program of a training step.
 
     Args:
-        units: those of the rank.
-        all_to_all: whether that stands for the reduce-scatter, as on gloo.
-        activation_bytes: None if shapes are unknown; the peak is without activations then.
-        in_rank_order: whether gradients add up in rank order at stage 0 too; then ``all_to_all`` is true.
+        units: the units of the rank.
+        all_to_all: whether an all-to-all replaces the reduce-scatter, as on gloo.
+        activation_bytes: None if shapes are unknown; the peak then excludes activations.
+        in_rank_order: whether gradients add up in rank order at stage 0 too; requires ``all_to_all``.
     """
     size = element_bytes
     weights = master = trainable = 0
@@ -188,7 +210,7 @@ def rank_memory(
 
 
 class _StateWalk:
-    """Takes and frees on paper what ``ZeroPartition`` takes and frees."""
+    """Takes and frees in a ledger what ``ZeroPartition`` takes and frees in memory."""
 
     def __init__(
         self,
@@ -205,11 +227,11 @@ class _StateWalk:
         self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
         self.partitioned = zero_stage > 0 and data_ranks > 1
         self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
-        # With one data-parallel rank nothing travels.
+        # One data-parallel rank alone sends no gradients.
         self.size = size if data_ranks > 1 else replace(size, communication=None)
         self.zero_stage, self.all_to_all, self.ledger = zero_stage, all_to_all, ledger
         self.reducing: dict[int, list[_Unit]] = {}
-        """By the chunk whose REDUCE launched their reductions."""
+        """Units under reduction, by the chunk whose REDUCE launched it."""
         if not self.partitioned:
             for unit in self.training:
                 ledger.take("gradients", size.gradients * unit.part)
@@ -245,14 +267,15 @@ class _StateWalk:
     def begin_backward(self, units: Sequence["_Unit"]) -> None:
         beginning = [unit for unit in units if not unit.size.frozen and not unit.accumulating]
         for unit in beginning:
-            # The program waits for chunks; a tied unit may still be under way from another chunk's REDUCE.
+            # The program waits for this chunk's REDUCE only. Another chunk's REDUCE may still reduce a tied unit.
             self.finish_reduction(unit)
         for unit in beginning:
             self.ledger.take("buffers", self.size.gradients * unit.full)
             unit.accumulating = True
 
     def reduce(self, units: Sequence["_Unit"]) -> list["_Unit"]:
-        """The units whose reductions begin: those with no user left."""
+        """Starts the reduction of each unit whose last user is done. Returns the units whose reduction must be
+        finished."""
         done = []
         for unit in units:
             if unit.size.frozen:
@@ -275,7 +298,7 @@ class _StateWalk:
         self.ledger.take("buffers", self.received(unit))
 
     def received(self, unit: "_Unit") -> int:
-        """Bytes a reduction receives."""
+        """Returns the bytes that the reduction of ``unit`` receives."""
         return self.size.travelling * (unit.full if self.all_to_all else unit.part)
 
     def finish_reduction(self, unit: "_Unit") -> None:
@@ -293,7 +316,7 @@ class _StateWalk:
             done_with += self.size.master * unit.part
         self.ledger.free("buffers", done_with)
         if not unit.reduced:
-            # A later group's gradient is added to this one.
+            # Later groups add their gradients to this one.
             self.ledger.take("gradients", self.size.master * unit.part)
         unit.reduced = True
 
@@ -311,7 +334,7 @@ class _StateWalk:
 
 
 class _Unit:
-    """A unit and where it stands in the program."""
+    """A unit and its state at the current action."""
 
     def __init__(self, size: UnitSize, zero_stage: int, data_ranks: int) -> None:
         self.size = size

@@ -1,10 +1,12 @@
-"""Where the parameters of a unit lie in its flat storage.
+"""The layout of a unit's parameters in its flat storage.
 
-Every parameter begins at a multiple of 32 elements, and every rank's part of the storage ends at one; what lies between
-is zero. So an element has the same place in the vectors a kernel works with wherever parts are cut: a CPU of 512 bits
-takes two vectors of 16 fp32 at once and what is left over one by one, which may round differently. A matrix begins at
-64 bytes, which MKL asks for where results are to be the same (Intel, "Getting Started with Conditional Numerical
-Reproducibility"), and kernels of GPUs load 16 bytes at once.
+Every parameter begins at a multiple of 32 elements, and every rank's part of the storage ends at one. The gaps hold
+zeros. An element then has the same place in the vectors a kernel works with, wherever parts are cut. This keeps
+rounding the same: a CPU with 512-bit vectors takes two vectors of 16 fp32 at once and the remaining elements one by
+one, which may round differently.
+
+A matrix also begins at a multiple of 64 bytes, which MKL asks for where results must be reproducible (Intel, "Getting
+Started with Conditional Numerical Reproducibility"). GPU kernels load 16 bytes at once.
 """
 
 from collections.abc import Iterable
@@ -14,12 +16,16 @@ ALIGNMENT = 32
 
 
 def aligned(elements: int) -> int:
-    """``elements`` and what follows them up to the next multiple of the alignment."""
+    """Rounds ``elements`` up to a multiple of the alignment."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def offsets(sizes: Iterable[int]) -> list[int]:
-    """Where parameters of so many elements begin, one after another, and where the last one's padding ends."""
+    """Returns where each parameter begins, and where the padding of the last one ends, in elements.
+
+    Args:
+        sizes: elements of each parameter, in storage order.
+    """
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + aligned(size))
@@ -27,5 +33,5 @@ def offsets(sizes: Iterable[int]) -> list[int]:
 
 
 def part_size(end: int, ranks: int) -> int:
-    """Elements of each of the equal parts, one for every data-parallel rank, that hold a storage up to ``end``."""
+    """Returns the elements of one part if ``ranks`` equal parts hold a storage of ``end`` elements."""
     return aligned(-(-end // ranks))

@@ -1,4 +1,4 @@
-"""What a rank's program moves in one step, predicted by reading it."""
+"""Predicts the collectives and messages of one step by reading a rank's program."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 
 @dataclass
 class Traffic:
-    """Counts of one step on one rank with two data-parallel ranks or more; with one, only messages remain."""
+    """Counts of one step on one rank, with two or more data-parallel ranks. With one, only messages remain."""
 
     gathers: int = 0
-    """Of chunks."""
+    """Gathers of chunks."""
     reduces: int = 0
-    """Of chunks."""
+    """Reductions of chunks."""
     sends: int = 0
-    """Micro-batches sent, activations and gradients."""
+    """Messages, one per micro-batch and result: activations and gradients."""
     receives: int = 0
     tied_gathers: int = 0
     tied_reduces: int = 0
     frozen_gathers: int = 0
-    """Of frozen parameters, beside those of their chunk or tied module that train; stage 3 only."""
+    """Gathers of frozen parameters, at stage 3 only. Trainable parameters of the same chunk or tied module are gathered
+    separately."""
 
 
 def predict_traffic(
@@ -31,14 +32,14 @@ def predict_traffic(
     tied_users: Sequence[Collection[int]],
     frozen_users: Sequence[Collection[int]] = (),
 ) -> Traffic:
-    """Reads the traffic off a rank's program.
+    """Counts the traffic of a rank's program.
 
     Args:
-        chunks: the chunks of the rank that have parameters of their own that train.
-        tied_users: for every tied module on the rank that trains, the chunks of the rank that use it. It is gathered
-            with the first user that needs it and reduced after the last.
-        frozen_users: for every chunk and tied module with frozen parameters, the chunks of the rank that use them. They
-            never change, so that they are gathered at stage 3 only, and never reduced.
+        chunks: the chunks of the rank that have trainable parameters of their own.
+        tied_users: for each trainable tied module on the rank, the chunks of the rank that use it. The module is
+            gathered with the first user that needs it and reduced after the last.
+        frozen_users: for each chunk and tied module with frozen parameters, the chunks of the rank that use them.
+            Frozen parameters never change, so they are gathered at stage 3 only and never reduced.
     """
     traffic = Traffic()
     if zero_stage == 3:
@@ -72,11 +73,15 @@ def predict_traffic(
 def collective_bytes(
     actions: Sequence[Action], unit: UnitSize, zero_stage: int, data_ranks: int, size: ElementBytes
 ) -> int:
-    """Bytes a rank sends for one unit in a step.
+    """Returns the bytes a rank sends for one unit in a step, counted as ``CollectiveCounter`` counts them.
 
-    With W data-parallel ranks, a gather sends W-1 parts, a reduce-scatter (W-1)/W of the gradient, an all-reduce
-    2(W-1)/W of it (in rank order an all-to-all and a gather, which send as much), the sum of T copies of a tied unit
-    T-1 parts (as ``CollectiveCounter`` counts).
+    With W data-parallel ranks:
+
+    - A gather sends W-1 parts.
+    - A reduce-scatter sends (W-1)/W of the gradient.
+    - An all-reduce sends 2(W-1)/W of the gradient. In rank order, an all-to-all and a gather replace it and send as
+      much.
+    - The sum of T copies of a tied unit sends T-1 parts.
     """
     moves = [action for action in actions if action.kind in PARTITION]
     if unit.frozen:
@@ -98,7 +103,7 @@ def collective_bytes(
 
 
 def _gathers_of_frozen(actions: Sequence[Action], users: Collection[int]) -> int:
-    """At stage 3: a gather whenever a user needs the parameters and none holds them."""
+    """Counts gathers at stage 3: one whenever a user needs the parameters and no user holds them."""
     gathers = 0
     holders: set[int] = set()
     for action in actions:

@@ -1,1 +1,1 @@
-"""Runs a program: one executor with one method per action, on chunks, links and the ZeRO partition."""
+"""Runs a program: an executor with one method per action, on chunks, links and the ZeRO partition."""

@@ -1,4 +1,4 @@
-"""What belongs to one batch on a pipeline rank."""
+"""The state of one batch on a pipeline rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,30 +12,30 @@ from ds_lgamp.schedule.actions import Kind
 
 
 class Graph(NamedTuple):
-    """What a forward leaves for its backward."""
+    """The state that a forward leaves for its backward."""
 
     beginning: Tensors
-    """The chunk's input as leaves; with recomputation their data are what the chunk is computed from again, else they
-    have none. Chunk 0: with recomputation, its input."""
+    """The chunk's input, as leaves of its graph. With recomputation, they hold the data from which the chunk is
+    computed again; otherwise they hold no data. For chunk 0, the input itself with recomputation, otherwise empty."""
     ends: Sequence[Any]
-    """What :func:`end_graph` gives of the result; for the last chunk, the loss alone."""
+    """The return value of :func:`end_graph` for the result; for the last chunk, only the loss."""
     saved: SavedTensors | None
-    """Those that are to be recomputed."""
+    """Saved tensors that recomputation restores; None if the chunk is not recomputed."""
     buffers: Buffers
-    """Those that forwards move, as they were before."""
+    """The buffers that forwards change, as they were before this forward."""
 
 
 @dataclass
 class Batch:
-    """A batch while it runs.
+    """One batch while it runs.
 
     Args:
-        micro_batches: how many it has.
-        load: gives a micro-batch, (inputs of the first chunk, labels), by its number. The executor calls it once for
-            each, on ranks that own an end of the model.
+        micro_batches: the number of micro-batches.
+        load: returns a micro-batch by its number, as (inputs of the first chunk, labels). The executor calls it once
+            per micro-batch, on ranks that own an end of the model.
         training: whether backward passes follow.
-        turns_at_once: whether the last chunk's backwards follow its forwards at once, so that recomputing it would
-            save no memory.
+        turns_at_once: whether each backward of the last chunk directly follows its forward. Recomputing that chunk
+            would then save no memory.
     """
 
     micro_batches: int
@@ -45,8 +45,8 @@ class Batch:
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     """By chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
-    """Of computes, until the next chunk or a send takes them: by kind, chunk and micro-batch."""
+    """Results of computes, until the next chunk or a send takes them; by kind, chunk and micro-batch."""
     labels: dict[int, Any] = field(default_factory=dict)
     """By micro-batch, on the rank of the last chunk."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """By micro-batch, on the rank of the last chunk; in evaluation they may be the model's outputs."""
+    """By micro-batch, on the rank of the last chunk. In evaluation they may be the model's outputs."""

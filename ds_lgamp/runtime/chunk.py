@@ -1,4 +1,4 @@
-"""A chunk at run time: consecutive layers that are called one after another."""
+"""A chunk at run time: consecutive layers, called one after another."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,37 +7,37 @@ import torch
 from torch.nn import Module
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
-"""What layers hand to each other: a tensor or a tuple of tensors."""
+"""The value that a layer passes to the next one: a tensor or a tuple of tensors."""
 
 
 class Buffer(NamedTuple):
-    """A buffer of a layer at some moment: a forward may change the tensor, or put another in its place."""
+    """A layer's buffer at one moment. A forward may change the tensor or replace it."""
 
     module: Module
     name: str
     tensor: torch.Tensor | None
     value: torch.Tensor | None
-    """A copy of the tensor."""
+    """A copy of the tensor's values."""
 
     @classmethod
     def read(cls, module: Module, name: str) -> "Buffer":
-        """The buffer as it is now."""
+        """Reads the buffer as it is now."""
         tensor = module._buffers[name]
         return cls(module, name, tensor, None if tensor is None else tensor.clone())
 
     def write(self) -> None:
-        """Puts tensor and value back."""
+        """Restores the tensor and its values."""
         self.module._buffers[self.name] = self.tensor
         if self.tensor is not None and self.value is not None:
             self.tensor.copy_(self.value)
 
     @property
     def moved(self) -> bool:
-        """Whether it is something else now."""
+        """Whether the buffer has changed since it was read."""
         now = self.module._buffers[self.name]
         if now is None or self.value is None:
             return now is not self.tensor
-        # By value: native batch norm writes without a new version.
+        # Compares values, because native batch norm writes without raising the tensor's version.
         return now is not self.tensor or not torch.equal(now, self.value)
 
 
@@ -45,13 +45,14 @@ Buffers = list[Buffer]
 
 
 class Chunk:
-    """Consecutive layers.
+    """Consecutive layers of the model.
 
     Args:
-        layers: modules or functions; each takes the previous one's result.
-        first_layer: index of the first of them in the model.
-        before_layer: called with (layer index in the model, micro-batch) ahead of every layer, for seeding.
-        between_layers: what becomes of the input of every layer and of the last one's result; None leaves them alone.
+        layers: modules or functions; each takes the result of the previous one.
+        first_layer: index of the first layer in the model.
+        before_layer: called with (layer index in the model, micro-batch) before every layer, for seeding.
+        between_layers: applied to the input of every layer and to the result of the last one; None leaves them
+            unchanged.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class Chunk:
         modules = [module for layer in self.layers if isinstance(layer, Module) for module in layer.modules()]
         self._owners = [module for module in modules if module._buffers]
         self._modes: list[bool] = []
-        """Which owners were in training mode when buffers were sorted out: a batch norm moves its own in it alone."""
+        """Which owners were in training mode when ``_moving`` was determined. A batch norm changes its buffers only in
+        training mode."""
         self._moving: list[tuple[Module, str]] | None = []
-        """The buffers that forwards move, such as running statistics; None until a forward has told."""
+        """The buffers that forwards change, such as running statistics; None until a forward has shown them."""
 
     @torch.no_grad()
     def read_buffers(self) -> Buffers:
-        """The buffers that forwards move; all, while that is unknown."""
+        """Reads the buffers that forwards change; all buffers while these are unknown."""
         modes = [module.training for module in self._owners]
         if modes != self._modes:
             self._modes, self._moving = modes, None
@@ -84,7 +86,7 @@ class Chunk:
         return [Buffer.read(module, name) for module, name in moving]
 
     def moved(self, before: Buffers) -> Buffers:
-        """After a forward: those of ``before`` that forwards move."""
+        """Returns those of ``before`` that forwards change. The caller has just run a forward."""
         if self._moving is None:
             before = [buffer for buffer in before if buffer.moved]
             self._moving = [(buffer.module, buffer.name) for buffer in before]
@@ -107,7 +109,7 @@ class Chunk:
 
 
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:
-    """``value`` as a tuple of tensors; raises TypeError for anything a link cannot carry."""
+    """Returns ``value`` as a tuple of tensors. Raises TypeError if a link cannot carry it."""
     members = (value,) if isinstance(value, torch.Tensor) else value
     if not isinstance(members, tuple):
         raise TypeError(_refusal(value))
@@ -120,7 +122,7 @@ def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def differentiable(value: Tensors) -> list[torch.Tensor]:
-    """The members of ``value`` that carry gradients: the floating-point ones."""
+    """Returns the members of ``value`` that carry gradients: the floating-point ones."""
     members = value if isinstance(value, tuple) else (value,)
     return [member for member in members if member.is_floating_point()]
 

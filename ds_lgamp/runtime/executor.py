@@ -21,11 +21,11 @@ from ds_lgamp.schedule.placement import Placement
 
 
 class ActionError(RuntimeError):
-    """An action failed; the message names the rank and the action."""
+    """An action failed. The message names the rank and the action."""
 
 
 class Partition(Protocol):
-    """Who holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism."""
+    """Holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism."""
 
     def gather(self, chunk: int) -> None:
         """Launches the gather of a chunk's parameters."""
@@ -35,16 +35,16 @@ class Partition(Protocol):
     def release(self, chunk: int) -> None: ...
 
     def begin_backward(self, chunk: int) -> None:
-        """Before each backward pass."""
+        """Prepares a chunk's gradients for a backward pass. The executor calls it before each one."""
 
     def reduce(self, chunk: int) -> None:
-        """Launches the reduction of a chunk's gradients, which are final."""
+        """Launches the reduction of a chunk's final gradients."""
 
     def wait_reduce(self, chunk: int) -> None: ...
 
 
 class Timing(Protocol):
-    """Who is told where the time goes."""
+    """Records where the time goes."""
 
     def time(self, kind: str) -> AbstractContextManager[Any]:
         """Times the block as ``kind``, one of COMPUTE or EXPOSED_WAITS."""
@@ -52,29 +52,30 @@ class Timing(Protocol):
 
 
 def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
-    """The gradient of the mean over micro-batches with regard to the loss of one."""
+    """Returns the gradient of the mean loss of all micro-batches with respect to the loss of one."""
     return torch.ones_like(loss) * (1 / micro_batches)
 
 
 class Executor:
-    """One pipeline rank's hands: chunks compute, links carry, the partition gathers and reduces.
+    """Executes the program of one pipeline rank: chunks compute, links carry, the partition gathers and reduces.
 
     Args:
         placement: pipeline rank of every chunk.
         rank: this pipeline rank.
         chunks: the chunks of this rank.
-        partition: their parameters.
-        links: to the neighbours in the ring.
-        loss_function: loss from (output of the last chunk, labels); None if the last chunk returns the loss.
-        step: what follows the last reduction: it finishes gradients and steps the optimizer.
-        random_sources: restored around recomputation.
-        recompute: whether chunks are computed again in the backward pass, from their stored input and random state;
-            otherwise what autograd saved in the forward pass is kept, as it is on a last chunk that turns at once.
-        trace: where actions are recorded as they start; None records nothing.
-        loss_gradient: where a backward pass starts: of (the loss of one micro-batch, how many there are), the gradient
-            with regard to that loss.
-        timing: told where the time goes.
-        owns: whether a tensor is a view of a chunk's parameters; None if parameters are never released.
+        partition: holds their parameters.
+        links: connect this rank to its neighbours in the ring.
+        loss_function: returns the loss from (output of the last chunk, labels); None if the last chunk returns the
+            loss.
+        step: finishes gradients and steps the optimizer, after the last reduction.
+        random_sources: generators whose states recomputation restores.
+        recompute: whether the backward pass computes chunks again, from their stored input and random states. Otherwise
+            autograd keeps what it saved in the forward pass. A last chunk that turns at once is never recomputed.
+        trace: receives the text of each action as it starts; None records nothing.
+        loss_gradient: returns the gradient with respect to the loss of one micro-batch, from (that loss, number of
+            micro-batches). The backward pass starts from it.
+        timing: records where the time goes.
+        owns: tells whether a tensor is a view of a chunk's parameters; None if parameters are never released.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class Executor:
         self.current: Action | None = None
         self._broken = False
         self._batch: Batch
-        """The last one."""
+        """The current batch; between batches, the last one."""
         self._last_chunk = len(placement) - 1
 
     @contextmanager
     def run_batch(self, batch: Batch) -> Iterator[None]:
-        """Everything executed inside belongs to ``batch``.
+        """Executes the actions of ``batch`` inside the block.
 
-        Raises ActionError if an action fails. What was under way then cannot be taken back: no batch follows.
+        Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch raises too.
         """
         if self._broken:
             raise ActionError("a batch failed; its communication cannot be taken back, start anew")
@@ -134,12 +135,12 @@ class Executor:
 
     @property
     def losses(self) -> list[torch.Tensor]:
-        """Of the last batch, on the rank of the last chunk, by micro-batch."""
+        """Losses of the last batch by micro-batch, on the rank of the last chunk."""
         return self._batch.losses
 
     @property
     def recomputing(self) -> bool:
-        """Whether a chunk is computed for the second time."""
+        """Whether a chunk is being computed for the second time."""
         return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
 
     def _recomputes(self, chunk: int) -> bool:
@@ -173,7 +174,8 @@ class Executor:
         else:
             self.draws.leave()
             if batch.training and chunk > 0:
-                # Nobody else reads what another rank sent; the graph that ends in a result of this rank may save it.
+                # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
+                # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
                 beginning, inputs = begin_graph(_cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
@@ -206,7 +208,7 @@ class Executor:
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         with self.timing.time("backward"):
             backpropagate(graph.ends, gradients)
-        # Only now: autograd may have saved them.
+        # The buffers change back only now, because autograd may have saved them for the backward pass.
         self.chunks[chunk].write_buffers(buffers)
         if chunk > 0:
             batch.results[Kind.BACKWARD, chunk, micro_batch] = [
@@ -264,9 +266,9 @@ class Executor:
             return self.links.take_activations(chunk, micro_batch)
 
     def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
-        """The chunk's result; for the last chunk, the loss."""
+        """Returns the chunk's result; for the last chunk, the loss."""
         if chunk == 0 or self._recomputes(chunk):
-            # A layer that works in place must not change what a backward pass starts from, nor the user's batch.
+            # Layers may change their input in place. The stored input and the user's batch must stay as they are.
             inputs = _cloned(inputs)
         result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
@@ -278,7 +280,7 @@ class Executor:
         return self.loss_function(result, _cloned(labels) if self._recomputes(chunk) else labels)
 
     def _independent(self, chunk: int, result: Tensors) -> Tensors:
-        """``result`` without views of the chunk's parameters: those are gone when the chunk is released."""
+        """Copies members of ``result`` that are views of the chunk's parameters, which a release frees."""
         if self._owns is None:
             return result
         members = as_tuple(result)
@@ -286,8 +288,10 @@ class Executor:
         return cut if isinstance(result, tuple) else cut[0]
 
     def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Buffers:
-        """Brings back what autograd saved, from the input, random states and buffers of the first forward; returns the
-        buffers as they were before."""
+        """Restores the tensors that autograd saved, from the input, random states and buffers of the first forward.
+
+        Returns the buffers as they were before this call.
+        """
         inputs = _as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         current = self.chunks[chunk].read_buffers()
         self.chunks[chunk].write_buffers(graph.buffers)
@@ -296,7 +300,8 @@ class Executor:
         return current
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """The gradients of what the chunk returned. Taken only after a recomputation, so that they travel meanwhile."""
+        """Returns the gradients of the chunk's result. The caller recomputes first, so that gradients travel
+        meanwhile."""
         if chunk == self._last_chunk:
             return [self.loss_gradient(_checked_loss(ends[0]), self._batch.micro_batches)]
         if self.placement[chunk + 1] == self.rank:
@@ -327,25 +332,26 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.WAIT_REDUCE: Executor.wait_reduce,
     Kind.STEP: Executor.step,
 }
-"""Functions, not methods: an executor that held its own would be freed by the garbage collector alone."""
+"""Functions, because bound methods would form a reference cycle with the executor that only the garbage collector
+frees."""
 
 
 def _cloned(value: Any) -> Any:
-    """A copy of the tensors in ``value``, part of the graph."""
+    """Copies the tensors in ``value``. The copies are part of the graph."""
     if isinstance(value, tuple):
         return tuple(map(_cloned, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _detached(value: Any) -> Any:
-    """The tensors in ``value`` without their graph."""
+    """Returns the tensors in ``value`` without their graph."""
     if isinstance(value, tuple):
         return tuple(map(_detached, value))
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _as_leaves(inputs: Tensors) -> Tensors:
-    """Fresh leaves of the same data, so that their gradients can be read after the backward pass."""
+    """Returns fresh leaves with the same data, whose gradients can be read after the backward pass."""
     return tuple(map(_as_leaf, inputs)) if isinstance(inputs, tuple) else _as_leaf(inputs)
 
 
@@ -354,6 +360,6 @@ def _as_leaf(member: torch.Tensor) -> torch.Tensor:
 
 
 def _place_of(error: BaseException) -> str:
-    """Where the error was raised."""
+    """Returns the file and line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,5 +1,7 @@
-"""Where the graph of a chunk, which is kept from the forward to the backward pass, begins and ends: of the tensors that
-cross there, shapes and gradients are kept, data only as far as autograd saved them."""
+"""The two ends of a chunk's autograd graph, which is kept from the forward to the backward pass.
+
+Tensors that cross an end keep their shapes and gradients. They keep their data only if autograd saved them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +15,11 @@ from ds_lgamp.runtime.chunk import Tensors, differentiable
 
 @torch.enable_grad()
 def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
-    """Leaves whose gradients can be read after the backward pass, and ``inputs`` as what follows them: layers may work
-    on these in place. Nobody else may read ``inputs`` from now on."""
+    """Begins a graph at ``inputs``. Returns (leaves, followers), each shaped like ``inputs``.
+
+    The gradients of the leaves can be read after the backward pass. Layers compute on the followers, which hold the
+    data of ``inputs`` and may be changed in place. No other code may read ``inputs`` from now on.
+    """
     if isinstance(inputs, tuple):
         leaves, followers = zip(*map(_begin, inputs)) if inputs else ((), ())
         return tuple(leaves), tuple(followers)
@@ -22,14 +27,20 @@ def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def end_graph(result: Tensors) -> list[GradientEdge | None]:
-    """Where graphs are made: what a backward pass starts from in place of the floating-point members of ``result``, the
-    place where gradients enter the graph; None for those that need none."""
+    """Returns where gradients enter the graph, one edge for every floating-point member of ``result``.
+
+    A backward pass starts from these edges instead of the tensors. The edge is None if the member needs no gradient.
+    The caller must have gradients enabled.
+    """
     return [_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
 def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """A backward pass from ``ends`` with their ``gradients``, as torch.autograd.backward without its checks, which the
-    engine of autograd repeats: they take longer than the pass through a small layer. Megatron-core does likewise."""
+    """Runs a backward pass from ``ends`` with their ``gradients``.
+
+    This is torch.autograd.backward without its checks, which the autograd engine repeats. The checks take longer than
+    the pass through a small layer. Megatron-core skips them too.
+    """
     starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
     if starts:
         run_backward = Variable._execution_engine.run_backward
@@ -37,7 +48,10 @@ def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Non
 
 
 def own_loss(loss: Any) -> Any:
-    """A loss without the memory it may be a view of, that of all the terms of a mean. What is no scalar stays."""
+    """Copies a scalar loss, because it may be a view of more memory, such as all terms of a mean.
+
+    Returns any other value as it is.
+    """
     return loss.clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 
@@ -45,18 +59,19 @@ def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not member.is_floating_point():
         return _placeholder(member), member
     leaf = member.detach().requires_grad_()
-    # No view, so that it can be changed in place; its gradient passes as it is.
+    # To autograd this is not a view, so layers may change it in place. Its gradient passes through unchanged.
     follower = torch.ops.aten._unsafe_view(leaf, leaf.shape)
-    # The graph needs the leaf's shape and gradient alone.
+    # The graph needs only the leaf's shape and gradient.
     leaf.data = _placeholder(member)
     return leaf, follower
 
 
 def _edge(member: torch.Tensor) -> GradientEdge:
-    # Through a view, whose node is none of a Python function: those live only as long as what they returned.
+    # A node of a Python autograd function lives only as long as the tensor it returned. The edge therefore goes through
+    # a view, whose node is torch's own.
     return get_gradient_edge(member.view_as(member))
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``tensor`` with memory for one element."""
+    """Returns a tensor with the shape of ``tensor`` and memory for one element."""
     return tensor.new_empty(()).expand(tensor.shape)

@@ -1,8 +1,8 @@
-"""Point-to-point links between pipeline ranks: receives are posted early, sends wait only when several are under way.
+"""Point-to-point links between pipeline ranks. Receives are posted early; sends wait only if several are under way.
 
-Both ends of a link know the shapes in advance: gradients look like the activations this rank produced, and the first
-activation that crosses a chunk boundary is preceded by a header, once. Where shapes are dynamic, every activation is,
-and its receive is posted when the header has been read.
+Both ends of a link know the shapes in advance. Gradients have the shapes of the activations that this rank sent. A
+header precedes the first activation that crosses a chunk boundary. If shapes are dynamic, a header precedes every
+activation, and the receive is posted once the header has been read.
 """
 
 from collections import deque
@@ -32,14 +32,14 @@ RESET = "reset the links between batches of other shapes"
 
 
 class LinkError(RuntimeError):
-    """A message could not be sent or received; most often because the rank at the other end is gone."""
+    """A message could not be sent or received, most often because the peer rank is gone."""
 
     def __init__(self, peer: int, error: RuntimeError) -> None:
         super().__init__(f"the link to rank {peer} failed: {str(error).splitlines()[0]}")
 
 
 class MessageSpec(NamedTuple):
-    """What crosses a chunk boundary for one micro-batch."""
+    """The shapes and dtypes of a message: the tensors that cross a chunk boundary for one micro-batch."""
 
     is_tuple: bool
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -49,7 +49,11 @@ class MessageSpec(NamedTuple):
         return cls(isinstance(value, tuple), tuple((tensor.shape, tensor.dtype) for tensor in as_tuple(value)))
 
     def to_header(self, device: torch.device) -> torch.Tensor:
-        """[is_tuple, count, then dtype, dimensions and sizes of each tensor], padded with zeros; int64."""
+        """Returns an int64 tensor of 128 elements, padded with zeros.
+
+        It holds is_tuple, the number of tensors, then the dtype, number of dimensions and sizes of each tensor. Raises
+        TypeError for a dtype that no link carries, ValueError if the tensors do not fit.
+        """
         numbers = [int(self.is_tuple), len(self.tensors)]
         for shape, dtype in self.tensors:
             if dtype not in _DTYPES:
@@ -72,7 +76,7 @@ class MessageSpec(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """How the tensors of one link and kind travel: to or from ``peer`` (a global rank), in ``group``, under ``tag``."""
+    """How tensors of one link and kind travel: to or from the global rank ``peer``, in ``group``, under ``tag``."""
 
     peer: int
     group: dist.ProcessGroup | None
@@ -80,17 +84,19 @@ class Endpoint(NamedTuple):
 
 
 class Outgoing:
-    """The sending end of a link for one kind."""
+    """The sending end of a link, for one kind of message."""
 
     def __init__(self, endpoint: Endpoint, device: torch.device, dynamic: bool, advice: str) -> None:
         self.endpoint, self.device, self.dynamic, self.advice = endpoint, device, dynamic, advice
         self._announced: dict[int, MessageSpec] = {}
         self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._peer_posts = False
-        """Whether the peer posts receives ahead; while it waits for headers instead, sends must not wait for it."""
+        """Whether the peer posts receives ahead of use. While it waits for headers instead, sends must not wait for
+        it."""
 
     def announce(self, chunk: int, value: Tensors) -> None:
-        """Tells the peer what ``chunk`` returns, ahead of the first message; afterwards checks that it stays so."""
+        """Tells the peer the shapes of ``value`` before the first message of ``chunk``; if shapes are dynamic, before
+        every message. Otherwise raises ValueError if a later message has other shapes."""
         spec = MessageSpec.of(value)
         known = None if self.dynamic else self._announced.get(chunk)
         if known is None:
@@ -100,6 +106,7 @@ class Outgoing:
             raise ValueError(f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; {self.advice}")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Launches the send of one message. Waits for the oldest messages if too many are under way."""
         for tensor in tensors:
             self._start(tensor.detach().contiguous())
         if self._peer_posts:
@@ -107,13 +114,13 @@ class Outgoing:
                 self._finish_oldest()
 
     def drain(self) -> None:
-        """Waits for every send under way."""
+        """Waits for all sends under way."""
         while self._in_flight:
             self._finish_oldest()
         self._peer_posts = not self.dynamic
 
     def reset(self) -> None:
-        """Forgets what was announced: shapes may change."""
+        """Forgets announced shapes, because they may change."""
         self._announced.clear()
         self._peer_posts = False
 
@@ -132,8 +139,11 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiving end of a link for one kind. Messages are posted and taken in the same order; what cannot be posted
-    yet, because its shapes are unknown, waits in line and holds back what follows."""
+    """The receiving end of a link, for one kind of message.
+
+    Messages are posted and taken in the same order. A message of unknown shapes cannot be posted yet, so it waits in
+    line and holds back all later ones.
+    """
 
     def __init__(self, endpoint: Endpoint, device: torch.device, has_headers: bool, dynamic: bool) -> None:
         self.endpoint, self.device = endpoint, device
@@ -148,7 +158,7 @@ class Incoming:
         self._advance()
 
     def expect(self, chunk: int, micro_batch: int, like: Sequence[torch.Tensor]) -> None:
-        """Makes known that the message looks ``like`` these tensors."""
+        """Makes known that the tensors of a message have the shapes and dtypes of ``like``."""
         key = self._key(chunk, micro_batch)
         if key not in self._specs:
             self._specs[key] = MessageSpec.of(tuple(like))
@@ -168,14 +178,14 @@ class Incoming:
         return tuple(tensors) if spec.is_tuple else tensors[0]
 
     def reset(self) -> None:
-        """Forgets what messages look like."""
+        """Forgets the shapes of messages."""
         self._specs.clear()
 
     def _key(self, chunk: int, micro_batch: int) -> tuple[int, int]:
         return chunk, micro_batch if self.dynamic else 0
 
     def _advance(self) -> None:
-        """Posts what stands in line as far as shapes are known."""
+        """Posts the receives in line, up to the first of unknown shapes."""
         while self._line:
             spec = self._specs.get(self._key(*self._line[0]))
             if spec is None:
@@ -203,12 +213,13 @@ class Incoming:
 
 
 class Links:
-    """All links of a pipeline rank: activations from the previous rank of the ring and to the next, gradients the other
-    way. A ring of one rank uses none.
+    """All links of a pipeline rank. A ring of one rank uses none.
+
+    Activations come from the previous rank of the ring and go to the next one. Gradients travel the other way.
 
     Args:
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
-        advice: what to do where they do so unexpectedly.
+        advice: the fix that the error names if shapes differ unexpectedly.
     """
 
     def __init__(
@@ -230,11 +241,12 @@ class Links:
         self._activations_in.post(chunk, micro_batch)
 
     def take_activations(self, chunk: int, micro_batch: int) -> Tensors:
-        """The input of ``chunk`` for ``micro_batch``, as the previous chunk returned it."""
+        """Waits for the input of ``chunk`` and returns it, as the previous chunk returned it."""
         return self._activations_in.take(chunk, micro_batch)
 
     def send_activations(self, chunk: int, micro_batch: int, value: Tensors, answered: bool) -> None:
-        """Sends what ``chunk`` returned; ``answered`` by its gradients, or not, as in evaluation."""
+        """Sends the result of ``chunk``. ``answered`` tells whether its gradients come back; in evaluation they do
+        not."""
         self._activations_out.announce(chunk, value)
         self._activations_out.send(as_tuple(value))
         if answered:
@@ -244,19 +256,22 @@ class Links:
         self._gradients_in.post(chunk, micro_batch)
 
     def take_gradients(self, chunk: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        """The gradients of what ``chunk`` returned, one for every floating-point tensor."""
+        """Waits for the gradients of the result of ``chunk``, one for every floating-point tensor."""
         return as_tuple(self._gradients_in.take(chunk, micro_batch))
 
     def send_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         self._gradients_out.send(gradients)
 
     def drain(self) -> None:
-        """Waits for every send under way."""
+        """Waits for all sends under way."""
         self._activations_out.drain()
         self._gradients_out.drain()
 
     def reset(self) -> None:
-        """Between batches, on every rank: the next one may have other shapes, which travel in headers again."""
+        """Forgets all shapes, so that the next batch may have others. Headers then travel again.
+
+        Every rank calls it between batches.
+        """
         self._activations_in.reset()
         self._gradients_in.reset()
         self._activations_out.reset()
@@ -266,15 +281,15 @@ class Links:
 def ring_links(
     pipelines: Sequence[Sequence[int]], device: torch.device, dynamic: bool = False, advice: str = RESET
 ) -> Links:
-    """The links of this rank in its pipeline. Collective over all ranks.
+    """Creates the links of this rank in its pipeline. Collective over all ranks.
+
+    NCCL runs everything on a communicator in order, so two links or kinds that share one can deadlock. Every directed
+    link and kind therefore has a group of its own, except on gloo, which tells them apart by tag.
 
     Args:
         pipelines: the global ranks of every pipeline, in pipeline order.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
-        advice: what to do where they do so unexpectedly.
-
-    NCCL orders everything inside a communicator, so that two links or kinds in one can deadlock: there, every directed
-    link and kind gets a group of its own. gloo tells them apart by tag.
+        advice: the fix that the error names if shapes differ unexpectedly.
     """
     own = dist.get_rank()
     separate = len(pipelines[0]) > 1 and dist.get_backend() != "gloo"
@@ -297,8 +312,11 @@ def ring_links(
 
 
 def _open_communicator(group: dist.ProcessGroup, own: int, sender: int, receiver: int, device: torch.device) -> None:
-    """A first message, so that the communicator exists before receives are posted: NCCL makes it when both ends call,
-    and a rank that posts a receive first would wait there for a peer that does the same on another link."""
+    """Sends a first message, so that the communicator exists before receives are posted.
+
+    NCCL creates a communicator when both ends call. A rank that posted a receive first would wait there for a peer that
+    does the same on another link.
+    """
     message = torch.zeros(1, device=device)
     if own == sender:
         dist.send(message, receiver, group=group)

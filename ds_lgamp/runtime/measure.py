@@ -33,13 +33,21 @@ _KINDS = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts what this rank's collectives and point-to-point messages are and how much they send.
+    """Counts this rank's collectives and point-to-point messages, and the bytes they send.
 
-    What ``torch.distributed`` calls passes the dispatcher, also inside backward; wrappers around it would miss calls
-    whose names change between releases. Functional collectives, which DTensor redistributes with, are left out. Bytes
-    are those a rank sends in the usual algorithms, with W ranks: all-gather (W-1) shards, reduce-scatter and all-to-all
-    (W-1)/W of the input, all-reduce 2(W-1)/W, broadcast and reduce (W-1)/W on average, send all of it. A group of one
-    rank moves nothing and is not counted.
+    Calls of ``torch.distributed`` pass torch's dispatcher, inside the backward pass too. Wrappers around the calls
+    would miss those whose names change between releases. Functional collectives, with which DTensor redistributes, are
+    not counted.
+
+    A rank with W ranks in its group sends these bytes, as in the usual algorithms:
+
+    - all-gather: W-1 shards.
+    - reduce-scatter and all-to-all: (W-1)/W of the input.
+    - all-reduce: 2(W-1)/W of the input.
+    - broadcast and reduce: (W-1)/W of the input, on average.
+    - send: the whole tensor.
+
+    A group of one rank moves nothing and is not counted.
     """
 
     def __init__(self) -> None:
@@ -58,19 +66,19 @@ class CollectiveCounter(TorchDispatchMode):
 
     @property
     def calls(self) -> Counter[str]:
-        """By kind."""
+        """The number of calls by kind."""
         return Counter(kind for kind, _ in self.log)
 
     @property
     def bytes_sent(self) -> Counter[str]:
-        """By kind."""
+        """The bytes sent by kind."""
         sent: Counter[str] = Counter()
         for kind, amount in self.log:
             sent[kind] += amount
         return sent
 
     def collectives(self) -> int:
-        """Everything but point-to-point messages."""
+        """Returns the number of calls, without point-to-point messages."""
         return sum(count for kind, count in self.calls.items() if kind not in ("send", "receive"))
 
 
@@ -82,10 +90,10 @@ def _bytes_sent(kind: str, args: tuple, ranks: int) -> int:
     if kind == "send":
         return total
     if kind in ("all_gather", "reduce_scatter"):
-        # One shard of each tensor on one side, all W on the other.
+        # The arguments hold one shard of each tensor on one side and all W shards on the other.
         return total // (ranks + 1) * (ranks - 1)
     if kind == "all_to_all":
-        # Outputs come first, then as many inputs.
+        # The outputs come first. As many inputs follow.
         return sum(map(_nbytes, tensors[len(tensors) // 2 :])) * (ranks - 1) // ranks
     return (2 if kind == "all_reduce" else 1) * total * (ranks - 1) // ranks
 
@@ -98,7 +106,8 @@ def _group_size(args: tuple) -> int:
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes of tensor storages alive after any operation. Storages that exist before must be named.
+    """Measures the most bytes of tensor storages alive after any operation. The caller names storages that exist
+    before.
 
     Args:
         existing: tensors alive already, such as parameters and optimizer state.
@@ -108,14 +117,14 @@ class PeakMemory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._storages: dict[int, tuple[weakref.ref, int]] = {}
-        """By address, a storage and its bytes when it was looked at last."""
+        """By address: a storage, and its bytes when it was last looked at."""
         self._total = 0
-        """Of those bytes. Too high where storages were shrunk since, which no operation tells."""
+        """The sum of those bytes. It is too high if storages have shrunk since, which no operation reports."""
         self._see(list(existing))
         self.peak = self.live()
 
     def live(self) -> int:
-        """Bytes alive now."""
+        """Returns the bytes alive now."""
         for key, (reference, known) in list(self._storages.items()):
             storage = reference()
             if storage is not None:
@@ -125,7 +134,7 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(map(_wraps, types)):
-            # It unfolds into operations on the tensors inside, and those come by.
+            # A wrapper unfolds into operations on its inner tensors. Those are dispatched here in turn.
             return NotImplemented
         self._see(args)
         result = function(*args, **(kwargs or {}))
@@ -144,20 +153,19 @@ class PeakMemory(TorchDispatchMode):
                 self._total += now - known
 
     def _forget(self, key: int, reference: weakref.ref) -> None:
-        """A storage is gone; its address may serve another one already."""
+        """Removes a storage that is gone. Its address may already belong to another one."""
         if key in self._storages and self._storages[key][0] is reference:
             self._total -= self._storages.pop(key)[1]
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """Every tensor that Python knows and that has memory, or is a view of some."""
-    # By type: isinstance would ask torch's deprecated objects for their class, and they warn.
+    """Returns every tensor that Python knows and that has memory or is a view of some."""
+    # Looks at types, because isinstance would ask torch's deprecated objects for their class, and they warn.
     return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and _has_storage(value)]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of a tensor. Looking at it waits for no values, as reading a parameter whose gather is in flight
-    would."""
+    """Returns the memory of a tensor. Reading a parameter would wait for a gather in flight; this does not."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
 
@@ -169,7 +177,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _wraps(kind: type) -> bool:
-    """Whether tensors of this type consist of others, as DTensors do."""
+    """Whether tensors of this type consist of other tensors, as DTensors do."""
     return hasattr(kind, "__tensor_flatten__")
 
 

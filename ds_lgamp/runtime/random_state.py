@@ -1,4 +1,4 @@
-"""The random states a chunk's recomputation starts from, so that dropout draws the same mask again."""
+"""Random states for recomputation, so that dropout draws the same mask again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ import torch
 
 
 class RandomSource(NamedTuple):
-    """A generator somewhere: its name, how to read its state, how to set it, how to make one from a seed of 64 bits,
-    and whether two states are the same."""
+    """A random generator: its name, and functions to read its state, to set its state, to seed it with 64 bits and to
+    compare two states."""
 
     name: str
     read: Callable[[], Any]
@@ -20,7 +20,7 @@ class RandomSource(NamedTuple):
 
 
 def default_sources(device: torch.device) -> list[RandomSource]:
-    """torch's generators of the CPU and of ``device``."""
+    """Returns torch's generators of the CPU and of ``device``."""
     cpu = torch.default_generator
     sources = [RandomSource("torch", torch.get_rng_state, torch.set_rng_state, cpu.manual_seed, torch.equal)]
     if device.type != "cpu":
@@ -38,7 +38,7 @@ def default_sources(device: torch.device) -> list[RandomSource]:
 
 
 def read_states(sources: Sequence[RandomSource], previous: Sequence[Any] | None = None) -> list[Any]:
-    """The states of all sources. One that equals its ``previous`` state is that very object."""
+    """Returns the states of all sources. A state equal to its ``previous`` one is that same object."""
     states = [source.read() for source in sources]
     if previous is None:
         return states
@@ -52,7 +52,7 @@ def write_states(sources: Sequence[RandomSource], states: Sequence[Any]) -> None
 
 @contextmanager
 def undisturbed(sources: Sequence[RandomSource]) -> Iterator[None]:
-    """What is drawn inside the block is as if it had not been drawn."""
+    """Restores the states after the block, as if nothing had been drawn in it."""
     states = read_states(sources)
     try:
         yield
@@ -61,13 +61,16 @@ def undisturbed(sources: Sequence[RandomSource]) -> Iterator[None]:
 
 
 class Draws:
-    """What chunks drew in their forwards, for recomputations to draw it again.
+    """Records the random states of forwards, so that recomputations draw the same numbers.
 
-    A state is read before every forward. Some generators take long to tell theirs, though, and few layers draw from
-    them: one that was left alone by a visit of a chunk, a run of its forwards, is read only before and after the
-    chunk's next visit. Should that one draw from it after all, its recomputations, which come in the order of its
-    forwards in every schedule, go on drawing each from where the one before stopped; that they arrive where the
-    forwards did is checked.
+    A *visit* is a run of forwards of one chunk. The states are read before every forward of a visit. Some generators
+    are slow to read, though, and few layers draw from them. If a visit did not draw from a source, the chunk's next
+    visit reads that source only before its first and after its last forward.
+
+    That next visit may draw from the source after all. Its recomputations then start from the state before the visit,
+    and each one continues where the previous one stopped. This works because every schedule recomputes forwards in
+    their order. After the last recomputation, :meth:`again` checks that the source has reached the state after the
+    visit.
     """
 
     def __init__(self, sources: Sequence[RandomSource]) -> None:
@@ -76,12 +79,12 @@ class Draws:
         """By chunk and micro-batch."""
         self._open: _Visit | None = None
         self._left_alone: dict[int, frozenset[int]] = {}
-        """By chunk, the numbers of the sources that its last visit did not draw from."""
+        """By chunk: indices of the sources that its last visit did not draw from."""
         self._last: list[Any] | None = None
-        """The states read last: an equal one is not stored again."""
+        """The states read last. An equal state is not stored again."""
 
     def forward(self, chunk: int, micro_batch: int) -> None:
-        """Before a forward that will be recomputed."""
+        """Records the states before a forward that will be recomputed."""
         visit = self._open
         if visit is None or visit.chunk != chunk:
             before = self.leave() or self._read()
@@ -94,8 +97,11 @@ class Draws:
         self._visits[chunk, micro_batch] = visit
 
     def leave(self) -> Sequence[Any] | None:
-        """Before anything else that may draw, such as a forward that will not be recomputed: ends the visit if one is
-        open, and finds out what it drew from. Returns the states then."""
+        """Ends the open visit, if there is one, and finds out which sources it drew from.
+
+        Returns the states after the visit; None if no visit was open. The caller is about to run something else that
+        may draw, such as a forward that will not be recomputed.
+        """
         visit, self._open = self._open, None
         if visit is None:
             return None
@@ -106,9 +112,12 @@ class Draws:
 
     @contextmanager
     def again(self, chunk: int, micro_batch: int) -> Iterator[bool]:
-        """Draws inside the block what the forward drew, then goes on as if nothing had been drawn. Gives whether the
-        block has to draw all of it. Raises RuntimeError if a layer draws more or less often than in its forward, where
-        that cannot be made good."""
+        """Draws inside the block what the forward drew, then restores the states as if nothing had been drawn.
+
+        Yields whether the block must draw every number of the forward, because the next recomputation continues from
+        there. Raises RuntimeError if layers draw more or less often than in their forwards, from a source that was not
+        read between those forwards.
+        """
         self.leave()
         visit = self._visits.pop((chunk, micro_batch))
         if visit.repeated is None:
@@ -126,7 +135,7 @@ class Draws:
             self._check(visit)
 
     def _differing(self, visit: "_Visit") -> dict[int, Any]:
-        """The state before the visit of sources that were not read during it, but drawn from then or since."""
+        """Returns the state before the visit of each unread source that was drawn from during the visit or since."""
         now = self._read()
         return {
             index: visit.before[index]
@@ -155,17 +164,19 @@ class Draws:
 
 
 class _Visit:
-    """Forwards of ``chunk``, one after another.
+    """A run of forwards of ``chunk``.
 
     Args:
-        unread: numbers of the sources that are not read between them.
-        before: the states ahead of the first.
+        unread: indices of the sources that are not read between the forwards.
+        before: the states before the first forward.
     """
 
     def __init__(self, chunk: int, unread: frozenset[int], before: Sequence[Any]) -> None:
         self.chunk, self.unread, self.before = chunk, unread, tuple(before)
         self.after: tuple[Any, ...] = ()
+        """The states after the last forward."""
         self.states: dict[int, dict[int, Any]] = {}
-        """By micro-batch and number of the source, the states ahead of a forward that is still to be recomputed."""
+        """By micro-batch and source index: the state before each forward that is still to be recomputed."""
         self.repeated: dict[int, Any] | None = None
-        """Of the others, as far as they were drawn from: where the next recomputation goes on; None ahead of it."""
+        """By index, for unread sources that were drawn from: the state from which the next recomputation continues.
+        None before the first recomputation."""

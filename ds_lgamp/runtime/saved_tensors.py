@@ -1,8 +1,8 @@
-"""What autograd saves of a forward, dropped at once and brought back by computing it again, as far as that is needed.
+"""Drops the tensors that autograd saves in a forward, and restores them by computing the forward again.
 
-The graph of the first forward is kept, without the tensors in it; the second forward ends with the last of them. What
-comes after it, such as the product of a last linear layer, is not computed again (as in torch.utils.checkpoint's early
-stop).
+The graph of the first forward is kept without its tensors. The second forward stops when it has restored the last of
+them. Anything after that, such as the product of a last linear layer, is not computed again (as in the early stop of
+torch.utils.checkpoint).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Slot:
-    """The place of one saved tensor, which the graph holds."""
+    """The place of one saved tensor. The graph holds it."""
 
     __slots__ = ("kind", "tensor", "version")
 
@@ -25,28 +25,29 @@ class _Slot:
 
 
 class _Complete(BaseException):
-    """The last saved tensor is there. No Exception: layers that catch those must not catch this."""
+    """Signals that the last saved tensor is restored. It is not an Exception, so layers that catch exceptions let it
+    pass."""
 
 
 class SavedTensors:
-    """Those of one forward."""
+    """The saved tensors of one forward."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
 
     def dropped(self) -> saved_tensors_hooks:
-        """A context for the first forward: its graph saves places instead of tensors."""
+        """Returns a context for the first forward. Its graph saves places instead of tensors."""
         return saved_tensors_hooks(self._drop, _fetch)
 
     def restore(self, compute: Callable[[], Any], completely: bool) -> None:
-        """Calls ``compute``, the same forward, for the tensors of the places.
+        """Fills the places by calling ``compute``, which repeats the first forward.
 
         Args:
-            completely: whether it has to run to its end. So it does where nothing was saved.
+            completely: whether ``compute`` must run to its end. It does so anyway if nothing was saved.
 
-        Raises RuntimeError if it saves other tensors than the first forward did.
+        Raises RuntimeError if ``compute`` saves other tensors than the first forward did.
         """
-        # From now on the graph alone holds the places, and gives each up when it has used it.
+        # From now on only the graph holds the places. It drops each one after use.
         slots, self._slots = self._slots, []
         filled = 0
 

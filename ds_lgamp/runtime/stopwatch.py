@@ -1,4 +1,4 @@
-"""Where the time of a step goes: compute, and waits that nothing hides."""
+"""Measures where the time of a step goes: compute, and waits that nothing hides."""
 
 import time
 from collections import defaultdict
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 EXPOSED_WAITS = ("data", "gather", "reduce", "activation", "gradient", "send")
-"""Kinds of waiting: for micro-batches, for parameters, for room or the end of reductions, for what neighbours compute,
-for sends."""
+"""What each wait is for: micro-batches (data), parameters (gather), room or the end of reductions (reduce), results of
+neighbours (activation, gradient) and sends (send)."""
 COMPUTE = ("forward", "backward", "step")
 
 _OFF: AbstractContextManager[None] = nullcontext()
@@ -19,13 +19,13 @@ class Stopwatch:
     """Adds up seconds by kind on this rank.
 
     On the CPU it reads the host's clock. On an accelerator it records events around the work in the current stream, so
-    that nothing waits for the device before :meth:`read`; the time between the events of a wait is what the stream
-    idled.
+    nothing waits for the device before :meth:`read`. The time between the events of a wait is the time the stream was
+    idle.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.running = False
-        """Off, a use costs next to nothing."""
+        """While this is False, timing costs next to nothing."""
         self._device = device
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, Any, Any]] = []
@@ -37,7 +37,7 @@ class Stopwatch:
         return _HostTiming(self._seconds, kind) if self._device.type == "cpu" else _DeviceTiming(self, kind)
 
     def read(self) -> dict[str, float]:
-        """Seconds by kind since the last reading. On an accelerator, waits for the work that was timed."""
+        """Returns seconds by kind since the last reading. On an accelerator, it waits for the timed work."""
         for kind, start, end in self._events:
             end.synchronize()
             self._seconds[kind] += start.elapsed_time(end) / 1000

@@ -1,1 +1,1 @@
-"""The training step as a program: orders, placement, lowering, validation and simulation. Pure Python, no torch."""
+"""The training step as a program: orders, placement, passes, validation and simulation. Pure Python without torch."""

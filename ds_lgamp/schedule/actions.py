@@ -1,9 +1,9 @@
-"""The actions a program is made of, and their text form.
+"""The actions of a program, and their text form.
 
-An action belongs to the pipeline rank of the chunk it names. ``GATHER3`` and ``REDUCE3`` launch, ``WAIT_GATHER3`` and
-``WAIT_REDUCE3`` wait until that is done. ``SEND_F3.5`` sends what ``F3.5`` computed to the rank of
-chunk 4, where ``RECV_F4.5`` posts its buffer; ``SEND_B3.5`` sends the gradient that ``B3.5`` computed to the rank of
-chunk 2, where ``RECV_B2.5`` posts its buffer.
+Each action runs on the pipeline rank that owns its chunk. ``GATHER3`` and ``REDUCE3`` launch a collective;
+``WAIT_GATHER3`` and ``WAIT_REDUCE3`` wait for it. ``SEND_F3.5`` sends the result of ``F3.5`` to the rank of chunk 4,
+where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that ``B3.5`` computed to the rank of chunk 2,
+where ``RECV_B2.5`` posts the receive.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Kind(str, Enum):
-    """What an action does. The value is the prefix of its text form."""
+    """The kind of an action. Its value is the prefix of the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -27,7 +27,7 @@ class Kind(str, Enum):
     WAIT_REDUCE = "WAIT_REDUCE"
     STEP = "STEP"
 
-    # Enum hashes in Python, str in C: programs of millions of actions are looked up by kind.
+    # Programs have millions of actions and look each one up by kind. str hashes in C, Enum in slower Python.
     __hash__ = str.__hash__
 
 
@@ -44,7 +44,7 @@ _TEXT = re.compile(
 
 
 class Action(NamedTuple):
-    """One entry of a pipeline rank's program; ``chunk`` and ``micro_batch`` are -1 where the kind has none."""
+    """One entry of a pipeline rank's program. ``chunk`` and ``micro_batch`` are -1 if the kind has none."""
 
     kind: Kind
     chunk: int = -1
@@ -59,7 +59,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action whose text form is ``text``; raises ValueError if there is none."""
+        """Parses the text form of an action. Raises ValueError if ``text`` is not an action."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"'{text}' is no action; actions look like F3.5, SEND_B3.5, GATHER3 or STEP")
@@ -72,24 +72,24 @@ class Action(NamedTuple):
 
 
 def send_of(compute: Action) -> Action:
-    """The action that sends what ``compute`` produced."""
+    """Returns the action that sends the result of ``compute``."""
     kind = Kind.SEND_FORWARD if compute.kind is Kind.FORWARD else Kind.SEND_BACKWARD
     return Action(kind, compute.chunk, compute.micro_batch)
 
 
 def receive_of(compute: Action) -> Action:
-    """The action that posts the receive of what ``compute`` consumes."""
+    """Returns the action that posts the receive for the input of ``compute``."""
     kind = Kind.RECV_FORWARD if compute.kind is Kind.FORWARD else Kind.RECV_BACKWARD
     return Action(kind, compute.chunk, compute.micro_batch)
 
 
 def receive_matching(send: Action) -> Action:
-    """The action that posts the receive of what ``send`` sends."""
+    """Returns the action that posts the receive for ``send`` on the other rank."""
     if send.kind is Kind.SEND_FORWARD:
         return Action(Kind.RECV_FORWARD, send.chunk + 1, send.micro_batch)
     return Action(Kind.RECV_BACKWARD, send.chunk - 1, send.micro_batch)
 
 
 def awaited_by(wait: Action) -> Action:
-    """The gather or reduction that ``wait`` waits for."""
+    """Returns the gather or reduction that ``wait`` waits for."""
     return Action(Kind.GATHER if wait.kind is Kind.WAIT_GATHER else Kind.REDUCE, wait.chunk)

@@ -1,6 +1,6 @@
-"""Compute orders: which forward and backward a pipeline rank runs, and when. Schedules differ in nothing else.
+"""Compute orders: when each pipeline rank runs which forward and backward. Schedules differ only in this.
 
-Every order backpropagates the micro-batches of a chunk in ascending order, so gradients accumulate in the same order
+Every order runs the backwards of a chunk in ascending micro-batches. Gradients therefore accumulate in the same order
 under every schedule.
 """
 
@@ -11,21 +11,23 @@ from ds_lgamp.schedule.placement import Placement
 
 SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
 SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
-"""Schedules with one chunk per pipeline rank, in rank order."""
+"""Schedules that need one chunk per pipeline rank, in rank order."""
 
 
 def micro_batch_groups(micro_batches: int, group: int) -> list[range]:
-    """The micro-batches of a step cut into groups of ``group``; the last one may be smaller."""
+    """Splits the micro-batches of a step into groups of ``group``. The last group may be smaller."""
     return [range(start, min(start + group, micro_batches)) for start in range(0, micro_batches, group)]
 
 
 def layered(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """Layered gradient accumulation (Lamy-Poirier, arXiv 2106.02679): every micro-batch of a group goes through a chunk
-    before the next chunk, forward and backward; group after group without a barrier.
+    """Layered gradient accumulation (Lamy-Poirier, arXiv 2106.02679).
 
-    At the turn, forwards and backwards of a rank's last chunk alternate, as in Megatron-LM's interleaved 1F1B (arXiv
-    2104.04473): a rank is two forwards ahead for every chunk that follows. The last chunk's backward then follows its
-    forward at once, so that one micro-batch alone has logits.
+    All micro-batches of a group pass through a chunk before the next chunk starts, both forward and backward. The
+    groups follow each other without a barrier.
+
+    At the turn, the forwards and backwards of a rank's last chunk alternate, as in Megatron-LM's interleaved 1F1B
+    (arXiv 2104.04473). The rank runs two forwards ahead for every chunk of the model behind its last one. Each backward
+    of the model's last chunk then directly follows its forward, so only one micro-batch at a time has logits.
     """
     chunks, turn = chunks_of(placement, rank), first_turning_chunk(placement)
     for members in micro_batch_groups(micro_batches, group):
@@ -50,7 +52,7 @@ def gpipe(placement: Placement, rank: int, micro_batches: int, group: int) -> It
 
 
 def one_forward_one_backward(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """1F1B (PipeDream-flush, arXiv 2006.09503): as many forwards ahead as ranks follow, then alternating."""
+    """1F1B (PipeDream-flush, arXiv 2006.09503): one forward ahead for every rank that follows, then alternating."""
     pipeline_ranks = max(placement) + 1
     (chunk,) = chunks_of(placement, rank)
     ahead = min(pipeline_ranks - 1 - rank, micro_batches)
@@ -86,17 +88,20 @@ def interleaved(placement: Placement, rank: int, micro_batches: int, group: int)
 
 
 def forward_only(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """Evaluation: every chunk once, all micro-batches through it."""
+    """Evaluation: all micro-batches pass through a chunk before the next chunk starts."""
     return _forward(chunks_of(placement, rank), range(micro_batches))
 
 
 def chunks_of(placement: Placement, rank: int) -> list[int]:
-    """The chunks that live on ``rank``, ascending."""
+    """Returns the chunks on ``rank``, ascending."""
     return [chunk for chunk, owner in enumerate(placement) if owner == rank]
 
 
 def first_turning_chunk(placement: Placement) -> int:
-    """The first chunk to which micro-batches come back one by one: from it on, no rank owns two chunks."""
+    """Returns the first chunk of the turn. No rank owns two chunks from there on.
+
+    Micro-batches therefore come back to these chunks one by one.
+    """
     owners: set[int] = set()
     for chunk in reversed(range(len(placement))):
         if placement[chunk] in owners:
@@ -106,8 +111,13 @@ def first_turning_chunk(placement: Placement) -> int:
 
 
 def turns_at_once(actions: Iterable[Action], last_chunk: int) -> bool:
-    """Whether every backward of the model's last chunk follows its forward with no compute in between, in a program of
-    its rank. The chunk then needs no recomputation: one micro-batch at a time keeps what autograd saves."""
+    """Whether each backward of the model's last chunk directly follows its forward.
+
+    Such a chunk needs no recomputation, because autograd saves tensors for only one micro-batch at a time.
+
+    Args:
+        actions: the program of the rank that owns ``last_chunk``, or its computes alone.
+    """
     computes = [action for action in actions if action.kind in COMPUTE]
     followers = [
         (action, follower)
@@ -120,7 +130,8 @@ def turns_at_once(actions: Iterable[Action], last_chunk: int) -> bool:
 
 
 def order_of(schedule: str) -> Callable[[Placement, int, int, int], Iterator[Action]]:
-    """The order called ``schedule``: a function of placement, pipeline rank, micro-batches and micro-batch group."""
+    """Returns the order of ``schedule``: a function of placement, pipeline rank, micro-batches and micro-batch
+    group."""
     return _ORDERS[schedule]
 
 

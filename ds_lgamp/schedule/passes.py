@@ -1,4 +1,4 @@
-"""Lowering passes: each takes the actions of a pipeline rank and returns them with its own added."""
+"""Lowering passes. Each takes the actions of a pipeline rank and returns them with new actions added."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,8 +9,7 @@ from ds_lgamp.schedule.waits import Waits
 
 
 def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Before each visit of a chunk, RELEASEs what the visit does not hold and GATHERs what it lacks; at stage 3, the
-    end RELEASEs the rest."""
+    """Adds GATHER and RELEASE before each visit of a chunk. Stage 3 ends by releasing every resident chunk."""
     windows = windows_of(spec, actions)
     resident = current_of(spec, actions)
     lowered: list[Action] = []
@@ -29,7 +28,7 @@ def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> li
 
 
 def add_receives(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Posts receives ahead of the computes that consume them."""
+    """Adds each RECV ahead of the compute that consumes the message."""
     posts = iter(receive_posts(spec, rank, _computes(actions)))
     lowered: list[Action] = []
     for action in actions:
@@ -40,7 +39,7 @@ def add_receives(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> lis
 
 
 def add_sends(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Sends each result that another rank consumes, right behind its compute."""
+    """Adds SEND directly after each compute whose result another rank consumes."""
     lowered: list[Action] = []
     for action in actions:
         lowered.append(action)
@@ -50,7 +49,7 @@ def add_sends(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[A
 
 
 def add_reductions(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """REDUCEs a chunk's gradient once it is final, behind the SEND of its last backward."""
+    """Adds REDUCE once a chunk's gradient is final, after the SEND of the last backward."""
     lowered: list[Action] = []
     final = None
     for action in actions:
@@ -66,7 +65,7 @@ def add_reductions(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> l
 
 
 def add_step(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Ends a training program with STEP, and with the gathers that stages 1 and 2 do not defer."""
+    """Ends a training program with STEP and the gathers that stages 1 and 2 do not defer."""
     if spec.forward_only:
         return list(actions)
     gathers = [Action(Kind.GATHER, chunk) for chunk in current_of(spec, actions)]
@@ -74,7 +73,7 @@ def add_step(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Ac
 
 
 def add_waits(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Waits for gathers and reductions, as late as possible."""
+    """Adds the waits for gathers and reductions, as late as possible."""
     waits = Waits(spec, current_of(spec, actions))
     lowered: list[Action] = []
     for action in actions:
@@ -84,20 +83,23 @@ def add_waits(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[A
 
 
 def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[list[int]]:
-    """The resident chunks of each visit of a rank, in the order of visits."""
+    """Returns the resident chunks of each visit, in the order of the visits."""
     visits = chunk_visits(_computes(actions))
     return iter(resident_windows(visits, spec.zero_stage, spec.resident_chunks, spec.defers_gathers))
 
 
 def current_of(spec: ProgramSpec, actions: Iterable[Action]) -> list[int]:
-    """The chunks of a rank that the step before has begun to gather."""
+    """Returns the chunks whose gathers the previous step has launched."""
     return current_chunks(chunk_visits(_computes(actions)), spec.zero_stage, spec.defers_gathers)
 
 
 def receive_posts(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
-    """For every compute action, the receives posted just before it, each kind in the order it is consumed. A receive is
-    posted as many computes of its kind ahead of its consumer as its window is wide, and no earlier than the window has
-    room. Forwards and backwards may alternate in between, but not more than that."""
+    """Returns, for each compute, the receives to post directly before it.
+
+    Receives of one kind are posted in the order of their consumers. With a window of n receives, each is posted n - 1
+    computes of its kind ahead of its consumer, but not before the window has room. Forwards and backwards may alternate
+    in between, so a receive is posted at most 2(n - 1) computes of any kind ahead.
+    """
     posts: list[list[Action]] = [[] for _ in computes]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         alike = [index for index, action in enumerate(computes) if action.kind is kind]

@@ -1,4 +1,4 @@
-"""Which layers form a chunk, and which pipeline rank a chunk lives on."""
+"""How layers form chunks, and which pipeline rank owns each chunk."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -15,8 +15,10 @@ PLACEMENTS = ("modular", "contiguous")
 def place_chunks(kind: str, chunks: int, pipeline_ranks: int) -> Placement:
     """Places ``chunks`` on ``pipeline_ranks``.
 
-    modular: chunk c on rank c mod P (Lamy-Poirier, arXiv 2106.02679). contiguous: equal runs of neighbouring chunks;
-    the first ranks take one more where C mod P is not 0.
+    ``modular`` places chunk c on rank c mod P (Lamy-Poirier, arXiv 2106.02679). ``contiguous`` gives each rank a run of
+    neighbouring chunks; the first ranks take one more if C mod P is not 0.
+
+    Raises ValueError if there are fewer chunks than ranks, or if ``kind`` is unknown.
     """
     if pipeline_ranks < 1:
         raise ValueError(f"pipeline_ranks is {pipeline_ranks}; it must be at least 1")
@@ -34,27 +36,35 @@ def place_chunks(kind: str, chunks: int, pipeline_ranks: int) -> Placement:
 
 
 def split_evenly(items: int, parts: int) -> list[int]:
-    """``parts + 1`` bounds that cut ``items`` into parts whose sizes differ by at most one, larger ones first."""
+    """Returns the ``parts + 1`` bounds of parts whose sizes differ by at most one. Larger parts come first."""
     size, larger = divmod(items, parts)
     return [part * size + min(part, larger) for part in range(parts + 1)]
 
 
 def split_by_count(layers: int, layers_per_chunk: int) -> list[int]:
-    """Chunk bounds that cut the layer list every ``layers_per_chunk`` entries; the last chunk may be shorter."""
+    """Returns chunk bounds with ``layers_per_chunk`` layers in each chunk. The last chunk may be shorter."""
     if layers_per_chunk < 1:
         raise ValueError(f"layers_per_chunk is {layers_per_chunk}; it must be at least 1")
     return [*range(0, layers, layers_per_chunk), layers]
 
 
 def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Chunk bounds of the contiguous split whose heaviest part is as light as possible, no part empty; of those the one
-    with the least sum of squared weights, so that the rest is even too."""
+    """Returns the chunk bounds for which the heaviest chunk is as light as possible. No chunk is empty.
+
+    Among such splits it takes the one with the least sum of squared chunk weights, so the other chunks are even too.
+    Raises ValueError if there are more chunks than layers.
+
+    Args:
+        weights: the weight of each layer.
+        parts: the number of chunks.
+    """
     layers = len(weights)
     if not 1 <= parts <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {parts} chunks; use 1 to {layers} chunks")
     prefix = [0.0, *accumulate(weights)]
     limit = _lightest_heaviest_part(prefix, parts)
-    # cost[end]: least sum of squares of the first ``end`` layers in the parts so far; starts[end]: begin of the last.
+    # cost[end]: least sum of squares if the parts so far hold the first ``end`` layers; starts[end]: where the last of
+    # these parts begins.
     cost = [0.0] + [inf] * layers
     cuts: list[list[int]] = []
     for part in range(parts):
@@ -75,7 +85,10 @@ def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _lightest_heaviest_part(prefix: Sequence[float], parts: int) -> float:
-    """Bisects the sums a part can have; a limit suffices if parts filled greedily do, one layer left for each."""
+    """Returns the least weight that the heaviest part can have, by bisection over all possible sums.
+
+    A limit suffices if greedily filled parts hold all layers. Each part leaves one layer for every later part.
+    """
     layers = len(prefix) - 1
 
     def suffices(limit: float) -> bool:
@@ -92,10 +105,10 @@ def _lightest_heaviest_part(prefix: Sequence[float], parts: int) -> float:
 
 
 def split_automatic(layer_types: Sequence[Hashable]) -> list[int]:
-    """Chunk bounds where every layer of the most frequent type starts a chunk.
+    """Returns chunk bounds where every layer of the most frequent type starts a chunk.
 
-    What comes before the first (embedding) joins the first chunk, what follows the last (norm, head) joins the last.
-    Of equally frequent types the one that appears first counts.
+    Layers before the first of them (embedding) join the first chunk; layers after the last (norm, head) join the last
+    chunk. Of equally frequent types, the first one in the model counts. Raises ValueError for an empty list.
     """
     if not layer_types:
         raise ValueError("the layer list is empty; a model needs at least one layer")

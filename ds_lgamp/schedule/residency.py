@@ -1,16 +1,16 @@
-"""Which chunks hold their full weights while a pipeline rank computes, and which they must be gathered for."""
+"""Residency: which chunks hold their full weights while a pipeline rank computes, and when they are gathered."""
 
 from collections.abc import Iterable, Sequence
 
 from ds_lgamp.schedule.actions import Action
 
 PREFETCHED_CHUNKS = 2
-"""Stages 1 and 2 keep all weights; where gathers are deferred, the chunk that computes and the one after it are
-gathered."""
+"""How many chunks deferred gathers cover at stages 1 and 2: the chunk that computes and the next one. Both stages keep
+all weights."""
 
 
 def chunk_visits(computes: Iterable[Action]) -> list[int]:
-    """The chunks a compute order visits: one entry for every run of actions on the same chunk."""
+    """Returns the chunks in the order of their visits. A visit is a run of computes on one chunk."""
     visits: list[int] = []
     for action in computes:
         if not visits or visits[-1] != action.chunk:
@@ -19,20 +19,24 @@ def chunk_visits(computes: Iterable[Action]) -> list[int]:
 
 
 def current_chunks(visits: Sequence[int], zero_stage: int, defers_gathers: bool) -> list[int]:
-    """The chunks whose gather has started before the first visit, in order of need: at stages 1 and 2 all of them,
-    behind the step before, unless gathers are deferred."""
+    """Returns the chunks whose gathers have started before the first visit, in order of need.
+
+    At stages 1 and 2 the previous step starts the gathers of all chunks, unless gathers are deferred.
+    """
     return list(dict.fromkeys(visits)) if zero_stage in (1, 2) and not defers_gathers else []
 
 
 def resident_windows(
     visits: Sequence[int], zero_stage: int, resident_chunks: int, defers_gathers: bool
 ) -> list[list[int]]:
-    """The chunks whose gather must have started when each visit begins, in order of need.
+    """Returns, for each visit, the chunks whose gathers must have started when it begins, in order of need.
 
-    Stage 3 holds the next ``resident_chunks`` distinct chunks: with two or more, a gather runs behind the compute of
-    the chunk before it, and at the turn-around nothing still needed is dropped. That gives K(2N - 2B) + B gathers for
-    the layered order with K groups, N chunks on the rank and B < N resident ones, else N. Stages 1 and 2 gather every
-    chunk once: behind the step, or deferred to one visit ahead. Stage 0 gathers nothing.
+    Stage 3 holds the next ``resident_chunks`` distinct chunks. With two or more, a gather overlaps the compute of the
+    chunk before it, and the turn drops no chunk that is still needed. With N chunks on the rank, the layered order in K
+    groups takes K(2N - 2B) + B gathers for B < N resident chunks, else N.
+
+    Stages 1 and 2 gather every chunk once, either behind the step or deferred to one visit ahead. Stage 0 gathers
+    nothing.
     """
     if zero_stage == 0:
         return [[] for _ in visits]

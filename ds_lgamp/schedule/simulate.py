@@ -1,11 +1,13 @@
 """The project's only clock: runs a program on paper.
 
-Forward, backward and hop take time; posts and sends are free. A hop delays the receiver only. What a rank sends follows
-one after another where :class:`Durations` says how long one keeps the link busy. Gathers and reductions take time where
-it says so: those of a rank run one after another, as in one communicator, beside its compute. The program says where
-they begin and where they are awaited. A step is one of many: the gathers that its program launches behind STEP are
-those of the step before, and run from the beginning. Data-parallel ranks are alike. Tied modules, which travel beside
-chunks, take no time.
+- Forwards, backwards and hops take time. Posts and sends are free.
+- A hop delays only the receiver. A rank's messages leave one after another; each keeps the link busy for
+  :attr:`Durations.message`.
+- The gathers and reductions of a rank run one after another, as on one communicator, beside its compute. The program
+  says when they are launched and awaited.
+- The simulated step is one of many. The gathers behind STEP count as those of the previous step and start at time 0.
+- All data-parallel ranks behave alike.
+- Tied modules travel beside chunks and take no time.
 """
 
 from collections import defaultdict
@@ -29,24 +31,29 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class Durations(NamedTuple):
-    """Time of one chunk's forward and backward for one micro-batch, of a tensor's way to the next rank, of one chunk's
-    gather and reduction, for which a tensor on its way keeps the sender's link busy, and by which a backward takes
-    longer if its chunk is recomputed; a last chunk that turns at once is not."""
+    """How long each thing takes, in one unit of time."""
 
     forward: float = 1.0
+    """One chunk's forward for one micro-batch."""
     backward: float = 2.0
+    """One chunk's backward for one micro-batch, without recomputation."""
     hop: float = 0.0
+    """The way of a message to the next rank."""
     gather: float = 0.0
+    """The gather of one chunk."""
     reduce: float = 0.0
+    """The reduction of one chunk."""
     message: float = 0.0
+    """How long one message keeps the sender's link busy."""
     recompute: float = 0.0
+    """Added to the backward of a recomputed chunk. A last chunk that turns at once is not recomputed."""
 
 
 UNIT_DURATIONS = Durations()
 
 
 class Span(NamedTuple):
-    """An action that takes time and when it ran."""
+    """An action that takes time, and when it ran."""
 
     start: float
     end: float
@@ -54,7 +61,7 @@ class Span(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A WAIT_GATHER or WAIT_REDUCE and when it ran; it takes no time if the collective was over."""
+    """A WAIT_GATHER or WAIT_REDUCE, and when it ran. It takes no time if the collective was done."""
 
     start: float
     end: float
@@ -63,17 +70,18 @@ class Wait(NamedTuple):
 
 @dataclass
 class Timeline:
-    """When everything ran and what waited, per pipeline rank."""
+    """When everything ran, and what waited, for each pipeline rank."""
 
     spans: list[list[Span]]
     """Compute actions."""
     collectives: list[list[Span]]
     """Gathers and reductions."""
     waits: list[list[Wait]]
-    """In order."""
+    """In the order they ran."""
     ideal: float
-    """Compute time of a rank if work were spread evenly and nobody waited."""
+    """Compute time of a rank if work were spread evenly and no rank waited."""
     step_time: float = field(init=False)
+    """When the last compute or wait ends."""
     bubble: float = field(init=False)
     """(step_time - ideal) / ideal."""
 
@@ -83,14 +91,14 @@ class Timeline:
         self.bubble = (self.step_time - self.ideal) / self.ideal if self.ideal else 0.0
 
     def exposed(self, kind: Kind) -> list[float]:
-        """How long each rank stood still for its collectives of a ``kind``, GATHER or REDUCE."""
+        """Returns how long each rank stood still for its collectives of one ``kind``, GATHER or REDUCE."""
         return [
             sum(wait.end - wait.start for wait in waits if awaited_by(wait.action).kind is kind) for waits in self.waits
         ]
 
 
 class DeadlockError(RuntimeError):
-    """No rank can go on. ``positions`` holds the row each rank stands at."""
+    """No rank can advance. ``positions`` holds the row where each rank stands."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         super().__init__("deadlock: every pipeline rank waits for another")
@@ -100,10 +108,13 @@ class DeadlockError(RuntimeError):
 def simulate(
     spec: ProgramSpec, program: Program, durations: Durations = UNIT_DURATIONS, blocking_sends: bool = False
 ) -> Timeline:
-    """Runs ``program``; raises DeadlockError if it gets stuck.
+    """Runs ``program`` and returns its timeline.
 
-    ``blocking_sends``: a SEND waits until the matching RECV is posted, as the validator assumes. The engine's sends
-    wait only when several of a link are under way.
+    Args:
+        blocking_sends: whether each SEND waits until its RECV is posted, as the validator assumes. The engine's sends
+            wait only if several of a link are under way.
+
+    Raises DeadlockError if no rank can advance.
     """
     run = _Run(spec, program, durations, blocking_sends)
     run.to_the_end()
@@ -112,7 +123,7 @@ def simulate(
 
 
 def _ideal(spec: ProgramSpec, durations: Durations) -> float:
-    """Compute time of a rank if work were spread evenly and nobody waited."""
+    """Returns the compute time of a rank if work were spread evenly and no rank waited."""
     cost = spec.chunks * durations.forward
     if not spec.forward_only:
         recomputed = spec.chunks - spec.turns_at_once
@@ -121,7 +132,7 @@ def _ideal(spec: ProgramSpec, durations: Durations) -> float:
 
 
 def peak_live_activations(actions: Sequence[Action]) -> int:
-    """The most (chunk, micro-batch) inputs a rank stores at once: forward done, backward not."""
+    """Returns the most inputs a rank stores at once, one per chunk and micro-batch between forward and backward."""
     live = peak = 0
     for action in actions:
         if action.kind is Kind.FORWARD:
@@ -133,14 +144,14 @@ def peak_live_activations(actions: Sequence[Action]) -> int:
 
 
 class _Lane:
-    """The collectives of one rank, one after another, and the waits for them."""
+    """The collectives of one rank, which run one after another, and the waits for them."""
 
     def __init__(self, durations: Durations) -> None:
         self.cost = {Kind.GATHER: durations.gather, Kind.REDUCE: durations.reduce}
         self.spans: list[Span] = []
         self.waits: list[Wait] = []
         self.free = 0.0
-        """When the last one launched is over."""
+        """When the last launched collective ends."""
         self.under_way: dict[Action, Span] = {}
 
     def launch(self, action: Action, now: float) -> None:
@@ -150,7 +161,7 @@ class _Lane:
         self.spans.append(span)
 
     def wait(self, action: Action, now: float) -> float:
-        """When ``action``, which begins ``now``, is over. An evaluation finds its gathers done."""
+        """Returns when ``action`` ends if it begins at ``now``. An evaluation finds its gathers done."""
         span = self.under_way.pop(awaited_by(action), None)
         if span is None:
             return now
@@ -160,7 +171,7 @@ class _Lane:
 
 
 class _Run:
-    """Advances each rank until it waits for another one, which wakes it again."""
+    """Advances each rank until it waits for another rank, which later wakes it."""
 
     def __init__(self, spec: ProgramSpec, program: Program, durations: Durations, blocking_sends: bool) -> None:
         self.spec = spec
@@ -170,7 +181,7 @@ class _Run:
         self.last_chunk = spec.chunks - 1
         self.lanes = [_Lane(durations) for _ in program]
         self.ends = [_end_of_step(actions) for actions in program]
-        """Behind each rank's STEP: what stands there runs when the next step begins."""
+        """The row behind each rank's STEP. Collectives from there on run when the next step begins."""
         for lane, actions, end in zip(self.lanes, program, self.ends):
             for action in actions[end:]:
                 if action.kind in COLLECTIVES:
@@ -179,12 +190,12 @@ class _Run:
         self.position = [0] * len(program)
         self.now = [0.0] * len(program)
         self.link_free = [0.0] * len(program)
-        """When the next tensor of a rank can start on its way."""
+        """When each rank's link is free for the next message."""
         self.spans: list[list[Span]] = [[] for _ in program]
         self.finished: dict[Action, float] = {}
-        """End of every compute action whose result its consumer can use."""
+        """When the consumer can use the result of each compute."""
         self.stored: set[tuple[int, int]] = set()
-        """(chunk, micro-batch) of the forwards that ran: a backward needs its own rank's."""
+        """(chunk, micro-batch) of the forwards that ran. A backward needs the forward of its own rank."""
         self.posted: set[Action] = set()
         self.waiting: dict[Action, list[int]] = defaultdict(list)
 
@@ -196,7 +207,7 @@ class _Run:
             raise DeadlockError(self.position)
 
     def advance(self, rank: int) -> list[int]:
-        """Runs ``rank`` as far as it gets; returns the ranks that can go on because of it."""
+        """Runs ``rank`` as far as it gets. Returns the ranks that this wakes."""
         woken: list[int] = []
         actions = self.program[rank]
         while self.position[rank] < len(actions):
@@ -260,6 +271,6 @@ class _Run:
 
 
 def _end_of_step(actions: Sequence[Action]) -> int:
-    """The row behind STEP; behind the last one, where there is none."""
+    """Returns the row behind STEP, or behind the last action if there is no STEP."""
     steps = (row for row, action in enumerate(actions) if action.kind is Kind.STEP)
     return next(steps, len(actions) - 1) + 1

@@ -1,4 +1,4 @@
-"""What a program is derived from."""
+"""The specification from which a program is derived."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,27 +16,29 @@ from ds_lgamp.schedule.orders import (
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
 RECEIVES_POSTED = 3
-"""Of one kind on a rank, where nothing piles up: the one that computes next, one in flight, and one whose sender may
-learn early that it may send. With two, large messages on a slow link wait for that news (docs/performance.md)."""
+"""How many receives of one kind a rank keeps posted if no messages pile up. One is for the next compute, one is in
+flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
+permission (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """Everything a program is derived from. Raises ValueError where the combination is impossible."""
+    """Everything a program is derived from. Raises ValueError if the combination is impossible."""
 
     placement: Placement
     """Pipeline rank of every chunk."""
     schedule: str
     micro_batches: int
     micro_batch_group: int
-    """Micro-batches that go through the chunks together (layered only); ``micro_batches`` is LGA."""
+    """How many micro-batches pass through a chunk together (layered only); all ``micro_batches`` is LGA."""
     zero_stage: int
     resident_chunks: int = 2
-    """Chunks whose full weights may be held at once under ZeRO stage 3."""
+    """How many chunks may hold full weights at once under ZeRO stage 3. Stages 1 to 3 await reductions when so many
+    full gradients are held."""
     forward_only: bool = False
     defers_gathers: bool = False
-    """Whether stages 1 and 2 gather what a step updated in the next step, each chunk one visit ahead, not behind the
-    step itself."""
+    """Whether stages 1 and 2 gather updated weights during the next step, each chunk one visit ahead, instead of behind
+    the step that updated them."""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
@@ -94,35 +96,38 @@ class ProgramSpec:
         return self.placement[-1]
 
     def evaluation(self, micro_batches: int | None = None) -> "ProgramSpec":
-        """The forward-only spec on the same chunks."""
+        """Returns the forward-only spec on the same chunks. ``micro_batches`` defaults to this spec's."""
         count = self.micro_batches if micro_batches is None else micro_batches
         return replace(self, micro_batches=count, micro_batch_group=count, forward_only=True)
 
     def computes(self, rank: int) -> Iterator[Action]:
-        """The compute order of ``rank``."""
+        """Returns the compute order of ``rank``."""
         order = forward_only if self.forward_only else order_of(self.schedule)
         return order(self.placement, rank, self.micro_batches, self.micro_batch_group)
 
     def receives_input(self, action: Action) -> bool:
-        """Whether what a compute action needs comes from another pipeline rank."""
+        """Whether the input of a compute comes from another pipeline rank."""
         source = self.source_chunk(action)
         return source is not None and self.placement[source] != self.placement[action.chunk]
 
     def sends_output(self, action: Action) -> bool:
-        """Whether what a compute action produces goes to another pipeline rank."""
+        """Whether the result of a compute goes to another pipeline rank."""
         target = action.chunk + 1 if action.kind is Kind.FORWARD else action.chunk - 1
         return 0 <= target < len(self.placement) and self.placement[target] != self.placement[action.chunk]
 
     def source_chunk(self, action: Action) -> int | None:
-        """The chunk whose output or input gradient a compute action consumes; None at the ends of the model."""
+        """Returns the chunk whose output or input gradient a compute consumes; None at the ends of the model."""
         source = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
         return source if 0 <= source < len(self.placement) else None
 
     def receive_window(self, rank: int, kind: Kind) -> int:
-        """How many receives of one kind ``rank`` holds posted: ``RECEIVES_POSTED``, or more where messages pile up, on
-        the wrap-around link and where the turn begins, while a group larger than the ring passes."""
+        """Returns how many receives of one kind ``rank`` keeps posted.
+
+        This is ``RECEIVES_POSTED`` unless messages pile up. While a group larger than the ring passes, they do so on
+        the wrap-around link and where the turn begins.
+        """
         forward = kind is Kind.FORWARD
-        # Evaluation sends all micro-batches through a chunk, whatever the group, and does not turn.
+        # Evaluation ignores groups: all micro-batches pass through a chunk together. It has no turn.
         group = self.micro_batches if self.forward_only else min(self.micro_batch_group, self.micro_batches)
         turn = self.chunks if self.forward_only else first_turning_chunk(self.placement)
         for chunk, owner in enumerate(self.placement):
@@ -135,12 +140,15 @@ class ProgramSpec:
 
     @cached_property
     def turns_at_once(self) -> bool:
-        """Whether the last chunk's backwards follow its forwards at once; it is not recomputed then."""
+        """Whether each backward of the last chunk directly follows its forward. The chunk is then not recomputed."""
         return turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
 
     def is_final_backward(self, action: Action) -> bool:
-        """Whether the chunk's gradient is reduced after this action. Stages 2 and 3 keep no full gradient between
-        micro-batch groups, so they reduce after each; stages 0 and 1 reduce once a step."""
+        """Whether the chunk's gradient is reduced after this action.
+
+        Stages 2 and 3 keep no full gradient between micro-batch groups, so they reduce after each group. Stages 0 and 1
+        reduce once per step.
+        """
         if action.kind is not Kind.BACKWARD:
             return False
         done = action.micro_batch + 1

@@ -19,7 +19,7 @@ _BEFORE_COMPUTE = (
     Kind.WAIT_GATHER,
     Kind.WAIT_REDUCE,
 )
-"""In the order they stand."""
+"""Kinds that may stand before a compute, in this order."""
 
 
 class ProgramError(ValueError):
@@ -31,8 +31,11 @@ class ProgramError(ValueError):
 
 
 def validate(spec: ProgramSpec, program: Program) -> None:
-    """Raises ProgramError unless every rank's program is sound by itself and all of them together run to the end, even
-    if every SEND blocked until its RECV is posted."""
+    """Checks the program of each rank by itself, then all programs together.
+
+    Raises ProgramError if a rank's program is faulty, or if the ranks deadlock when every SEND blocks until its RECV is
+    posted. Raises ValueError if the number of ranks is wrong.
+    """
     if len(program) != spec.pipeline_ranks:
         raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
     for rank, actions in enumerate(program):
@@ -47,10 +50,10 @@ def validate(spec: ProgramSpec, program: Program) -> None:
 
 
 class _RankCheck:
-    """Walks one rank's actions beside the compute order its schedule prescribes.
+    """Compares the actions of one rank with the compute order of its schedule.
 
-    Between two computes stand, in this order: the SEND and the REDUCE of the first, then RELEASE, GATHER, RECV of
-    activations, RECV of gradients and the waits ahead of the second.
+    Between two computes, actions stand in this order: SEND and REDUCE of the first; then RELEASE, GATHER, RECV of
+    activations, RECV of gradients and the waits of the second.
     """
 
     def __init__(self, spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> None:
@@ -86,7 +89,7 @@ class _RankCheck:
         self.check_end()
 
     def preparation_rows(self) -> list[Action]:
-        """The actions up to the next compute; refuses what has no place there."""
+        """Returns the actions up to the next compute. Raises ProgramError if one does not belong there."""
         start, place = self.row, 0
         while self.row < len(self.actions) and self.actions[self.row].kind not in COMPUTE:
             action = self.actions[self.row]
@@ -136,7 +139,7 @@ class _RankCheck:
             raise self.fault(f"{self.actions[self.row]} follows the end of the program")
 
     def launch(self, action: Action, reason: str) -> None:
-        """Expects a collective, which somebody must wait for."""
+        """Expects a collective, and records it for the waits that must follow."""
         self.expect(action, reason)
         self.waits.before(action)
 
@@ -151,7 +154,8 @@ class _RankCheck:
 
 
 def _check_channels(spec: ProgramSpec, program: Program) -> None:
-    """Per channel (source, destination, kind) sends and posts must come in the same order: a channel delivers so."""
+    """Checks that sends and posts of each channel (source, destination, kind) come in the same order. A channel
+    delivers messages in order."""
     sends: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     posts: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for rank, actions in enumerate(program):

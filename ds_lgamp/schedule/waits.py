@@ -1,30 +1,34 @@
-"""Which gathers and reductions an action must wait for: the one place that decides when ranks stand still."""
+"""Decides which gathers and reductions an action must wait for. No other code makes ranks stand still."""
 
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class Waits:
-    """The gathers and reductions of a pipeline rank that nothing has awaited yet, followed action by action.
+    """Tracks the gathers and reductions of a pipeline rank that nothing has awaited yet, action by action.
 
-    A compute waits for the gather of its chunk. A reduction is awaited as late as possible: at STEP, or before the
-    first backward of a chunk, if that chunk's own reduction is under way, or if ``resident_chunks`` full gradients are
-    held already (stages 1 to 3). Reductions end in the order they began.
+    - A compute waits for the gather of its chunk.
+    - The first backward of a chunk waits for the chunk's own reduction if that is under way.
+    - The first backward of a chunk also waits for reductions while ``resident_chunks`` full gradients are held (stages
+      1 to 3).
+    - STEP waits for all reductions.
+
+    So reductions are awaited as late as possible. They end in the order they began, and waits follow that order.
 
     Args:
-        current: the chunks whose gathers the step before has launched.
+        current: the chunks whose gathers the previous step has launched.
     """
 
     def __init__(self, spec: ProgramSpec, current: list[int]) -> None:
         self._most_held = spec.resident_chunks if spec.zero_stage >= 1 else None
         self._gathering = set(current)
         self._accumulating: set[int] = set()
-        """Chunks whose gradient is not final."""
+        """Chunks whose gradient is not final yet."""
         self._reducing: list[int] = []
         """Oldest first."""
 
     def before(self, action: Action) -> list[Action]:
-        """The waits that stand before ``action``, the next one of the program."""
+        """Returns the waits to place before ``action``, the next action of the program."""
         kind, chunk, _ = action
         waits: list[Action] = []
         if kind in COMPUTE and chunk in self._gathering:
