@@ -201,7 +201,7 @@ class VerifyingReader(FileSystemReader):
         return future
 
     def whole(self, name: str) -> torch.Tensor:
-        """Reads the tensor ``name``. Raises CheckpointError if it is missing or damaged."""
+        """Reads the tensor ``name``. Raises CheckpointError if its file is missing or damaged."""
         entry = self.tensors[name]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for part in self.index.tensors[name].parts:

@@ -59,8 +59,8 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """Decodes what :func:`encode` returned.
 
-    Tensors are on the CPU. Dictionaries of other classes become plain ones. Objects whose class is not imported become
-    a :class:`Record`, and named tuples become tuples.
+    Tensors are on the CPU. Dictionaries of other classes become plain ones. If a class is not imported, its objects
+    become a :class:`Record` and its named tuples become tuples.
 
     Raises UnsupportedValue for anything that :func:`encode` does not return.
     """
