@@ -29,7 +29,7 @@ def layer_specs(size: GptSize) -> list[LayerSpec]:
         num_attention_heads=size.heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,  # which is initialisation on torch's default device, from torch's generator
+        use_cpu_initialization=True,  # initialises on torch's default device with torch's generator
     )
     return gpt_layer_specs(config, size.vocabulary, size.sequence, "learned_absolute", tie_embeddings=False)
 
