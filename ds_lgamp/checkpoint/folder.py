@@ -36,7 +36,7 @@ def new_tensors(folder: Path) -> Path:
     """Makes an empty tensor folder for the checkpoint ``folder``. Removes the leftovers of interrupted saves."""
     _make(folder)
     published = _published_tensors(folder)
-    # This release may be unable to read a newer state.json. The tensors beside it may belong to it, so they stay.
+    # If this release cannot read state.json, the tensors beside it may still belong to it. They stay.
     if published is not None or not (folder / STATE).exists():
         _remove_other_tensors(folder, published)
     tensors = folder / f"{TENSORS}{uuid4().hex[:8]}"

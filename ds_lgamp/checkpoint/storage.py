@@ -54,7 +54,7 @@ class _Written(NamedTuple):
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes DCP's files and syncs each; one for every rank that has something to write.
+    """Writes and syncs DCP's files, one for every rank that has something to write.
 
     Args:
         folder: where to write.
