@@ -162,7 +162,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"'{file}' is no file of the folder")
+                raise ValueError(f"'{file}' is not the name of a .safetensors file in the folder")
             files.setdefault(source / file, set()).add(name)  # type: ignore[union-attr]
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{index} is no index of safetensors files ({error}); bring it back") from None

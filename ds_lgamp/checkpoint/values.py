@@ -148,7 +148,7 @@ def _decode_pairs(value: list[Any]) -> dict[Any, Any]:
 def _decode_attributes(value: Any) -> dict[str, Any]:
     attributes = _decode(value)
     if type(attributes) is not dict or not all(type(name) is str for name in attributes):
-        raise UnsupportedValue("an object whose attributes have no names")
+        raise UnsupportedValue("an object whose attribute names are not strings")
     return attributes
 
 
@@ -240,7 +240,7 @@ def _array_fields(array: numpy.ndarray) -> dict[str, Any]:
 def _decode_array(value: dict[str, Any]) -> numpy.ndarray:
     dtype = numpy.dtype(value["dtype"])
     if dtype.kind not in _ARRAY_KINDS:
-        raise UnsupportedValue(f"an array of type '{value['dtype']}', which no array has here")
+        raise UnsupportedValue(f"an array of type '{value['dtype']}', which a checkpoint cannot hold")
     flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=dtype)
     return flat.reshape(value["shape"]).copy()
 

@@ -43,4 +43,6 @@ def _check_lengths(reader: VerifyingReader) -> None:
 
 
 def _other_length(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} has bytes that belong to no tensor; bring back what was written")
+    return CheckpointError(
+        f"{path} has bytes that belong to no tensor; restore the original file, or load another checkpoint"
+    )
