@@ -1,4 +1,5 @@
-"""``python -m testing.public``: options, table and exit status."""
+"""Runs unedited public code with and without a ds_lgamp block and prints a table. Exits with 1 if a result differs or
+fails."""
 
 import argparse
 import os
