@@ -1,4 +1,4 @@
-"""Measurements and the reports made from them."""
+"""Measurements, and the reports made from them."""
 
 NAMES = (
     "communication",
@@ -20,4 +20,4 @@ NAMES = (
 """The benchmarks of ``python -m benchmarks run``, in the order of docs/benchmarks.md."""
 
 ON_ACCELERATOR = "gpu"
-"""The one that runs on the accelerator a machine has; all others run on the CPU."""
+"""The benchmark that runs on the machine's accelerator. All others run on the CPU."""

@@ -1,13 +1,14 @@
-"""How fast checkpoints are written and read, and what a save costs training: ``python -m benchmarks run checkpoint``.
+"""Measures how fast checkpoints are written and read, and how much a save slows training: ``python -m benchmarks run
+checkpoint``.
 
-Ours and plain torch.distributed.checkpoint (DCP) write and read the same numbers in as many files, in turns. DCP has
-each rank's range as an ordinary tensor under a name of its own; ours has it as boxes of tensors under global names,
-with checksums, and makes the checkpoint appear at once. Both wait until files are on the disk, and read what the
-system still holds in memory. Rates are those of the rank that takes longest.
+ds_lgamp and plain torch.distributed.checkpoint (DCP) take turns to write and read the same numbers in the same number
+of files. DCP stores each rank's range as an ordinary tensor with its own name. ds_lgamp stores it as boxes of globally
+named tensors, with checksums, and publishes the checkpoint atomically. Both wait until the files are on the disk, and
+both read files that are still in the page cache. A rate is that of the slowest rank.
 
-The step during a save is of virtual compute (every chunk sleeps) with real collectives, at ZeRO stage 3: ranks train
-while their threads write. What trains goes first, by a higher real-time priority, as if the thread that writes had a
-core of its own: what is left is what it takes of the interpreter's lock and of the memory.
+Steps during a save use virtual compute (every chunk sleeps) and real collectives at ZeRO stage 3. The ranks train while
+their threads write. Training threads have a higher real-time priority, as if the writing thread had its own core. The
+remaining slowdown comes from the interpreter's lock and the memory bandwidth.
 """
 
 import os
@@ -44,15 +45,15 @@ RATE_LIMIT, STEP_LIMIT = 1.2, 1.05
 KINDS = ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 TRAINING = Setting(1, 4, 4, forward=0.002, backward=0.004, data_ranks=2, parameters=100_000)
 STEPS = 8
-"""Without a save, between two saves."""
+"""Steps without a save between two saves."""
 
 
 class State(NamedTuple):
-    """What is saved: units whose parameters lie one after another in flat storage, of which each rank has a part."""
+    """The state to save: units with parameters in flat storage, of which each rank holds a range."""
 
     units: int = 6
     shapes: tuple[tuple[int, ...], ...] = ((4096, 1024), (4096,), (1024, 4096), (1024,))
-    """Of a unit's parameters, which are fp32; each has optimizer state."""
+    """Shapes of a unit's parameters, all fp32. Each parameter has optimizer state."""
 
     @property
     def unit_numel(self) -> int:
@@ -60,7 +61,7 @@ class State(NamedTuple):
 
     @property
     def megabytes(self) -> float:
-        """Of all ranks."""
+        """Size on all ranks together."""
         return 4e-6 * self.units * len(KINDS) * self.unit_numel
 
 
@@ -68,14 +69,14 @@ STATE = State()
 
 
 class Files(NamedTuple):
-    """Seconds one rank took to write and to read everything, by contender and repetition."""
+    """Seconds that one rank took to write and to read everything, by contender and repetition."""
 
     save: dict[str, list[float]]
     load: dict[str, list[float]]
 
 
 class Steps(NamedTuple):
-    """Seconds by repetition: steps without a save and during one, and the call that begins it."""
+    """Seconds by repetition: steps without a save, steps during a save, and the call that starts it."""
 
     alone: list[list[float]]
     saving: list[list[float]]
@@ -90,7 +91,7 @@ def run(
     training: Setting = TRAINING,
     repetitions: int = REPETITIONS,
 ) -> Record:
-    """Times files at every number of ranks, then steps."""
+    """Times files for every number of ranks, then steps."""
     record = begin(NAME)
     for count in ranks:
         with tempfile.TemporaryDirectory() as directory:
@@ -103,7 +104,7 @@ def run(
 
 
 def enter_files(record: Record, state: State, found: Sequence[Files]) -> None:
-    """The rows and targets of one number of ranks."""
+    """Enters the rows and targets for one number of ranks."""
     megabytes = state.megabytes
     config: Config = {"ranks": len(found), "MB": round(megabytes)}
     for what in Files._fields:
@@ -118,7 +119,7 @@ def enter_files(record: Record, state: State, found: Sequence[Files]) -> None:
 
 
 def enter_steps(record: Record, state: State, training: Setting, found: Sequence[Steps]) -> None:
-    """The rows and the target of steps."""
+    """Enters the rows and the target of steps."""
     config: Config = {"ranks": training.data_ranks, "MB": round(state.megabytes)}
     steps = found[0]
     precise = all(of.precise for of in found)
@@ -132,7 +133,7 @@ def enter_steps(record: Record, state: State, training: Setting, found: Sequence
 
 
 def shards(state: State) -> dict[str, FlatShard]:
-    """This rank's ranges of all tensors, of random numbers."""
+    """Makes this rank's ranges of all tensors, filled with random numbers."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     numel = state.unit_numel
     start, end = numel * rank // ranks, numel * (rank + 1) // ranks
@@ -150,7 +151,7 @@ def shards(state: State) -> dict[str, FlatShard]:
 
 
 def no_tensors(state: State) -> dict[str, Any]:
-    """What a checkpoint has beside its tensors."""
+    """Makes the part of a checkpoint's state that is no tensor."""
     parameters = {
         f"{unit}.{index}": {"shape": list(shape), "group": 0}
         for unit in range(state.units)
@@ -160,7 +161,7 @@ def no_tensors(state: State) -> dict[str, Any]:
 
 
 def _time_files(directory: Path, state: State, repetitions: int) -> Files:
-    """The contenders alternate; a first round is not counted."""
+    """Times writing and reading on one rank. The contenders alternate; the first round does not count."""
     files = Files({OURS: [], PLAIN: []}, {OURS: [], PLAIN: []})
     tensors, saver = shards(state), Saver(asynchronous=False, keep_last=None)
     rest = no_tensors(state)
@@ -190,7 +191,7 @@ def _time_files(directory: Path, state: State, repetitions: int) -> Files:
 
 
 def _time_steps(directory: Path, state: State, training: Setting, repetitions: int) -> Steps:
-    """Steps without a save and during one alternate; a first round is not counted."""
+    """Times steps on one rank. Steps without and during a save alternate; the first round does not count."""
     prepare_rank()
     pipeline = Executed(training, "layered", zero_stage=3)
     tensors, saver = shards(state), Saver(asynchronous=True, keep_last=1)
@@ -199,7 +200,7 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
     for repetition in range(repetitions + 1):
         tag = f"step{repetition}"
         if repetition:
-            # The thread that writes exists and keeps what it has.
+            # The writing thread exists by now and keeps its priority.
             steps = steps._replace(precise=_go_first())
         steps.alone.append([_seconds(pipeline.step) for _ in range(STEPS)])
         steps.call.append(_seconds(lambda tag=tag: saver.save(directory, tag, tensors, rest, publish_latest=True)))
@@ -207,13 +208,14 @@ def _time_steps(directory: Path, state: State, training: Setting, repetitions: i
         while not all(everyone(folders.read_latest(directory) == tag)):
             during.append(_seconds(pipeline.step))
         saver.wait()
-        # The save ended some time in the last one.
+        # The save ended during the last step.
         steps.saving.append(during[:-1] or during)
     return steps._replace(alone=steps.alone[1:], saving=steps.saving[1:], call=steps.call[1:])
 
 
 def _go_first() -> bool:
-    """Puts all threads of this rank but those that write ahead of others; whether this user may."""
+    """Gives all threads of this rank real-time priority, except those that write. Returns whether the user may do
+    that."""
     writing = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(THREADS)}
     try:
         for task in map(int, os.listdir("/proc/self/task")):
@@ -225,7 +227,7 @@ def _go_first() -> bool:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Begun on all ranks together."""
+    """Seconds of ``call``, started on all ranks together."""
     dist.barrier()
     begun = time.perf_counter()
     call()

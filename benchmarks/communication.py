@@ -1,7 +1,8 @@
-"""Collectives and bytes that one step costs a rank, counted at dispatch: ``python -m benchmarks run communication``.
+"""Counts the collectives and bytes that one step sends on a rank, at dispatch: ``python -m benchmarks run
+communication``.
 
-Every contender trains the same model with one block per chunk and recomputes every block. Ours runs through
-``deepspeed.initialize``; each of its counts is compared with the formulas of ``ds_lgamp/cost/traffic.py``.
+Every contender trains the same model with one block per chunk and recomputes every block. ds_lgamp runs through
+``deepspeed.initialize``. Each of its counts is compared with the formulas of ``ds_lgamp/cost/traffic.py``.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ SIZE = ModelSize()
 MICRO_BATCHES = (1, 4, 8, 32)
 REDUCTIONS = {"all_to_all", "reduce_scatter", "all_reduce", "reduce"}
 SMALL_BYTES = 100
-"""A collective that sends no more is left out: it is not about parameters or gradients but about the norm, the loss
-or, in ours, whether all ranks have data."""
+"""Collectives of up to this many bytes do not count. They carry the norm, the loss or, in ds_lgamp, whether all ranks
+have data, and no parameters or gradients."""
 
 
 class Moved(NamedTuple):
-    """What one step moves on one rank."""
+    """Traffic of one step on one rank."""
 
     gathers: int
     reductions: int
@@ -59,7 +60,7 @@ def run(
 
 
 def moved(step: Step) -> Moved:
-    """Sorts what was counted."""
+    """Sorts the counted calls of a step into gathers, reductions and messages."""
     messages = [amount for kind, amount in step.log if kind == "send"]
     large = [(kind, amount) for kind, amount in step.log if kind != "send" and amount > SMALL_BYTES]
     return Moved(
@@ -79,7 +80,7 @@ def predicted(
     resident_chunks: int,
     micro_batch_group: int | None = None,
 ) -> Moved:
-    """What the formulas say that a step moves on a global rank."""
+    """The formulas' traffic of a step on a global rank."""
     actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group)
     traffic = predict_traffic(actions, zero_stage, [chunk for unit in units for chunk in unit.chunks], [])
     size, element = layout.size, ElementBytes()
@@ -93,8 +94,10 @@ def predicted(
 
 
 def count_deviations(on_ranks: Sequence[Counted], layout: Layout, zero_stage: int, resident_chunks: int) -> int:
-    """How many counts of ours differ from the formula, over ranks, steps and kinds; at stage 3, that no more than
-    ``resident_chunks`` are held is one of them."""
+    """Returns how many counts of ds_lgamp differ from the formula, over ranks, steps and kinds.
+
+    At stage 3 this includes a check of the number of held chunks against ``resident_chunks``.
+    """
     deviations = 0
     for rank, counted in enumerate(on_ranks):
         for micro_batches, steps in counted.steps.items():
@@ -106,7 +109,7 @@ def count_deviations(on_ranks: Sequence[Counted], layout: Layout, zero_stage: in
 
 
 def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted]) -> None:
-    """Rows of one contender; of every step, the rank that has most."""
+    """Enters the rows of one contender. A sample is the largest count of any rank in a step."""
     for micro_batches in on_ranks[0].steps:
         config = layout.config(micro_batches)
         repetitions = list(zip(*(counted.steps[micro_batches] for counted in on_ranks)))
@@ -117,7 +120,7 @@ def _enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted
 
 
 def compare(record: Record) -> None:
-    """Every peer beside our stage 3 that holds as many chunks, or fewer."""
+    """Compares each peer with ds_lgamp at stage 3, where that holds at most as many chunks."""
     found = {(row.contender, tuple(row.config.items()), row.metric): row.median for row in record.rows}
     less = not_more = 0
     for (name, config, metric), theirs in found.items():

@@ -1,4 +1,4 @@
-"""Trains contenders on real ranks and counts, at dispatch, what one step moves and holds."""
+"""Trains contenders on real ranks and counts, at dispatch, what one step sends and holds."""
 
 import gc
 from collections.abc import Callable, Collection, Sequence
@@ -17,17 +17,17 @@ from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 
 ENGINES_PER_SPAWN = 10
-"""Every engine has process groups of its own; with very many in one process, gloo stalls."""
+"""Every engine has its own process groups. gloo stalls if one process has very many."""
 SPAWN_SECONDS = 1200
 WARM_UP = 2
-"""Steps ahead of those that are counted, for each number of micro-batches: DeepSpeed's ZeRO-3 still learns the order
-of the layers in its second micro-batch."""
+"""Steps before the counted ones, for each number of micro-batches. DeepSpeed's ZeRO-3 still learns the order of the
+layers in its second micro-batch."""
 LOSS_TOLERANCE = 1e-5
-"""Relative. In fp32, orders of summation differ by less."""
+"""Relative. Summation order makes a smaller difference in fp32."""
 
 
 class HeldBlocks(TorchDispatchMode):
-    """The most blocks whose full parameters were there after any operation."""
+    """Counts the blocks with full parameters after every operation and keeps the maximum."""
 
     def __init__(self, held: Callable[[], int]) -> None:
         super().__init__()
@@ -41,23 +41,23 @@ class HeldBlocks(TorchDispatchMode):
 
 @dataclass
 class Step:
-    """What one step did on one rank."""
+    """Calls and memory of one step on one rank."""
 
     log: list[tuple[str, int]]
-    """Kind (as :class:`CollectiveCounter` names them) and bytes sent of every call."""
+    """Kind, as :class:`CollectiveCounter` names it, and bytes sent, for every call."""
     peak_bytes: int
 
 
 @dataclass
 class Counted:
-    """A contender's counted steps."""
+    """The counted steps of a contender."""
 
     losses: list[float | None] = field(default_factory=list)
-    """Of all steps."""
+    """Losses of all steps."""
     steps: dict[int, list[Step]] = field(default_factory=dict)
-    """By micro-batches per step."""
+    """Steps by micro-batches per step."""
     held: dict[int, int] = field(default_factory=dict)
-    """The most blocks whose full parameters were there at once, by micro-batches per step."""
+    """The largest number of blocks with full parameters at one time, by micro-batches per step."""
 
 
 def count(
@@ -67,12 +67,17 @@ def count(
     memory: bool = False,
     repetitions: int = REPETITIONS,
 ) -> dict[str, list[Counted]]:
-    """By contender, what every rank counted; ahead of what is counted go ``WARM_UP`` steps.
+    """Counts every contender. ``WARM_UP`` steps precede the counted ones.
 
     Args:
-        memory: whether bytes of live tensors are counted too, which is slow.
+        contenders: the trainings to count.
+        layout: ranks and model.
+        micro_batches: numbers of micro-batches per step.
+        memory: whether to count bytes of live tensors too, which is slow.
+        repetitions: counted steps for each number of micro-batches.
 
-    Raises AssertionError if the losses of a contender differ from those of one process.
+    Returns every rank's counts, by contender. Raises AssertionError if the losses of a contender differ from those of
+    one process.
     """
     ranks = layout.pipeline_ranks * layout.data_ranks
     sequence = tuple(number for number in micro_batches for _ in range(WARM_UP + repetitions))
@@ -95,7 +100,7 @@ def count(
 
 
 def check_losses(contender: str, losses: Sequence[float | None], expected: Sequence[float]) -> None:
-    """Raises AssertionError where a contender trained something else."""
+    """Raises AssertionError if a loss differs from the expected one, so that the contender did not train the same."""
     for step, (loss, right) in enumerate(zip(losses, expected, strict=True)):
         if loss is not None and not abs(loss - right) <= LOSS_TOLERANCE * abs(right):
             raise AssertionError(f"{contender}: loss {loss} in step {step}, one process has {right}")
@@ -122,7 +127,7 @@ def _count_one(
         for repetition in range(repetitions):
             with ExitStack() as modes:
                 peak = modes.enter_context(PeakMemory(_all_but(others))) if memory else None
-                # Every step holds the same, and looking after every operation takes time.
+                # Measured once, because every step holds the same and checking after every operation is slow.
                 held = modes.enter_context(HeldBlocks(training.held)) if repetition == 0 else None
                 counter = modes.enter_context(CollectiveCounter())
                 counted.losses.append(training.step(len(counted.losses), number))

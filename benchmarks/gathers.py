@@ -1,8 +1,9 @@
-"""What gathers behind the step cost against deferred ones at ZeRO stages 1 and 2: ``python -m benchmarks run gathers``.
+"""Compares gathers that run behind the step with deferred gathers at ZeRO stages 1 and 2: ``python -m benchmarks run
+gathers``.
 
-Whole training steps of a small GPT, on loopback and on a slow network. Each mode in its turn makes some steps without a
-pause, and what counts is the time from the end of its first to the end of its last: single steps would leave gathers
-behind them to run unseen.
+Measures whole training steps of a small GPT, on loopback and on a slow network. The modes take turns, and each turn
+makes several steps without a pause. The time counts from the end of the first step to the end of the last. Timing
+single steps would miss the gathers that run after them.
 """
 
 import gc
@@ -27,12 +28,12 @@ LAYOUTS = ((1, 2), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
 STAGES = (1, 2)
 STEPS = 5
-"""In a turn, the first included, which does not count."""
+"""Steps per turn, including the first, which does not count."""
 MODES = {f"{OURS}, gathers behind the step": False, f"{OURS}, gathers deferred": True}
 RATIO = "behind the step / deferred"
 
 Found = dict[tuple[int, str], list[float]]
-"""By stage and mode, the seconds of a step in every turn that counts."""
+"""Seconds per step of every counted turn, by stage and mode."""
 
 
 def run(layouts: Sequence[tuple[int, int]] = LAYOUTS, turns: int = REPETITIONS, steps: int = STEPS) -> Record:
@@ -50,14 +51,14 @@ def run(layouts: Sequence[tuple[int, int]] = LAYOUTS, turns: int = REPETITIONS, 
 
 
 def measure(layout: Layout, turns: int, steps: int, enter_network: Callable[[int], None] | None = None) -> Found:
-    """The seconds of a step on the slowest rank."""
+    """Returns the seconds per step of the slowest rank."""
     ranks = layout.pipeline_ranks * layout.data_ranks
     found = run_on_ranks(ranks, _train_on_rank, layout, turns, steps, before_init=enter_network, seconds=SECONDS)
     return {key: [max(turn) for turn in zip(*(rank[key] for rank in found))] for key in found[0]}
 
 
 def enter(record: Record, layout: Layout, link: str, found: Found) -> None:
-    """Both modes' rows of one layout at one link, and their ratio."""
+    """Enters both modes' rows for one layout and link, and their ratio."""
     for stage in STAGES:
         config = {**layout.config(MICRO_BATCHES), "link": link, "zero_stage": stage}
         for mode in MODES:
@@ -84,6 +85,6 @@ def _train_on_rank(layout: Layout, turns: int, steps: int) -> Found:
                 if step == 0:
                     start = time.monotonic()
             seconds[key].append((time.monotonic() - start) / (steps - 1))
-            # Nothing of this one runs in the next one's turn.
+            # Finishes the gathers, so that none runs in the next mode's turn.
             training.engine.optimizer.partition.finish_gathers()
     return {key: each[1:] for key, each in seconds.items()}

@@ -1,7 +1,8 @@
-"""GPTs on one accelerator: tokens per second, model flop utilisation and peak memory beside plain torch and DeepSpeed.
+"""Compares GPTs on one accelerator: tokens per second, model flop utilisation and peak memory, with plain torch and
+DeepSpeed as peers.
 
-Every contender trains every size in a process of its own, so that one that fails or runs out of memory is recorded as
-that and loses nobody else's results; the record is written after each. All run within ``SECONDS``.
+Every contender trains every size in its own process. If one fails or runs out of memory, its failure is recorded and
+all other results stay. The record is written after each process. All processes together take at most ``SECONDS``.
 """
 
 import gc
@@ -26,28 +27,28 @@ from testing.ranks import run_on_ranks
 
 NAME = "gpu"
 SECONDS = 450
-"""For all contenders together; who is still to come then is recorded as such."""
+"""For all contenders together. A contender that does not run in this time is recorded as a failure."""
 PROCESS_SECONDS = 100
 """For one contender at one size."""
 WARM_UP, STEPS = 2, 5
 LOSS_TOLERANCE = 1e-3
-"""Relative. Order and type of sums of bf16 gradients make less of a difference."""
+"""Relative. Order and data type of bf16 gradient sums make a smaller difference."""
 SLOWEST = 0.98
-"""Of plain torch's tokens per second, at the same recomputation."""
+"""Lowest share of plain torch's tokens per second, at the same recomputation."""
 
 Runs = dict[str, dict[str, Any]]
-"""What a process measured, by what was recomputed: ``failure``, or ``losses`` of all steps, ``seconds`` of those that
-count, ``peak`` bytes, how many ``parameters``, and the name of the ``device``."""
+"""Measurements of one process, by recomputation: ``failure``, or ``losses`` of all steps, ``seconds`` of counted steps,
+``peak`` bytes, number of ``parameters``, and name of the ``device``."""
 
 
 def run(size: str | None = None, trace: Path | None = None) -> Record:
-    """Measures all sizes, or one of them.
+    """Measures all sizes or one.
 
     Args:
-        size: a key of ``SIZES``; None for all but the tiny one, of which alone the results are kept.
-        trace: a folder for a profile of one step of ds_lgamp at each size, as a Chrome trace.
+        size: a key of ``SIZES``; None for all but the tiny one. Only a run of all sizes is saved.
+        trace: folder for Chrome traces of one ds_lgamp step at each size.
 
-    Raises SystemExit if there is no accelerator and the size is not the tiny one.
+    Raises SystemExit without an accelerator, unless the size is the tiny one.
     """
     if get_accelerator().device_name() == "cpu" and size != TINY:
         raise SystemExit(
@@ -68,7 +69,7 @@ def run(size: str | None = None, trace: Path | None = None) -> Record:
 
 
 def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | None) -> Runs:
-    """Trains in a process of its own. What it has measured is kept if it fails later."""
+    """Trains in its own process. Keeps the results measured before a failure."""
     recompute = (*size.recompute, *contender.also)
     seconds = min(PROCESS_SECONDS, deadline - time.monotonic())
     reason = f"not run: the {SECONDS} s for all contenders were over"
@@ -91,7 +92,7 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
 
 
 def _prepare_process(rank: int) -> None:
-    # Nobody else takes part, and a machine may have no other address than that of its loopback.
+    # The process is alone, and the loopback address may be the machine's only one.
     os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     get_accelerator().set_device(rank)
 
@@ -119,13 +120,13 @@ def _measure_on_device(
             runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
             _keep(runs, results)
         training = None
-        # Engines are cycles of references; the exception above held the frames of one that failed.
+        # Engines are cycles of references, and the exception above held the frames of the failed one.
         gc.collect()
         get_accelerator().empty_cache()
 
 
 def _keep(runs: Runs, path: Path) -> None:
-    """At once or not at all: the process may be stopped at any time."""
+    """Writes ``runs`` atomically, because the process may be stopped at any time."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(runs))
     partial.replace(path)
@@ -167,19 +168,20 @@ def write_trace(training: Training, path: Path) -> None:
 
 
 def _trace_file(folder: Path | None, contender: Contender, size: str) -> Path | None:
-    """One contender's step is enough: on one device all of ds_lgamp's ZeRO stages do the same."""
+    """Path of the trace for one contender. All ZeRO stages of ds_lgamp do the same on one device, so one trace is
+    enough."""
     traced = folder is not None and contender.name == f"{OURS}, ZeRO-3"
     return folder / f"{size}.json.gz" if folder is not None and traced else None
 
 
 def _expected_losses(runs: dict[str, Runs]) -> list[float] | None:
-    """Those of the first run of a size that did not fail, which is plain torch's if any of its runs did not."""
+    """Losses of the first run of a size that did not fail. Plain torch runs first."""
     losses = (measured["losses"] for kinds in runs.values() for measured in kinds.values() if "losses" in measured)
     return next(losses, None)
 
 
 def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[float] | None) -> None:
-    """Puts what was measured into rows; a run that failed, or computed something else, among the failures."""
+    """Enters the measured runs as rows. Enters a run that failed or has other losses as a failure."""
     size = SIZES[name]
     for kind, measured in runs.items():
         config = size.config(name, kind)
@@ -201,7 +203,7 @@ def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[
 
 
 def deviation(losses: list[float], expected: list[float]) -> str | None:
-    """What is wrong with the losses of a run; None if nothing is."""
+    """Describes the first loss that differs from the expected one; None if none does."""
     for step, (loss, right) in enumerate(zip(losses, expected, strict=True), 1):
         if not abs(loss - right) <= LOSS_TOLERANCE * right:
             return f"computes something else: loss {loss:.6g} in step {step}, the others have {right:.6g}"

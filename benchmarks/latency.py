@@ -1,9 +1,10 @@
-"""What messages that take long do to an order: ``python -m benchmarks run latency``.
+"""Measures how slow messages affect each schedule: ``python -m benchmarks run latency``.
 
-The layered order needs what another pipeline rank computes a round of micro-batches later, interleaved 1F1B almost at
-once. Compute is virtual (every chunk sleeps) and of several lengths, messages of 1 MiB are real gloo over links of
-1 Gbit/s. Every contender's bubble is beside what ``ds_lgamp/schedule/simulate.py`` says for its own order: with a hop
-as long as one message's way alone, calibrated in the same run, and with links that carry one message after another too.
+The layered schedule needs another pipeline rank's result one round of micro-batches later. Interleaved 1F1B needs it
+almost at once. Compute is virtual (every chunk sleeps) with several durations. Messages of 1 MiB are real and go over
+gloo and links of 1 Gbit/s. Each contender's bubble is compared with the simulation of its own schedule
+(``ds_lgamp/schedule/simulate.py``). The hop time is that of one message alone, calibrated in the same run. A second
+simulation also sends messages on a link one after another.
 """
 
 from collections.abc import Sequence
@@ -18,18 +19,20 @@ from benchmarks.virtual.steps import Measured, measure, scheduling
 
 NAME = "latency"
 FORWARDS = (0.005, 0.010, 0.020)
-"""Seconds of one chunk and micro-batch; a backward takes twice as long."""
+"""Forward seconds of one chunk and micro-batch. A backward takes twice as long."""
 SETTINGS = [Setting(4, 4, 8, forward, 2 * forward, MEGABYTE // 4) for forward in FORWARDS]
 LOOPED = [contender for contender in CONTENDERS if contender.suits(SETTINGS[0])]
-"""Those with several chunks per rank."""
+"""Contenders with several chunks per rank."""
 MESSAGE = 8 * MEGABYTE / 1e9
-"""Seconds a link is busy with one. Alone, it arrives a little earlier: the throttle lets the first packets pass."""
+"""Seconds that a message occupies a link. A single message arrives a little earlier, because the throttle lets the
+first packets pass."""
 RATIO, RATIO_BUSY = "bubble / simulated bubble", "bubble / simulated bubble, one message after another"
 LIMIT, LIMIT_TO_INTERLEAVED = 1.3, 0.6
 
 
 def run(settings: Sequence[Setting] = SETTINGS, repetitions: int = REPETITIONS) -> Record:
-    """Measures ``settings``, all of as many ranks; says so where there can be no slow link."""
+    """Measures ``settings``, which must have the same number of ranks. Records the reason if this machine cannot make a
+    slow link."""
     record = begin(NAME)
     try:
         with throttled_network(settings[0].pipeline_ranks, SLOW_RATE) as network:
@@ -42,7 +45,7 @@ def run(settings: Sequence[Setting] = SETTINGS, repetitions: int = REPETITIONS) 
 
 
 def enter(record: Record, settings: Sequence[Setting], measured: Measured) -> None:
-    """The rows and targets of all settings."""
+    """Enters the rows and targets of all settings."""
     record.machine["scheduling"] = scheduling(measured.precise)
     for setting, hops, seconds in zip(settings, measured.hops, measured.seconds):
         config = {"forward_ms": setting.forward * 1000, "backward_ms": setting.backward * 1000}

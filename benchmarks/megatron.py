@@ -1,6 +1,7 @@
-"""Megatron-LM's pretrain_gpt.py with a block and without: the losses, at every place of testing/pretraining.py.
+"""Compares the losses of Megatron-LM's pretrain_gpt.py with and without a ds_lgamp block, at every layout of
+testing/pretraining.py.
 
-``MEGATRON_LM_PATH`` names the tree, of the branch core_r0.16.0.
+``MEGATRON_LM_PATH`` names a Megatron-LM tree of the branch core_r0.16.0.
 """
 
 import os
@@ -50,7 +51,7 @@ def run() -> Record:
 
 
 def losses() -> dict[tuple[str, str], Losses]:
-    """By contender and place, from the same weights."""
+    """Losses by contender and place. All runs start from the same weights."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         pretrain(1, f"--save {folder} --save-interval 1 --exit-interval 1")
@@ -63,7 +64,7 @@ def losses() -> dict[tuple[str, str], Losses]:
 
 
 def difference(some: Losses, others: Losses) -> float:
-    """The largest, relative, over all iterations."""
+    """The largest relative difference over all iterations."""
     return max(
         abs(loss - other[iteration]) / other[iteration]
         for kind, other in zip(some, others)

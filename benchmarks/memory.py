@@ -1,7 +1,7 @@
-"""Peak bytes of live tensors on a rank in one step, counted at dispatch: ``python -m benchmarks run memory``.
+"""Measures peak bytes of live tensors on a rank in one step, at dispatch: ``python -m benchmarks run memory``.
 
-Ours runs through ``deepspeed.initialize`` and is compared with the formula of ``ds_lgamp/cost/memory.py``. What one
-micro-batch takes on a chunk is an input of the formula, measured on a block by itself, in one process.
+ds_lgamp runs through ``deepspeed.initialize`` and is compared with the formula of ``ds_lgamp/cost/memory.py``. The
+formula's inputs include the bytes of one micro-batch on a chunk. They are measured on a single block in one process.
 """
 
 import statistics
@@ -28,7 +28,7 @@ SIZE = ModelSize()
 MICRO_BATCHES = (1, 8)
 LARGEST_DEVIATION = 0.01
 ADAMW = ElementBytes(weights=4, gradients=4, optimizer=8)
-"""In fp32, fused: two moments, and nothing for the moment."""
+"""Fused AdamW in fp32: two moments and no temporary tensors."""
 
 
 def run(
@@ -66,17 +66,19 @@ def predicted(
     recompute: bool = True,
     micro_batch_group: int | None = None,
 ) -> Memory:
-    """What the formula says that a global rank holds."""
+    """The formula's memory of a global rank."""
     actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group)
     activations = activation_bytes(layout.size, recompute)
-    # On gloo an all-to-all stands for the reduce-scatter.
+    # The benchmark runs on gloo, where an all-to-all replaces the reduce-scatter.
     return rank_memory(actions, units, zero_stage, layout.data_ranks, ADAMW, True, activations)
 
 
 @cache
 def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes:
-    """Measured on the first, the second and the last block, each by itself. The last one turns at once, so that nobody
-    recomputes it."""
+    """Measures the first, the second and the last block, each alone.
+
+    The last block runs its backward right after its forward, so it is never recomputed.
+    """
     inputs, labels = micro_batch(size, 0, 0)
     first, middle, last = (
         chunk_bytes(size, is_first, is_last, recompute and not is_last)
@@ -93,7 +95,7 @@ def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes
 
 
 def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool) -> ChunkBytes:
-    """What a micro-batch takes on one block, without ranks, chunks or a schedule."""
+    """Measures a micro-batch on one block without ranks, chunks or a schedule."""
     block = Block(0, size)
     hidden, labels = micro_batch(size, 0, 0)
     gradient = torch.ones(()) if is_last else torch.ones_like(hidden)
@@ -136,7 +138,7 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
 
 
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:
-    """Of what ranks measured, from what the formula says, as a share of that."""
+    """The largest relative deviation of the measured peaks from the formula."""
     return max(
         abs(typical_peak(counted, micro_batches) - expected) / expected
         for counted, expected in zip(on_ranks, formula, strict=True)
@@ -144,12 +146,14 @@ def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: 
 
 
 def typical_peak(counted: Counted, micro_batches: int) -> float:
-    """The median of all steps: in some, gloo's threads let go of a tensor only after its collective was awaited."""
+    """The median peak of all steps. In some steps gloo's threads free a tensor only after its collective was
+    awaited."""
     return statistics.median(step.peak_bytes for step in counted.steps[micro_batches])
 
 
 def enter(record: Record, name: str, layout: Layout, on_ranks: Sequence[Counted], **config: str) -> None:
-    """Rows of one contender; of every step, the rank that holds most. ``config`` joins that of the layout."""
+    """Enters the rows of one contender. A sample is the largest peak of any rank in a step; ``config`` is added to the
+    layout's."""
     for micro_batches in on_ranks[0].steps:
         repetitions = zip(*(counted.steps[micro_batches] for counted in on_ranks))
         samples = [max(step.peak_bytes for step in steps) for steps in repetitions]

@@ -1,4 +1,4 @@
-"""What all contenders train: a stack of equal transformer blocks, the same weights, the same data, in fp32."""
+"""The model that all contenders train: a stack of equal transformer blocks with the same weights and data, in fp32."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 LEARNING_RATE = 1e-3
 ADAM_EPSILON = 1e-4
-"""A smaller one amplifies rounding until losses of different summation orders cannot be compared."""
+"""A smaller epsilon amplifies rounding, so that losses of different summation orders could not be compared."""
 
 
 class ModelSize(NamedTuple):
@@ -20,19 +20,21 @@ class ModelSize(NamedTuple):
     width: int = 128
     sequence: int = 32
     samples: int = 1
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     vocabulary: int = 0
-    """Of tokens, which the first block embeds and the last one predicts; 0: hidden states go in and out."""
+    """Number of tokens that the first block embeds and the last one predicts. 0 means that inputs and outputs are
+    hidden states."""
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention; its weights depend on ``size`` and ``index`` alone. Where
-    there is a vocabulary, the first block begins with embeddings and the last one ends with a norm and a head.
+    """A pre-norm transformer block with causal attention. Its weights depend only on ``size`` and ``index``.
+
+    If the model has a vocabulary, the first block begins with embeddings and the last one ends with a norm and a head.
 
     Args:
-        index: which block of the model this is.
-        size: of the model; heads have 32.
-        recompute: whether its activations are computed again in the backward pass.
+        index: index of the block in the model.
+        size: size of the model; heads have width 32.
+        recompute: whether to recompute the activations in the backward pass.
     """
 
     def __init__(self, index: int, size: ModelSize, recompute: bool = False) -> None:
@@ -55,8 +57,11 @@ class Block(nn.Module):
                 self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, size.vocabulary, bias=False))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Hidden states [samples, sequence, width] to the same; with a vocabulary, the first block takes tokens
-        [samples, sequence], and the last one gives logits [samples, sequence, vocabulary]."""
+        """Maps hidden states [samples, sequence, width] to the same shape.
+
+        With a vocabulary, the first block takes tokens [samples, sequence] and the last one returns logits [samples,
+        sequence, vocabulary].
+        """
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, inputs, use_reentrant=False)
         return self._forward(inputs)
@@ -78,20 +83,23 @@ def build_blocks(size: ModelSize, indices: Sequence[int], recompute: bool) -> li
 
 
 def block_elements(size: ModelSize) -> int:
-    """The parameters of a block, without those of embeddings and head."""
+    """Number of parameters of a block without embeddings and head."""
     return sum(parameter.numel() for parameter in Block(0, size._replace(vocabulary=0)).parameters())
 
 
 def loss_function(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean loss of a micro-batch; targets are tokens or hidden states."""
+    """Mean loss of a micro-batch. Targets are tokens or hidden states."""
     if target.is_floating_point():
         return nn.functional.mse_loss(output, target)
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def micro_batch(size: ModelSize, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``index``-th micro-batch of a step over all data-parallel ranks: input and target, tokens
-    [samples, sequence] each or, without a vocabulary, hidden states [samples, sequence, width]."""
+    """Makes the ``index``-th micro-batch of a step, counted over all data-parallel ranks.
+
+    Returns input and target: tokens [samples, sequence] each or, without a vocabulary, hidden states [samples,
+    sequence, width].
+    """
     generator = torch.Generator().manual_seed(100_000 * step + index)
     if size.vocabulary:
         tokens = torch.randint(size.vocabulary, (size.samples, size.sequence + 1), generator=generator)
@@ -106,10 +114,12 @@ def build_optimizer(parameters) -> torch.optim.Optimizer:
 
 @lru_cache
 def reference_losses(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
-    """The mean losses of one process without parallelism.
+    """Mean loss of each step in one process without parallelism.
 
     Args:
-        steps: the micro-batches per data-parallel rank of every step.
+        size: the model.
+        data_ranks: number of data-parallel ranks whose micro-batches one process trains.
+        steps: micro-batches per data-parallel rank, for every step.
     """
     model = nn.Sequential(*build_blocks(size, range(size.blocks), recompute=False))
     optimizer = build_optimizer(model.parameters())

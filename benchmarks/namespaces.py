@@ -1,8 +1,8 @@
-"""A slow network on this machine: network namespaces joined by a bridge, their egress throttled.
+"""A slow network on one machine: network namespaces joined by a bridge, with throttled egress.
 
-Needs the rights of root, and ``unshare``, ``nsenter``, ``ip`` and ``tc``. Nothing gets a name: every namespace belongs
-to a process that ends when its standard input does, so all of it vanishes with the context, or with the process that
-entered it, however that ends.
+It needs root, ``unshare``, ``nsenter``, ``ip`` and ``tc``. The namespaces have no names. Each belongs to a process that
+ends when its standard input closes. They all disappear with the context or with the process that entered it, even if
+that is killed.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 INTERFACE = "eth0"
 BURST = "128kb"
-"""Packets that are larger than this, and offloading makes them 64 KiB and a header, would be cut to pieces in software,
-which keeps a core busy."""
+"""Must hold the largest packet: offloading makes packets of 64 KiB and a header. The kernel would split larger ones in
+software, which keeps a core busy."""
 QUEUE = "4mb"
-"""What may wait for its turn on an egress, ahead of drops."""
+"""Bytes that may wait for egress before packets are dropped."""
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": 0}
-"""What makes a connection use the whole link at any time: others, such as bbr, pace themselves and probe. There is
-always reno."""
+"""Lets a connection use the whole link at any time. Other algorithms, such as bbr, pace themselves and probe. Every
+Linux kernel has reno."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -32,10 +32,11 @@ class Network(NamedTuple):
     """Nodes that reach each other over a throttled link."""
 
     holders: list[int]
-    """By node, the process its namespace belongs to."""
+    """By node, the process that owns its namespace."""
 
     def enter(self, node: int) -> None:
-        """Moves this thread, and those it starts, into the namespace of ``node``; gloo uses its interface."""
+        """Moves this thread, and the threads it starts, into the namespace of ``node``, and makes gloo use its
+        interface. Raises OSError if that fails."""
         namespace = os.open(f"/proc/{self.holders[node]}/ns/net", os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
@@ -47,9 +48,9 @@ class Network(NamedTuple):
 
 @contextmanager
 def throttled_network(nodes: int, rate: str) -> Iterator[Network]:
-    """Nodes whose egress is limited to ``rate`` (as tc writes it, such as "1gbit").
+    """Makes ``nodes`` nodes with an egress limit of ``rate``, written as for tc, such as "1gbit".
 
-    Raises NetworkUnavailable where it cannot be made.
+    Raises NetworkUnavailable if this machine cannot make them.
     """
     with ExitStack() as removal:
         switch, *holders = (removal.enter_context(_namespace()) for _ in range(nodes + 1))
@@ -71,9 +72,9 @@ def throttled_network(nodes: int, rate: str) -> Iterator[Network]:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A process in a network namespace of its own."""
+    """Starts a process in its own network namespace and yields its id."""
     try:
-        # It says a word once it is inside.
+        # The process writes a word once it is inside.
         process = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo inside; exec cat"],
             stdin=subprocess.PIPE,

@@ -1,14 +1,14 @@
-"""What a slow network does to a step: ``python -m benchmarks run network``.
+"""Measures how a slow network affects a step: ``python -m benchmarks run network``.
 
-Compute is virtual (every chunk sleeps), collectives are real gloo over links throttled to several rates. The layered
-order is beside the micro-batch-outer one, in which each micro-batch goes through all chunks before the next, on the
-same engine: ``micro_batch_group`` 1. A chunk has as many parameters as make the collectives of a step of the layered
-order at ZeRO stage 3 last about ``SHARE`` of its compute at the fastest rate.
+Compute is virtual (every chunk sleeps). Collectives are real and go over gloo and links with several rates. The layered
+order is compared with the micro-batch-outer order, in which each micro-batch passes all chunks before the next begins.
+Both run on the same engine; the second has ``micro_batch_group`` 1. The number of parameters per chunk makes the
+collectives of a layered step at ZeRO stage 3 take about ``SHARE`` of its compute at the fastest rate.
 
-The bound of a step is the longer of its compute, measured without collectives, and its collectives, each of which takes
-as long as one that has the network for itself; and the first gather and the last reduction, which nothing can hide. It
-knows nothing of the order: gathers that take longer than a chunk's forward passes cannot hide behind those, whatever is
-idle later. The simulated step of the same program, given the same times, does.
+A step's bound is the longer of its compute and its collectives, plus the first gather and the last reduction, which
+nothing can hide. Compute is measured without collectives. A collective's time is measured while it has the network for
+itself. The bound ignores the order: gathers longer than a chunk's forward passes cannot hide behind them, even if the
+network is idle later. The simulated step of the same program includes this.
 """
 
 import gc
@@ -25,7 +25,7 @@ from testing.ranks import run_on_ranks
 
 NAME = "network"
 RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
-"""As tc writes them, and as people do; the fastest first."""
+"""Rates as tc and as people write them, the fastest first."""
 SHARE = 0.16
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
@@ -36,8 +36,8 @@ BOUND = "step / bound"
 SECONDS = 1200
 
 Found = tuple[dict[str, list[float]], dict[str, list[Step]], bool]
-"""Of a rank: by kind, seconds of collectives that have the network for themselves; by contender, its steps; whether it
-had real-time priority."""
+"""Results of a rank: seconds of collectives that have the network for themselves, by kind; steps by contender; and
+whether it had real-time priority."""
 
 
 def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
@@ -49,7 +49,7 @@ def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
 def run(
     layouts: Sequence[tuple[int, int]] = LAYOUTS, rates: Sequence[str] = tuple(RATES), repetitions: int = REPETITIONS
 ) -> Record:
-    """Measures every layout at every rate; says so where there can be no slow link."""
+    """Measures every layout at every rate. Records the reason if this machine cannot make a slow link."""
     record = begin(NAME)
     for layout in layouts:
         setting = setting_of(*layout)
@@ -65,7 +65,7 @@ def run(
 
 
 def measure(setting: Setting, repetitions: int, enter_network: Callable[[int], None] | None = None) -> list[Found]:
-    """Runs all contenders in turns on one set of processes; by rank, what it found."""
+    """Runs all contenders in turns on one set of processes. Returns the results of each rank."""
     ranks = setting.pipeline_ranks * setting.data_ranks
     before = Start(enter_network)
     return run_on_ranks(ranks, _measure_on_rank, setting, repetitions, before_init=before, seconds=SECONDS)
@@ -76,7 +76,7 @@ def layered(zero_stage: int) -> str:
 
 
 def enter(record: Record, setting: Setting, rate: str, found: Sequence[Found]) -> None:
-    """The rows of one layout and rate, and their target."""
+    """Enters the rows of one layout and rate, and their target."""
     config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks, "rate": RATES[rate]}
     record.machine["scheduling"] = scheduling(all(precise for _, _, precise in found))
     # Of the rank that begins last.

@@ -1,17 +1,18 @@
-"""What the engine itself costs: time per action where chunks compute next to nothing, and seconds until it is loaded.
+"""Measures the cost of the engine itself: time per action with almost no compute, and start-up seconds.
 
-A chunk multiplies four numbers by its parameter. Beside the executor runs a bare loop that makes those calls of torch
-that nobody can do without: each chunk's forward pass without graph, its recomputation and its backward pass, in the
-same number and order. They alternate. The difference of their CPU times, divided by the actions of the rank's program,
-is the engine's own time per action: what it costs that a program is executed. What the engine does to be exact counts,
-such as copies of inputs and looking after the random generators, and where several pipeline ranks take part, so do its
-calls to send, receive and wait. Beside both, the same passes go through PyTorch's own recomputation. Only the thread
-that executes the program counts. What passes while it sleeps until a message is there, and what the transport's own
-thread does meanwhile, is in the times by the clock, which are shown beside. How long the messages alone take, a third
-loop shows, all of them under way at once; a fourth has them wait for each other as the program does.
+A chunk multiplies four numbers by its parameter. The engine alternates with a bare loop, which makes only the torch
+calls that every implementation needs: each chunk's forward pass without a graph, its recomputation and its backward
+pass, in the same number and order. Engine time per action is the difference of their CPU times, divided by the number
+of actions of the rank's program. It includes the engine's copies of inputs and its handling of random generators. With
+several pipeline ranks it also includes its calls to send, receive and wait.
 
-The executor looks after the generators it has under DeepSpeed: torch's, Python's and NumPy's. Compute is so small that
-absolute times are of this machine; what DeepSpeed's ``train_batch`` adds around a step is not measured.
+Three more loops run for comparison. The first does the same passes through PyTorch's own recomputation. The second
+sends the messages alone, all at once. The third sends them in the program's order, so that they wait for each other.
+
+CPU times count only the thread that executes the program. Times by the clock also include the waits for messages and
+the work of the transport's thread. The executor handles the same generators as under DeepSpeed: torch's, Python's and
+NumPy's. Compute is so small that absolute times depend on the machine. The benchmark does not include what DeepSpeed's
+``train_batch`` adds to a step.
 """
 
 import statistics
@@ -49,10 +50,10 @@ SIZE = 4
 DEVICE = torch.device("cpu")
 
 ENGINE = {"cpu": "engine time per action", "clock": "engine time per action by the clock, waits included"}
-"""Metrics by the kind of time."""
+"""Metrics by kind of time."""
 
 Step = Callable[[], list[torch.Tensor]]
-"""Makes one step and returns the losses this rank knows."""
+"""Makes one step and returns the losses that this rank knows."""
 
 STARTS = {
     "pass": ("Python", ["-c", "pass"]),
@@ -64,11 +65,11 @@ STARTS = {
         ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine.engine"],
     ),
 }
-"""Whose they are, and the arguments of an interpreter, by what it loads."""
+"""By what the interpreter loads: the contender, and the interpreter's arguments."""
 
 
 class Setting(NamedTuple):
-    """A layered program on modular chunks, and how many microseconds of engine time its actions may take."""
+    """A layered program on modular chunks, and the limit of engine time per action in microseconds."""
 
     text: str
     pipeline_ranks: int
@@ -93,18 +94,18 @@ class Time(NamedTuple):
 
     clock: float
     cpu: float
-    """Of the executing thread."""
+    """CPU time of the executing thread."""
 
 
 class Timed(NamedTuple):
-    """One rank's times."""
+    """Times of one rank."""
 
     actions: int
     contenders: dict[str, list[Time]]
-    """By repetition."""
+    """Times by contender and repetition."""
 
     def engine(self, kind: str) -> list[float]:
-        """Ours without the bare loop's, by the ``clock`` or ``cpu``."""
+        """Engine time: ours minus the bare loop's, by ``clock`` or ``cpu``."""
         pairs = zip(self.contenders[OURS], self.contenders[BARE])
         return [getattr(whole, kind) - getattr(bare, kind) for whole, bare in pairs]
 
@@ -137,14 +138,15 @@ def run(
 
 
 def time_setting(setting: Setting, steps: int = STEPS, repetitions: int = REPETITIONS) -> Timed:
-    """The pipeline rank whose engine takes the longest per action."""
+    """Returns the times of the pipeline rank with the largest engine time per action."""
     on_ranks = run_on_ranks(setting.pipeline_ranks, _time_on_rank, setting.spec, steps, repetitions)
-    # Ranks of one pipeline wait for each other, so that by the clock they differ little.
+    # Compares CPU times. Ranks of one pipeline wait for each other, so their times by the clock differ little.
     return max(on_ranks, key=lambda timed: statistics.median(timed.engine("cpu")))
 
 
 def time_starts(starts: Mapping[str, tuple[str, list[str]]], repetitions: int = REPETITIONS) -> dict[str, list[float]]:
-    """Seconds until fresh interpreters have ended, alternating; a round that reads files from disk is not counted."""
+    """Times fresh interpreters until they exit, in seconds. They alternate; the first round reads files from the disk
+    and does not count."""
     seconds: dict[str, list[float]] = {start: [] for start in starts}
     for _ in range(repetitions + 1):
         for start, (_, arguments) in starts.items():
@@ -155,7 +157,7 @@ def time_starts(starts: Mapping[str, tuple[str, list[str]]], repetitions: int = 
 
 
 def _time_on_rank(spec: ProgramSpec, steps: int, repetitions: int) -> Timed:
-    """The contenders alternate; a round that warms up is not counted."""
+    """Times all contenders on one rank. They alternate; the first round warms up and does not count."""
     rank = dist.get_rank()
     program = build_rank_program(spec, rank)
     contenders = {OURS: engine_step(spec, rank, program), BARE: bare_step(spec, rank)}
@@ -174,7 +176,7 @@ def _time_on_rank(spec: ProgramSpec, steps: int, repetitions: int) -> Timed:
 
 
 def _seconds(step: Step, steps: int) -> tuple[float, float]:
-    """By the clock, and of this thread's CPU time."""
+    """Seconds by the clock, and CPU seconds of this thread."""
     dist.barrier()
     clock, cpu = perf_counter(), thread_time()
     for _ in range(steps):
@@ -183,7 +185,7 @@ def _seconds(step: Step, steps: int) -> tuple[float, float]:
 
 
 def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step:
-    """One batch through the executor."""
+    """A step of one batch through the executor."""
     parameters = _parameters(spec, rank)
     groups = [dist.new_group([member]) for member in range(spec.pipeline_ranks)]
     partition = build_partition(
@@ -219,7 +221,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
 
 
 def bare_step(spec: ProgramSpec, rank: int) -> Step:
-    """What a rank's chunks compute in one batch. What other ranks would send is made up."""
+    """A step that computes only the chunks of a rank. It replaces the messages of other ranks by constants."""
     layers, inputs, gradient = _loop(spec, rank)
 
     def step() -> list[torch.Tensor]:
@@ -241,7 +243,7 @@ def bare_step(spec: ProgramSpec, rank: int) -> Step:
 
 
 def checkpoint_step(spec: ProgramSpec, rank: int) -> Step:
-    """The same through PyTorch's own recomputation, which restores torch's random states alone."""
+    """The same step with PyTorch's own recomputation, which restores only torch's random states."""
     layers, inputs, gradient = _loop(spec, rank)
 
     def step() -> list[torch.Tensor]:
@@ -261,7 +263,7 @@ def checkpoint_step(spec: ProgramSpec, rank: int) -> Step:
 
 
 def message_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step:
-    """The messages of one batch, in the program's order, and nothing else."""
+    """A step that exchanges only the messages of one batch, in the program's order."""
     previous, following = (rank - 1) % spec.pipeline_ranks, (rank + 1) % spec.pipeline_ranks
     calls = {
         Kind.SEND_FORWARD: partial(dist.isend, group_dst=following, tag=0),
@@ -281,8 +283,11 @@ def message_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Ste
 
 
 def pipeline_step(spec: ProgramSpec) -> Step:
-    """The calls of torch and gloo that the program needs without recomputation, in its order, every receive awaited
-    where its tensor is used: chunks that take no time leave what passes until messages have arrived."""
+    """A step of all torch and gloo calls that the program needs without recomputation, in its order. It waits for a
+    receive where its tensor is used.
+
+    Chunks take almost no time, so the step shows how long messages take.
+    """
     chunks_per_rank = spec.chunks // spec.pipeline_ranks
     setting = chunk.Setting(
         spec.pipeline_ranks, chunks_per_rank, spec.micro_batches, forward=0, backward=0, elements=SIZE
@@ -299,8 +304,8 @@ def pipeline_step(spec: ProgramSpec) -> Step:
 def _loop(
     spec: ProgramSpec, rank: int
 ) -> tuple[list[tuple[bool, Callable[[torch.Tensor], torch.Tensor]]], torch.Tensor, torch.Tensor]:
-    """What a loop without engine works on: the rank's layers, each with whether its input needs a gradient; an input,
-    and the gradient of a result."""
+    """Returns the layers of a rank, each with whether its input needs a gradient; an input; and the gradient of a
+    result."""
     layers = [
         (chunk > 0, partial(_multiplied, parameter, chunk == spec.chunks - 1))
         for chunk, parameter in _parameters(spec, rank).items()
@@ -309,12 +314,12 @@ def _loop(
 
 
 def _parameters(spec: ProgramSpec, rank: int) -> dict[int, Parameter]:
-    """By chunk of this rank."""
+    """Parameters of this rank, by chunk."""
     return {chunk: Parameter(torch.ones(SIZE)) for chunk, owner in enumerate(spec.placement) if owner == rank}
 
 
 def _multiplied(parameter: Parameter, last: bool, inputs: torch.Tensor) -> torch.Tensor:
-    """A chunk's result; the loss, if it is the ``last``."""
+    """The result of a chunk; the loss if it is the ``last``."""
     result = parameter * inputs
     return _loss(result, None) if last else result
 

@@ -1,11 +1,11 @@
-"""How much of gathers and reductions compute hides: ``python -m benchmarks run overlap``.
+"""Measures how much of the gathers and reductions compute hides: ``python -m benchmarks run overlap``.
 
-Compute is virtual (every chunk sleeps), collectives are real gloo over throttled links. A chunk has as many parameters
-as make the collectives of a step at ZeRO stage 3 with two resident chunks last about ``SHARE`` of its compute, if they
-use the full rate of the link. The simulation (``ds_lgamp/schedule/simulate.py``) gets the time that one gather and one
-reduction take alone, measured in the same run. So is the step without collectives, of chunks that have no other
-parameters than their weight: what the executor costs beside them is the schedule benchmark's. Waits are those that the
-executor's stopwatch tells, of the rank that waits longest.
+Compute is virtual (every chunk sleeps). Collectives are real and go over gloo and throttled links. The number of
+parameters per chunk makes the collectives of a step at ZeRO stage 3 with two resident chunks take about ``SHARE`` of
+its compute, at the full rate of the link. The simulation (``ds_lgamp/schedule/simulate.py``) uses the time of one
+gather and one reduction alone, measured in the same run. The step without collectives is also measured in the same run,
+with chunks that have no parameters but their weight. The schedule benchmark measures the executor's own cost beside it.
+Waits are read from the executor's stopwatch on the rank that waits longest.
 """
 
 import gc
@@ -44,45 +44,45 @@ LAYOUTS = ((1, 2), (1, 4), (2, 2))
 POLICIES = ((1, 2), (2, 2), (3, 2), (3, 1))
 """ZeRO stage and resident chunks."""
 COLLECTIVES = 20
-"""How many of a kind a calibration times, after a first one."""
+"""Collectives of each kind that a calibration times, after a first one."""
 COMPUTE = f"{OURS}, no collectives"
 APART = 0.001
-"""Seconds from one data-parallel rank's beginning to the next one's."""
+"""Seconds between the starts of neighbouring data-parallel ranks."""
 BOUND = "step / (compute + first gather + last reduction)"
 RATIO = "step / simulated"
 KINDS = {"gather": Kind.GATHER, "reduce": Kind.REDUCE}
-"""By the stopwatch's word for the wait."""
+"""By the stopwatch's name of the wait."""
 
 
 class OnRank(NamedTuple):
-    """What one rank found."""
+    """Results of one rank."""
 
     alone: dict[str, list[float]]
     """By kind, seconds of a collective that has the network for itself."""
     steps: dict[str, list[Step]]
     """By policy."""
     waits: dict[str, list[dict[str, float]]]
-    """By policy and step, what the stopwatch read."""
+    """The stopwatch's readings, by policy and step."""
     precise: bool
     """Whether this rank had real-time priority."""
 
 
 def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
-    """Four chunks per rank and four micro-batches, with as many parameters as ``SHARE`` asks for."""
+    """Four chunks per rank and four micro-batches, with as many parameters as ``SHARE`` requires."""
     return sized(Setting(pipeline_ranks, chunks_per_rank=4, micro_batches=4, data_ranks=data_ranks), SHARE)
 
 
 def sized(setting: Setting, share: float) -> Setting:
-    """``setting`` with as many parameters as make the collectives of a step at ZeRO stage 3 with two resident chunks
-    last ``share`` of its compute, at the full rate."""
+    """Returns ``setting`` with parameters, so that the collectives of a step at ZeRO stage 3 with two resident chunks
+    take ``share`` of its compute at the full rate."""
     compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
     bytes_sent = share * compute / sum(collectives(setting, 3)) * BYTES_PER_SECOND
-    # A rank sends a part to, or for, every other one.
+    # A rank sends one part to, or for, every other rank.
     return setting._replace(parameters=round(bytes_sent / 4 / (setting.data_ranks - 1)) * setting.data_ranks - 1)
 
 
 def collectives(setting: Setting, zero_stage: int, micro_batch_group: int | None = None) -> list[int]:
-    """Gathers and reductions of a step, of the rank that has most of them."""
+    """Gathers and reductions of a step on the rank that has most."""
     program = build_program(spec_of("layered", setting, zero_stage, micro_batch_group=micro_batch_group))
     counts = [[sum(action.kind is kind for action in actions) for kind in KINDS.values()] for actions in program]
     return max(counts, key=sum)
@@ -93,7 +93,7 @@ def run(
     policies: Sequence[tuple[int, int]] = POLICIES,
     repetitions: int = REPETITIONS,
 ) -> Record:
-    """Measures every policy in every layout; says so where there can be no slow link."""
+    """Measures every policy in every layout. Records the reason if this machine cannot make a slow link."""
     record = begin(NAME)
     for layout in layouts:
         setting = setting_of(*layout)
@@ -113,7 +113,7 @@ def measure(
     repetitions: int,
     enter_network: Callable[[int], None] | None = None,
 ) -> list[OnRank]:
-    """Runs all policies in turns on one set of processes; by rank, what it found."""
+    """Runs all policies in turns on one set of processes. Returns the results of each rank."""
     ranks = setting.pipeline_ranks * setting.data_ranks
     return run_on_ranks(ranks, _measure_on_rank, setting, policies, repetitions, before_init=Start(enter_network))
 
@@ -123,13 +123,13 @@ def name_of(zero_stage: int, resident_chunks: int) -> str:
 
 
 def simulated(setting: Setting, policy: tuple[int, int], durations: Durations) -> Timeline:
-    """The layered order on paper."""
+    """The simulated timeline of the layered order."""
     spec = spec_of("layered", setting, *policy)
     return simulate(spec, build_program(spec), durations)
 
 
 def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]], found: Sequence[OnRank]) -> None:
-    """The rows of one layout and its target."""
+    """Enters the rows of one layout and its target."""
     config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks}
     precise = all(on_rank.precise for on_rank in found)
     record.machine["scheduling"] = scheduling(precise)
@@ -178,7 +178,7 @@ def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repe
 
 
 def calibrate(setting: Setting) -> dict[str, list[float]]:
-    """Gathers and reductions of one chunk, each alone."""
+    """Seconds of gathers and reductions of one chunk, each alone."""
     group = data_group(setting.data_ranks)
     part = torch.zeros(-(-(setting.parameters + 1) // setting.data_ranks))
     full = torch.zeros(part.numel() * setting.data_ranks)
@@ -190,9 +190,11 @@ def calibrate(setting: Setting) -> dict[str, list[float]]:
 
 
 def _seconds(call: Callable[[], object], data_rank: int) -> float:
-    """How long a collective takes that ranks begin a little apart, as behind compute. Only if they began at the same
-    instant would gloo's all-to-all between two ranks use both directions of the link at once: otherwise the later
-    rank's word that it is ready stands in line behind what it sends."""
+    """Seconds of a collective whose ranks begin a little apart, as they do behind compute.
+
+    gloo's all-to-all between two ranks uses both directions of the link at once only if both ranks begin at the same
+    instant. Otherwise the later rank's ready message queues behind the data it sends.
+    """
     begin_together()
     start = time.monotonic() + APART * data_rank
     sleep_until(start)

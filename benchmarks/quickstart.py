@@ -1,7 +1,7 @@
 """Compares the two runs of launch/quickstart.sh: ``python -m benchmarks.quickstart runs/quickstart``.
 
-Reads stock.json and lgamp.json, as ``ds_lgamp run --measure`` wrote them, and writes summary.json and losses.png beside
-them.
+Reads stock.json and lgamp.json, which ``ds_lgamp run --measure`` wrote. Writes summary.json and losses.png to the same
+folder.
 """
 
 import argparse
@@ -15,7 +15,8 @@ CONTENDERS = ("stock", "lgamp")
 
 
 def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Both runs and the largest difference of their losses at any step."""
+    """Returns both runs and the largest difference of their losses at any step. Raises SystemExit if they have
+    different numbers of steps."""
     losses = [runs[name]["losses"] for name in CONTENDERS]
     if len(losses[0]) != len(losses[1]):
         raise SystemExit(f"the runs have {len(losses[0])} and {len(losses[1])} steps; run launch/quickstart.sh again")
@@ -23,7 +24,7 @@ def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot_losses(summary: dict[str, Any], path: Path) -> None:
-    """Draws both loss curves, one over the other."""
+    """Draws both loss curves in one plot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, and targets with what was reached, as JSON under benchmarks/results."""
+"""Records of benchmarks: rows and targets, as JSON under benchmarks/results."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "ds_lgamp"
-"""The contender that is this project; more words may follow."""
+"""The contender of this project. A name may continue after it."""
 TYPICAL = f"{OURS}, ZeRO-3, 2 resident"
-"""What a block without settings gives at ZeRO stage 3."""
+"""A block without settings at ZeRO stage 3."""
 REPETITIONS = 5
 PACKAGES = ("torch", "deepspeed")
 
 Config = dict[str, int | float | str]
-"""What one row was measured with, such as {"pipeline_ranks": 4, "micro_batches": 8}."""
+"""The configuration of a row, such as {"pipeline_ranks": 4, "micro_batches": 8}."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Row:
     metric: str
     median: float
     spread: float
-    """Largest minus smallest of the repetitions."""
+    """Largest minus smallest repetition."""
     unit: str
 
 
 @dataclass(frozen=True)
 class Target:
-    """What was aimed at; met if ``value`` is at most ``limit``."""
+    """A target; it is met if ``value`` is at most ``limit``."""
 
     text: str
     value: float
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Failure:
-    """A contender that could not be measured, and why."""
+    """A contender that could not be measured, and the reason."""
 
     contender: str
     config: Config
@@ -68,12 +68,12 @@ class Record:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, contender: str, config: Config, metric: str, samples: Sequence[float], unit: str) -> None:
-        """Enters the median and the spread of ``samples``, which have the unit ``unit``."""
+        """Enters the median and the spread of ``samples``, given in ``unit``."""
         spread = max(samples) - min(samples)
         self.rows.append(Row(contender, config, metric, statistics.median(samples), spread, unit))
 
     def aim(self, text: str, value: float, limit: float) -> None:
-        """Enters a target: ``value`` is to be at most ``limit``."""
+        """Enters a target: ``value`` must be at most ``limit``."""
         self.targets.append(Target(text, value, limit, value <= limit))
 
     def fail(self, contender: str, config: Config, reason: str) -> None:
@@ -81,12 +81,12 @@ class Record:
         self.failures.append(Failure(contender, config, reason))
 
     def lack_network(self, lack: str, reason: object) -> None:
-        """Enters, and says on stderr, that there could be no slow network: what is lacking, and why."""
+        """Enters, and writes to stderr, that no slow network was available: what is missing and why."""
         self.machine["network"] = f"{lack}: {reason}"
         print(f"{self.name}: {self.machine['network']}", file=sys.stderr)
 
     def to_json(self) -> str:
-        """One row per line; failures only where there are any."""
+        """Formats the record with one row per line. Omits an empty list of failures."""
         parts = [f'"name": {json.dumps(self.name)}', f'"machine": {json.dumps(self.machine)}']
         for key in ("rows", "targets", "failures"):
             items = getattr(self, key)
@@ -97,23 +97,26 @@ class Record:
 
 
 def begin(name: str) -> Record:
-    """An empty record with the machine as it is now."""
+    """Returns an empty record with the machine's current state."""
     return Record(name, machine())
 
 
 def finish(record: Record) -> None:
-    """Notes the load at the end and writes the record to its file."""
+    """Adds the load at the end and writes the record to its file."""
     record.machine["load_after"] = load()
     (RESULTS / f"{record.name}.json").write_text(record.to_json())
 
 
 def is_recorded(name: str) -> bool:
-    """Whether a benchmark was run; one that needs an accelerator may wait for it."""
+    """Whether a record exists. One that needs an accelerator may be missing."""
     return (RESULTS / f"{name}.json").exists()
 
 
 def read(name: str) -> Record:
-    """The recorded run of a benchmark. Raises SystemExit with the command that makes it if there is none."""
+    """Reads the recorded run of a benchmark.
+
+    Raises SystemExit with the command that makes it if there is none.
+    """
     path = RESULTS / f"{name}.json"
     if not path.exists():
         raise SystemExit(f"{path.name} is missing; make it with python -m benchmarks run {name}")
@@ -125,7 +128,7 @@ def read(name: str) -> Record:
 
 
 def machine() -> dict[str, Any]:
-    """Cores, processor, system, versions, the commit, and the load average before the run."""
+    """Describes cores, processor, system, versions, commit, and the load average before the run."""
     return {
         "cores": os.cpu_count(),
         "processor": _processor(),
@@ -138,14 +141,14 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Marked where code is not as it was committed; pages and results of other runs are not measured."""
+    """The commit, marked as dirty if code has changed. Pages and results are no part of what is measured."""
     changed = _output_of("git", "status", "--porcelain", "--", "*.py", "*.toml", "*.sh")
     commit = _output_of("git", "rev-parse", "--short", "HEAD")
     return f"{commit or 'unknown'}{'-dirty' if changed else ''}"
 
 
 def _processor() -> str:
-    """Its name as Linux tells it, else its architecture."""
+    """The processor's name as Linux reports it, else its architecture."""
     names = _output_of("sh", "-c", "grep -m 1 'model name' /proc/cpuinfo").partition(":")[2].strip()
     return names or platform.machine()
 

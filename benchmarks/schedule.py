@@ -1,9 +1,9 @@
-"""How close a step comes to the simulated time of its order: ``python -m benchmarks run schedule``.
+"""Compares steps with the simulated time of their order: ``python -m benchmarks run schedule``.
 
-Compute is virtual (every chunk sleeps), messages are real gloo. Every contender's step is divided by what
-``ds_lgamp/schedule/simulate.py`` says for its own order. On loopback a hop counts as nothing. On the slow link it
-counts as one message's way alone, calibrated in the same run. What a message waits for others, or for news that the
-receiver is ready, is left to the contenders; messages both ways at once are calibrated beside it.
+Compute is virtual (every chunk sleeps). Messages are real and go over gloo. Each contender's step is divided by the
+simulated step of its own order (``ds_lgamp/schedule/simulate.py``). A hop costs nothing on loopback. On the slow link
+it costs the time of one message alone, calibrated in the same run. Any wait for other messages or for the receiver's
+ready signal counts as the contender's time. Simultaneous messages in both directions are calibrated too.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SETTINGS = [
 SLOW_SETTINGS = [setting._replace(elements=MEGABYTE // 4) for setting in SETTINGS]
 RATIO = "step / simulated"
 LIMIT, LIMIT_MANY_RANKS = 1.03, 1.05
-"""Of the ratio, up to 4 ranks and with more."""
+"""Limit of the ratio, up to 4 ranks and with more."""
 
 
 def run(
@@ -34,7 +34,8 @@ def run(
     contenders: Sequence[Contender] = CONTENDERS,
     repetitions: int = REPETITIONS,
 ) -> Record:
-    """Measures ``settings`` on loopback and ``slow_settings`` over the slow link; says so where there can be none."""
+    """Measures ``settings`` on loopback and ``slow_settings`` over the slow link. Records the reason if this machine
+    cannot make one."""
     record = begin(NAME)
     for members in _by_ranks(settings):
         _enter(record, LOOPBACK, contenders, members, measure(members, contenders, repetitions))
@@ -50,7 +51,7 @@ def run(
 
 
 def _by_ranks(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """One spawn's settings each."""
+    """Groups the settings by number of ranks. One group runs on one set of processes."""
     numbers = dict.fromkeys(setting.pipeline_ranks for setting in settings)
     return [[setting for setting in settings if setting.pipeline_ranks == number] for number in numbers]
 
@@ -58,7 +59,7 @@ def _by_ranks(settings: Sequence[Setting]) -> list[list[Setting]]:
 def _enter(
     record: Record, link: str, contenders: Sequence[Contender], settings: Sequence[Setting], measured: Measured
 ) -> None:
-    """The rows of one spawn and its target."""
+    """Enters the rows of one group and its target."""
     record.machine["scheduling"] = scheduling(measured.precise)
     ratios = []
     for setting, hop, seconds in zip(settings, measured.hops, measured.seconds):

@@ -1,8 +1,8 @@
-"""Whole training steps of small GPTs on loopback, against the clock: ``python -m benchmarks run training``.
+"""Times whole training steps of small GPTs on loopback: ``python -m benchmarks run training``.
 
-Everybody trains the same model on real ranks, one after the other in every round. Beside the seconds of a step stand
-the CPU seconds of all ranks together: where there are more ranks than cores, those are what a contender costs. The
-wider model runs with ours, the bare loop and the peers that were about as fast as the fastest at the small one.
+All contenders train the same model on real ranks and take turns in every round. The record has the seconds of a step
+and the CPU seconds of all ranks together. If there are more ranks than cores, the CPU seconds show a contender's cost.
+The wider model runs only with ds_lgamp, the bare loop, and the peers that came close to the fastest at the small model.
 """
 
 import ctypes
@@ -30,23 +30,23 @@ MICRO_BATCHES = 8
 LOOPBACK = "loopback"
 RECOMPUTE = {True: "full", False: "none"}
 SMALL_REPETITIONS = 11
-"""Its steps take a second, and their times scatter by more than the targets allow."""
+"""A step takes a second, and its times scatter by more than the targets allow."""
 WARM_UP = 1
 CHECKED = 2
-"""Steps whose loss is compared with one process's; those of later ones, with each other."""
+"""Steps whose loss is compared with one process. Losses of later steps are compared with each other."""
 LIMIT, BARE_LIMIT = 1.0, 1.02
-"""Of our fastest step to the fastest peer's, and to the bare loop's."""
+"""Limits of our fastest step, relative to the fastest peer and to the bare loop."""
 RATIO = "step / fastest peer's"
 CLOSE = 1.05
-"""Of a peer's step to the fastest peer's, at the small model: up to here it runs at the wider one too."""
+"""Largest step of a peer at the small model, relative to the fastest peer, at which it also runs at the wider one."""
 SECONDS = 3600
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 
 
 class Step(NamedTuple):
-    """One on one rank: when it began and ended (``time.monotonic``), CPU seconds of the process, and the loss if this
-    rank knows it."""
+    """A step on one rank: start and end (``time.monotonic``), CPU seconds of the process, and the loss if this rank
+    knows it."""
 
     start: float
     end: float
@@ -55,14 +55,14 @@ class Step(NamedTuple):
 
 
 class Duration(NamedTuple):
-    """Of a step on all ranks: seconds from the first start to the last end, and CPU seconds together."""
+    """A step on all ranks: seconds from the first start to the last end, and CPU seconds together."""
 
     wall: float
     cpu: float
 
 
 Found = dict[str, dict[str, list[Duration]]]
-"""By what becomes of parameters and by contender, every step that counts."""
+"""Every counted step, by whether parameters are kept or sharded and by contender."""
 
 
 def run(
@@ -76,7 +76,12 @@ def run(
     """Measures every layout, with and without recomputation.
 
     Args:
-        small_repetitions: those of the small model.
+        small: the small model.
+        wide: the wider model.
+        layouts: pipeline ranks and data-parallel ranks.
+        micro_batches: micro-batches per step.
+        repetitions: repetitions for the wider model.
+        small_repetitions: repetitions for the small model.
     """
     record = begin(NAME)
     for pipeline_ranks, data_ranks in layouts:
@@ -105,9 +110,9 @@ def compete(
     repetitions: int,
     enter_network: Callable[[int], None] | None = None,
 ) -> Found:
-    """Measures one group after the other, the contenders of each in turns on one set of processes.
+    """Measures one group after the other. The contenders of a group take turns on one set of processes.
 
-    Raises AssertionError if a contender trained something else than one process.
+    Raises AssertionError if a contender's losses differ from those of one process.
     """
     ranks = layout.pipeline_ranks * layout.data_ranks
     found = {}
@@ -121,7 +126,7 @@ def compete(
 
 
 def enter(record: Record, layout: Layout, micro_batches: int, recompute: bool, link: str, groups: Found) -> None:
-    """Every contender's rows of one layout."""
+    """Enters the rows of all contenders in one layout."""
     for held, durations in groups.items():
         config: Config = {
             **layout.config(micro_batches),
@@ -136,7 +141,7 @@ def enter(record: Record, layout: Layout, micro_batches: int, recompute: bool, l
 
 
 def aim(record: Record, layout: Layout, link: str, runs: Sequence[Found]) -> None:
-    """The targets of one layout: the worst of some runs, which differ in what is recomputed."""
+    """Enters the targets of one layout: the worst of ``runs``, which differ in recomputation."""
     where = f"{layout.pipeline_ranks} x {layout.data_ranks} ranks, width {layout.size.width}, {link}"
     every = [_medians(durations) for groups in runs for durations in groups.values()]
     worst = max(_ours(walls) / min(_peers(walls).values()) for walls in every)
@@ -151,7 +156,7 @@ def _medians(durations: dict[str, list[Duration]]) -> dict[str, float]:
 
 
 def _ours(walls: dict[str, float]) -> float:
-    """Who needs a fast step takes the faster of ours."""
+    """The faster schedule of ours, because a user would choose it."""
     return min(wall for name, wall in walls.items() if name.startswith(OURS))
 
 
@@ -160,7 +165,7 @@ def _peers(walls: dict[str, float]) -> dict[str, float]:
 
 
 def _closest(durations: dict[str, list[Duration]]) -> set[str]:
-    """Ours, the bare loop and the peers that were about as fast as the fastest."""
+    """Names of ours, the bare loop, and the peers that came close to the fastest."""
     walls = _medians(durations)
     peers = _peers(walls)
     slow = {name for name, wall in peers.items() if wall > CLOSE * min(peers.values()) and name != BARE}
@@ -186,8 +191,11 @@ def _train_on_rank(
 
 
 def keep_memory() -> None:
-    """Lets this process keep the memory it once had, as torch's allocators on GPUs do. By itself, glibc gives large
-    tensors back to the system, and whoever has large ones spends a part of every step in touching new pages."""
+    """Makes this process keep freed memory, as torch's allocators on GPUs do.
+
+    glibc returns large tensors to the system by default. A contender with large tensors would then spend part of every
+    step on page faults.
+    """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
         adjust(_MMAP_MAX, 0)

@@ -1,6 +1,6 @@
-"""Whole training steps of a small GPT over a slow network: ``python -m benchmarks run training_slow``.
+"""Times whole training steps of a small GPT over a slow network: ``python -m benchmarks run training_slow``.
 
-Who competes, and how, is as in ``training.py``.
+Contenders and method are those of ``training.py``.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Peak bytes of live tensors where a model ends with logits: ``python -m benchmarks run turn``.
+"""Measures peak bytes of live tensors in a model that ends with logits: ``python -m benchmarks run turn``.
 
-Whoever ends all forwards of the last chunk before its first backward holds the logits of every micro-batch at once.
-Everybody keeps the parameters of its chunks here, in a pipeline without data-parallel ranks.
+A schedule that ends all forwards of the last chunk before its first backward holds the logits of every micro-batch at
+once. All contenders here keep the parameters of their chunks, in a pipeline without data-parallel ranks.
 """
 
 from benchmarks.contenders import Layout
@@ -15,11 +15,11 @@ NAME = "turn"
 LAYOUT = Layout(2, 1, ModelSize(blocks=8, width=128, sequence=128, vocabulary=4096))
 MICRO_BATCHES = 8
 PEER = "Megatron-core interleaved, one group"
-"""The peer whose order is ours, but for what this is about."""
+"""The peer that has our order except at the turn-around."""
 
 
 def run(layout: Layout = LAYOUT, micro_batches: int = MICRO_BATCHES, repetitions: int = REPETITIONS) -> Record:
-    """Measures every contender that keeps its parameters, with every block recomputed and with none."""
+    """Measures every contender that keeps its parameters, with and without recomputation of every block."""
     record = begin(NAME)
     for recompute in (True, False):
         contenders = in_training(layout, recompute)[KEPT]

@@ -1,4 +1,4 @@
-"""Prints where the running interpreter has torch; exits with 1 if it has none of 2.6 or newer."""
+"""Prints the folder in which the running interpreter has torch. Exits with 1 if it has no torch 2.6 or newer."""
 
 import importlib.metadata
 import sys

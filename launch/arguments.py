@@ -1,4 +1,4 @@
-"""The flags of pretrain_gpt.py, which are Megatron-LM's, and what they mean to Megatron-core and to DeepSpeed."""
+"""The flags of pretrain_gpt.py, which are Megatron-LM's, and their translation for Megatron-core and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron.core.transformer import TransformerConfig
 
 
 def parse_arguments(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
-    """The flags in ``words``, or of the command line."""
+    """Parses the flags in ``words``, or of the command line. Exits with a message if they are invalid or data is
+    missing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser.add_argument_group("model"))
     add_training_arguments(parser.add_argument_group("training"))
@@ -31,7 +32,7 @@ def parse_arguments(description: str | None, words: list[str] | None = None) -> 
 
 
 def refuse_combinations(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the script with a sentence if flags do not go together."""
+    """Exits with a message if flags contradict each other."""
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config is required")
     if args.sequence_parallel and (args.tensor_model_parallel_size == 1 or not torch.cuda.is_available()):
@@ -49,7 +50,7 @@ def refuse_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 
 def refuse_missing_data(args: argparse.Namespace) -> None:
-    """End the script if a file of the datasets or the tokenizer is not there."""
+    """Raises SystemExit if a file of the datasets or the tokenizer is missing."""
     prefixes = get_blend_from_list(args.data_path)[0]
     files = [args.tokenizer_model or f"{prefixes[0]}.tokenizer.json"]
     for file in files + [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]:
@@ -129,11 +130,11 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """What the flags say of the transformer layers."""
+    """Makes the configuration of the transformer layers."""
     ffn_hidden_size, activation = args.ffn_hidden_size, {}
     if args.swiglu:
         activation = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-        # As Megatron-LM: two matrices in place of one, about as many weights, a multiple of 64.
+        # As in Megatron-LM: two matrices replace one, with about as many weights, and the size is a multiple of 64.
         ffn_hidden_size = ffn_hidden_size or int(args.hidden_size * 8 / 3 / 64) * 64
     elif args.squared_relu:
         activation = {"activation_func": squared_relu}
@@ -151,7 +152,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         init_method_std=args.init_method_std,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
-        use_cpu_initialization=True,  # the same weights on every device, and no CUDA random states to set up
+        use_cpu_initialization=True,  # same weights on every device, without CUDA random states
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         **activation,
@@ -159,7 +160,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict:
-    """The JSON configuration, with what it leaves out filled in from the flags."""
+    """Reads the JSON configuration and fills in missing keys from the flags."""
     config = json.loads(Path(args.deepspeed_config).read_text())
     batch_keys = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
     if batch_keys.isdisjoint(config):
@@ -170,7 +171,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict:
         "betas": [args.adam_beta1, args.adam_beta2],
         "eps": args.adam_eps,
         "weight_decay": args.weight_decay,
-        "torch_adam": True,  # PyTorch's own AdamW, because DeepSpeed's fused one is compiled at start-up
+        "torch_adam": True,  # DeepSpeed would compile its fused AdamW at start-up
     }
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": adam})
     config.setdefault("scheduler", scheduler_config(args, optimizer.get("params", {}).get("lr", args.lr)))
@@ -181,8 +182,10 @@ def deepspeed_config(args: argparse.Namespace) -> dict:
 
 
 def scheduler_config(args: argparse.Namespace, lr: float) -> dict:
-    """Linear warm-up to the optimizer's learning rate ``lr``, then constant, down a line to zero, or down a cosine to
-    --min-lr."""
+    """Makes the scheduler's configuration: linear warm-up to the learning rate ``lr``, then the decay style.
+
+    The rate then stays constant, decays linearly to zero, or follows a cosine to --min-lr.
+    """
     params = {"warmup_num_steps": max(1, args.lr_warmup_iters), "warmup_type": "linear"}
     if args.lr_decay_style == "constant":
         return {"type": "WarmupLR", "params": params}

@@ -3,16 +3,16 @@
 #
 #     launch/deepspeed.sh [--dry-run] SCRIPT [ARGUMENTS...]
 #
-# With a hostfile, run it on one node; the launcher reaches the others over ssh without a password. --dry-run prints the
+# With a hostfile, run it on one node. The launcher reaches the others over ssh without a password. --dry-run prints the
 # command and starts nothing. Settings are environment variables:
 #
 #     HOSTFILE       nodes, one line "NAME slots=GPUS" for each (default: this node, unless there is a /job/hostfile)
-#     GPUS_PER_NODE  ranks on each node (default: the hostfile's slots, else the GPUs that torch sees)
-#     NNODES         use so many nodes from the top of the hostfile (default: all)
-#     MASTER_ADDR    with a hostfile: address of its first node that all others reach (default: the launcher asks it)
-#     MASTER_PORT    a free port there (default: one that is free here; this launcher does not understand port 0)
+#     GPUS_PER_NODE  ranks per node (default: the hostfile's slots, else the GPUs that torch sees)
+#     NNODES         number of nodes to use from the top of the hostfile (default: all)
+#     MASTER_ADDR    with a hostfile: address of its first node for all others (default: the launcher asks the node)
+#     MASTER_PORT    a free port there (default: one that is free here; this launcher does not support port 0)
 #
-# Beside a number of GPUs the launcher ignores CUDA_VISIBLE_DEVICES; launch/torchrun.sh heeds it.
+# The launcher ignores CUDA_VISIBLE_DEVICES if it gets a number of GPUs. launch/torchrun.sh respects it.
 
 set -euo pipefail
 

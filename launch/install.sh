@@ -1,8 +1,8 @@
 # Sourced by quickstart.sh and test.sh: makes .venv, installs ds_lgamp with the extras named in $1, and activates it.
 #
-# A torch of 2.6 or newer in the active environment is used as it is. Otherwise the pinned one is installed: from
-# TORCH_INDEX_URL if that is set, else from pip's usual index. On a machine without GPU, let TORCH_INDEX_URL name PyTorch's
-# index of CPU builds.
+# The active environment's torch stays if it is 2.6 or newer. Otherwise the function installs the pinned one, from
+# TORCH_INDEX_URL if that is set, else from pip's default index. On a machine without GPU, set TORCH_INDEX_URL to
+# PyTorch's index of CPU builds.
 
 install_ds_lgamp() {
     local extras=$1 constraints=launch/constraints.txt
@@ -11,7 +11,8 @@ install_ds_lgamp() {
     [ -x .venv/bin/pip ] || python3 -m venv --clear .venv
     if ! .venv/bin/python launch/active_torch.py >/dev/null; then
         if [ -n "$active_site" ]; then
-            # Behind the venv's own packages, like --system-site-packages but for the environment that is active.
+            # Adds the active environment's packages after the venv's own. --system-site-packages would add the base
+            # interpreter's packages instead.
             .venv/bin/python -c 'import sys, sysconfig
 with open(sysconfig.get_path("purelib") + "/active_environment.pth", "w") as file:
     print(sys.argv[1], file=file)' "$active_site"

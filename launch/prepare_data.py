@@ -1,11 +1,11 @@
-"""Turn text into the tokenized dataset that pretrain_gpt.py reads.
+"""Turns text into the tokenized dataset that pretrain_gpt.py reads.
 
     python launch/prepare_data.py                      # the documentation inside this Python installation
     python launch/prepare_data.py book.txt notes.txt   # your own text: one document per section between blank lines
 
-Three files are written: PREFIX.bin and PREFIX.idx (Megatron-core's indexed dataset) and PREFIX.tokenizer.json (a
-byte-level BPE trained on the same text). The same input always gives the same files. Existing output is kept: delete
-it to prepare it anew.
+The script writes three files: PREFIX.bin and PREFIX.idx (Megatron-core's indexed dataset) and PREFIX.tokenizer.json (a
+byte-level BPE trained on the same text). The same input always gives the same files. Existing output is kept: delete it
+to prepare it again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-FEWEST_DOCUMENTS = 20  # of fewer, the default 5 % for validation could be none, and the dataset waits for one forever
-# The index comes last: whoever finds it knows that the other two are complete.
+FEWEST_DOCUMENTS = 20  # with fewer, the default 5 % may be no document, and the dataset would wait forever
+# The index comes last. If it exists, the other two files are complete.
 OUTPUT_SUFFIXES = (".tokenizer.json", ".bin", ".idx")
-# Folders of the standard library's tree that hold other people's packages, or tests.
+# Folders of the standard library's tree with tests or with packages of others.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 def file_documents(paths: list[str]) -> Iterator[str]:
-    """The sections between blank lines of text files, in the order given."""
+    """Yields the sections between blank lines of text files, in the given order."""
     for path in paths:
         sections = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8"))
         yield from (section.strip() for section in sections if section.strip())
 
 
 def python_documents() -> Iterator[str]:
-    """The help topics of Python, then the docstrings of its standard library: one document per topic and per module."""
+    """Yields one document per help topic of Python, then one per standard library module with its docstrings."""
     from pydoc_data.topics import topics
 
     yield from (topics[name].strip() for name in sorted(topics))
@@ -50,9 +50,9 @@ def python_documents() -> Iterator[str]:
 
 
 def module_docstrings(path: Path) -> list[str]:
-    """The docstrings of a Python file, which is parsed but not imported: importing runs code."""
+    """Returns the docstrings of a Python file. Parses the file, because importing it would run its code."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old files hold escape sequences that newer parsers warn about
+        warnings.simplefilter("ignore")  # newer parsers warn about escape sequences in old files
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:  # a few files are templates or samples of broken code
@@ -63,7 +63,7 @@ def module_docstrings(path: Path) -> list[str]:
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE: it encodes any text, and decoding gives back the same bytes."""
+    """Trains a byte-level BPE. It encodes any text, and decoding returns the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +78,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 
 
 def write_dataset(documents: list[str], tokenizer: Tokenizer, prefix: str) -> int:
-    """Write PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json; return the number of tokens."""
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json. Returns the number of tokens."""
     end_of_document = tokenizer.token_to_id(END_OF_DOCUMENT)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     for encoding in tokenizer.encode_batch(documents):
@@ -108,7 +108,7 @@ def main() -> None:
         raise SystemExit(f"found {len(documents)} documents, need {FEWEST_DOCUMENTS}: separate them by blank lines")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(documents, args.vocab_size)
-    # Written aside, then renamed: an interrupted run leaves no half dataset under the final names.
+    # Writes under other names and renames, so that an interrupted run leaves no partial dataset.
     tokens = write_dataset(documents, tokenizer, f"{prefix}.partial")
     for suffix in OUTPUT_SUFFIXES:
         os.replace(f"{prefix}.partial{suffix}", f"{prefix}{suffix}")

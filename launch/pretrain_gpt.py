@@ -1,11 +1,11 @@
-"""Pretrain a GPT model with DeepSpeed's pipeline engine: Megatron-core's layers and datasets, Megatron-LM's flag names.
+"""Pretrains a GPT model with DeepSpeed's pipeline engine, Megatron-core's layers and datasets, and Megatron-LM's flags.
 
     torchrun --standalone --nproc_per_node 4 launch/pretrain_gpt.py --deepspeed_config ds_config.json \\
         --pipeline-model-parallel-size 2 --data-path data/pydoc
 
-Flags describe the model, the data and the training; the JSON file tells DeepSpeed how to run it (ZeRO stage, schedule,
-recomputation, ...). Batch sizes, precision, optimizer, scheduler and gradient clipping come from the flags where the
-JSON leaves them out. Prepare the data with prepare_data.py first.
+Flags describe the model, the data and the training. The JSON file tells DeepSpeed how to run it (ZeRO stage, schedule,
+recomputation, ...). Flags also give batch sizes, precision, optimizer, scheduler and gradient clipping if the JSON file
+does not. Prepare the data with prepare_data.py first.
 """
 
 from __future__ import annotations
@@ -36,31 +36,33 @@ from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, la
 
 
 def start_distributed(args: argparse.Namespace) -> None:
-    """Join the process group that the launcher described, on NCCL with GPUs and on gloo without."""
-    # DeepSpeed would compile this CPU collective at start-up, which takes a compiler and half a minute; gloo does.
+    """Joins the launcher's process group, on NCCL with GPUs and on gloo without."""
+    # DeepSpeed would compile this CPU collective at start-up, which needs a compiler and half a minute. gloo replaces
+    # it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar says what happens
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar shows the state
     get_accelerator().set_device(args.local_rank)
     deepspeed.init_distributed()
-    # Megatron-core's layers look up their tensor-parallel group here. DeepSpeed has the same, and groups of its own.
+    # Megatron-core's layers look up their tensor-parallel group here. DeepSpeed makes its own groups of the same ranks.
     parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, create_gloo_process_groups=False)
     if args.transformer_impl == "transformer_engine":
-        model_parallel_cuda_manual_seed(args.seed)  # from which its attention draws
+        model_parallel_cuda_manual_seed(args.seed)  # its attention draws from this state
 
 
 class DatasetTokenizer:
-    """What Megatron-core's dataset asks of a tokenizer: its texts are tokens already."""
+    """The tokenizer interface that Megatron-core's dataset needs. Its texts are already tokens."""
 
     def __init__(self, path: str):
         tokenizer = Tokenizer.from_file(path)
         self.vocab_size = tokenizer.get_vocab_size()
         self.eod = tokenizer.token_to_id(END_OF_DOCUMENT)
-        # The name of the cached sample index derives from this: text prepared anew gets a new index.
+        # Part of the name of the cached sample index, so that newly prepared text gets a new index.
         self.unique_identifiers = {"sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
 def build_model(args: argparse.Namespace, tokenizer: DatasetTokenizer) -> PipelineModule:
-    """The pipeline: each rank builds its own layers, with equal numbers of transformer layers on all pipeline ranks."""
+    """Builds the pipeline. Each rank builds its own layers, and all pipeline ranks have equally many transformer
+    layers."""
     specs = gpt_layer_specs(
         transformer_config(args),
         tokenizer.vocab_size,
@@ -88,9 +90,9 @@ def build_model(args: argparse.Namespace, tokenizer: DatasetTokenizer) -> Pipeli
 
 
 def set_seed(seed: int) -> None:
-    """Seed one layer. DeepSpeed passes NumPy integers, which its own seeding function rejects since Python 3.11.
+    """Seeds one layer. DeepSpeed passes NumPy integers, which its own seeding function rejects since Python 3.11.
 
-    Not torch.manual_seed: without a GPU it stores a seed for one, and a stack trace, at every call.
+    torch.manual_seed is not used: without a GPU it stores a seed for one, with a stack trace, at every call.
     """
     torch.default_generator.manual_seed(int(seed))
     if get_accelerator().device_name() != "cpu":
@@ -100,7 +102,7 @@ def set_seed(seed: int) -> None:
 def build_datasets(
     args: argparse.Namespace, tokenizer: DatasetTokenizer, batch_size: int
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and validation samples, shuffled once; rank 0 writes the sample index, the others then read it."""
+    """Builds training and validation samples, shuffled once. Rank 0 writes the sample index and the others read it."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -118,10 +120,10 @@ def build_datasets(
 
 
 def micro_batches(engine: deepspeed.PipelineEngine, dataset: GPTDataset, skipped: int = 0) -> Iterator[tuple]:
-    """This replica's share of the dataset, in order, as (tokens [b, s], (labels [b, s], loss mask [b, s])).
+    """Yields this replica's share of the dataset, in order, as (tokens [b, s], (labels [b, s], loss mask [b, s])).
 
-    All pipeline ranks of a replica read the same share: the first needs the tokens, the last the labels. ``skipped``
-    samples have been read before, by any number of replicas.
+    All pipeline ranks of a replica read the same share: the first needs the tokens, the last the labels. ``skipped`` is
+    the number of samples that any number of replicas has read before.
     """
     rest = Subset(dataset, range(skipped, len(dataset)))
     sampler: DistributedSampler = DistributedSampler(
@@ -138,7 +140,7 @@ def micro_batches(engine: deepspeed.PipelineEngine, dataset: GPTDataset, skipped
 def train(
     args: argparse.Namespace, engine: deepspeed.PipelineEngine, training: GPTDataset, validation: GPTDataset | None
 ) -> dict[str, dict[int, float]]:
-    """Run the iterations and return the losses: {"training" or "validation": {iteration: loss}}."""
+    """Runs the iterations. Returns the losses as {"training" or "validation": {iteration: loss}}."""
     losses: dict[str, dict[int, float]] = {"training": {}, "validation": {}}
     is_first_rank = torch.distributed.get_rank() == 0
     batches = micro_batches(engine, training, engine.global_samples)
@@ -161,13 +163,13 @@ def train(
 
 
 def evaluate(engine: deepspeed.PipelineEngine, dataset: GPTDataset, iterations: int) -> float:
-    """Mean loss over the first batches of a dataset: the same ones every time."""
+    """Mean loss over the first batches of a dataset, which are the same every time."""
     batches = micro_batches(engine, dataset)
     return sum(engine.eval_batch(data_iter=batches).item() for _ in range(iterations)) / iterations
 
 
 def plot_losses(losses: dict[str, dict[int, float]], path: str) -> None:
-    """Draw training and validation loss over the iterations into an image file."""
+    """Draws training and validation loss by iteration to an image file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a small Megatron-core GPT on the documentation of Python, twice: on stock DeepSpeed (1F1B, ZeRO-1) and with a
-# ds_lgamp block (layered, modular, ZeRO-3), from the same weights on 2 pipeline x 2 data-parallel ranks; then compares.
-# Uses 4 GPUs where there are as many, else the CPU. Flags are passed on to launch/pretrain_gpt.py.
+# Trains a small Megatron-core GPT on the documentation of Python twice and compares the runs: on stock DeepSpeed (1F1B,
+# ZeRO-1) and with a ds_lgamp block (layered, modular, ZeRO-3). Both start from the same weights on 2 pipeline x 2
+# data-parallel ranks. Uses 4 GPUs if the machine has them, else the CPU. Passes flags on to launch/pretrain_gpt.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh

@@ -5,24 +5,24 @@
 #
 # Options of sbatch before launch/slurm.sh take precedence over the header below: sbatch --nodes 4 launch/slurm.sh ...
 # Activate the Python environment first; the job inherits it. Inside an allocation, launch/slurm.sh --dry-run SCRIPT ...
-# prints the srun command and starts nothing. What Slurm does not say comes from environment variables:
+# prints the srun command and starts nothing. Environment variables override Slurm's values:
 #
-#     GPUS_PER_NODE  ranks on each node (default: the GPUs that Slurm gave this node)
-#     MASTER_ADDR    a node that all others reach (default: the first of the job)
-#     MASTER_PORT    a free port there (default: from 20000, by the number of the job)
+#     GPUS_PER_NODE  ranks per node (default: the GPUs that Slurm gave this node)
+#     MASTER_ADDR    a node that all others can reach (default: the job's first node)
+#     MASTER_PORT    a free port there (default: 20000 plus the job number modulo 10000)
 
 #SBATCH --job-name=ds_lgamp
-# Nodes, and their GPUs: a rank for each.
+# Nodes and their GPUs. Each GPU gets one rank.
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8
-# One task per node: torchrun, which starts the ranks.
+# One task per node. It is torchrun, which starts the ranks.
 #SBATCH --ntasks-per-node=1
 # All cores and all memory of the nodes.
 #SBATCH --exclusive
 #SBATCH --mem=0
 # Name and number of the job.
 #SBATCH --output=%x-%j.out
-# Do not start over after a node has failed.
+# Do not restart the job after a node has failed.
 #SBATCH --no-requeue
 
 set -euo pipefail
@@ -32,7 +32,7 @@ refuse() {
     exit 2
 }
 
-# The first node of a list such as gpu[03-05,9],login: from scontrol, or read off where there is no Slurm.
+# Prints the first node of a list such as gpu[03-05,9],login. Parses the list itself if there is no scontrol.
 first_node() {
     local names
     if command -v scontrol >/dev/null; then
@@ -68,7 +68,7 @@ address=${MASTER_ADDR:-$(first_node "$node_list")}
 port=${MASTER_PORT:-$((20000 + job % 10000))}
 
 command=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1)
-# Since Slurm 22.05 srun does not inherit this number.
+# srun does not inherit this number since Slurm 22.05.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || command+=(--cpus-per-task "$SLURM_CPUS_PER_TASK")
 command+=(torchrun --nnodes "$nodes" --rdzv_backend c10d --rdzv_endpoint "$address:$port" --rdzv_id "$job")
 command+=(--nproc_per_node "$gpus" -m ds_lgamp run "$@")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs ds_lgamp with what its tests need, and runs them. Arguments are passed on to pytest.
+# Installs ds_lgamp and the packages its tests need, and runs all checks. Passes arguments on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
@@ -8,5 +8,5 @@ install_ds_lgamp megatron,transformers,plot,test,dev
 ruff check .
 ruff format --check .
 python -m mypy
-# A file stays with one process: its tests share what its fixtures spawned.
+# One process runs all tests of a file, because they share the ranks that its fixtures start.
 python -m pytest --numprocesses 2 --dist loadfile "$@"

@@ -6,12 +6,12 @@
 # On several nodes, run the same command on every node. --dry-run prints the command of this node and starts nothing.
 # Settings are environment variables:
 #
-#     GPUS_PER_NODE  ranks on each node (default: the GPUs that torch sees)
-#     NNODES         nodes (default: 1)
-#     MASTER_ADDR    with several nodes: name or address of one of them that all others reach
+#     GPUS_PER_NODE  ranks per node (default: the GPUs that torch sees)
+#     NNODES         number of nodes (default: 1)
+#     MASTER_ADDR    with several nodes: name or address of one of them, reachable from all others
 #     MASTER_PORT    with several nodes: a free port there (default: 29500)
-#     JOB_ID         with several nodes: a name that only this job has at that port (default: ds_lgamp)
-#     NODE_RANK      with several nodes, optional: this node's number, 0 on MASTER_ADDR; else torchrun numbers the nodes
+#     JOB_ID         with several nodes: a job name that is unique at that port (default: ds_lgamp)
+#     NODE_RANK      with several nodes: this node's number, 0 on MASTER_ADDR (default: torchrun numbers the nodes)
 
 set -euo pipefail
 

@@ -1,7 +1,7 @@
-"""What tests and benchmarks share, and what runs other projects' scripts; not shipped."""
+"""Code shared by tests and benchmarks, and the runs of other projects' scripts; not shipped."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "testing" / "scripts"
-"""Small training scripts that ranks of tests run."""
+"""Small training scripts that tests start on several ranks."""

@@ -1,4 +1,4 @@
-"""A small checkpoint, and what somebody may do to one."""
+"""Makes a small checkpoint, and damages or forges its files."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from ds_lgamp.checkpoint.whole import WholeCheckpoint, write_whole
 
 
 def example() -> WholeCheckpoint:
-    """Layers of which one is frozen and bf16, one has no elements and one is a single number."""
+    """A checkpoint with a frozen bf16 parameter, a parameter without elements, and a scalar parameter."""
     torch.manual_seed(0)
     parameters = {
         "tied_modules.embed.weight": torch.randn(7, 4),
@@ -72,7 +72,7 @@ def example() -> WholeCheckpoint:
 
 
 def written(folder: Path) -> Path:
-    """The example as the checkpoint ``folder``."""
+    """Writes the example as the checkpoint ``folder``."""
     write_whole(folder, example())
     return folder
 
@@ -83,27 +83,27 @@ def tensors_folder(checkpoint: Path) -> Path:
 
 
 def items_file(checkpoint: Path) -> Path:
-    """All the example's tensors are in one."""
+    """Returns the single file that holds all tensors of the example."""
     (path,) = tensors_folder(checkpoint).glob("*.distcp")
     return path
 
 
 def flip(path: Path, position: int, bit: int) -> None:
-    """A single bit of a file."""
+    """Flips one bit of a file."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
 
 
 def flip_in(checkpoint: Path, name: str) -> None:
-    """A bit of the tensor ``name``."""
+    """Flips a bit of the tensor ``name``."""
     index = json.loads((tensors_folder(checkpoint) / "index.json").read_text())
     (part,) = index["tensors"][name]["parts"]
     flip(items_file(checkpoint), part[3] + part[4] // 2, 3)
 
 
 def forge_state(checkpoint: Path, change) -> None:
-    """What ``change`` makes of state.json, with the checksum that belongs to it."""
+    """Applies ``change`` to state.json and corrects its checksum."""
     path = checkpoint / "state.json"
     state = json.loads(path.read_text())
     del state["checksum"]
@@ -112,7 +112,8 @@ def forge_state(checkpoint: Path, change) -> None:
 
 
 def inside(path, value):
-    """Changes what ``path`` leads to in state.json."""
+    """Makes a change that sets the entry at ``path`` of state.json to ``value``. ``path`` is keys separated by
+    slashes."""
 
     def change(state):
         *outer, last = path.split("/")
@@ -124,7 +125,7 @@ def inside(path, value):
 
 
 def forge_index(checkpoint: Path, change) -> None:
-    """What ``change`` makes of index.json, with all checksums that belong to it."""
+    """Applies ``change`` to index.json and corrects all checksums that depend on it."""
     path = tensors_folder(checkpoint) / "index.json"
     index = json.loads(path.read_text())
     path.write_text(json.dumps(_changed(index, change)))
@@ -132,19 +133,19 @@ def forge_index(checkpoint: Path, change) -> None:
 
 
 def forge_metadata(checkpoint: Path, data: bytes) -> None:
-    """``data`` as DCP's own index, with all checksums that belong to it."""
+    """Writes ``data`` as DCP's own index and corrects all checksums that depend on it."""
     (tensors_folder(checkpoint) / ".metadata").write_bytes(data)
     forge_index(checkpoint, lambda index: index.update(metadata_checksum=checksum_of(data)))
 
 
 def _changed(value, change):
-    """What ``change`` returns, or ``value``, in which it has changed something."""
+    """Returns the result of ``change``, or ``value`` if it was changed in place."""
     result = change(value)
     return value if result is None else result
 
 
 def forge_item(checkpoint: Path, name: str, data: bytes) -> None:
-    """``data`` in the place of the tensor ``name``, with all checksums that belong to it."""
+    """Replaces the tensor ``name`` by ``data`` and corrects all checksums that depend on it."""
     path = items_file(checkpoint)
     before = path.read_bytes()
 
@@ -161,6 +162,6 @@ def forge_item(checkpoint: Path, name: str, data: bytes) -> None:
 
 
 def content(whole: WholeCheckpoint) -> str:
-    """All of it to the bit, but for how its files are called."""
+    """The whole content to the bit, except the names of files."""
     state = {key: value for key, value in whole.state.items() if key not in ("format", "tensors", "index_checksum")}
     return json.dumps(encode(whole._replace(state=state)), sort_keys=True)

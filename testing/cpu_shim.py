@@ -1,7 +1,8 @@
-"""Megatron-core 0.16.1 and Megatron-LM's scripts on the CPU and gloo, for tests: ``torch.cuda`` stands for the CPU.
+"""Runs Megatron-core 0.16.1 and Megatron-LM's scripts on the CPU and gloo, for tests. ``torch.cuda`` stands for the
+CPU.
 
-``install()`` comes before the first import of megatron. As a program, the module installs the shim and then runs what
-follows as ``python`` would::
+Call ``install()`` before the first import of megatron. As a program, the module installs the shim and then runs the
+following words like ``python``::
 
     torchrun --standalone --nproc_per_node 2 -m testing.cpu_shim /path/to/pretrain_gpt.py FLAGS
     torchrun --standalone --nproc_per_node 2 -m testing.cpu_shim -m ds_lgamp run /path/to/pretrain_gpt.py FLAGS
@@ -27,12 +28,14 @@ from torch.overrides import TorchFunctionMode
 
 
 def install(everywhere: bool = True) -> None:
-    """Lets megatron run in this process; the thread that calls this is the one that may ask for tensors on "cuda".
+    """Lets megatron run in this process. Only the calling thread may then ask for tensors on "cuda".
 
     Args:
-        everywhere: whether it may do so from now on, or within ``ToCpu()`` alone, which costs every call of torch.
+        everywhere: whether the thread may do so from now on. Otherwise only within ``ToCpu()``, because the redirection
+            slows down every torch call.
     """
-    # Megatron refuses tensor parallelism without the first; its fused functions would be compiled without the second.
+    # Megatron refuses tensor parallelism without the first variable. The second prevents compilation of its fused
+    # functions.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _answer_for_the_device()
@@ -47,7 +50,7 @@ def install(everywhere: bool = True) -> None:
 
 
 class ToCpu(TorchFunctionMode):
-    """What is asked of "cuda", or of a device by its number, is done on the CPU."""
+    """Redirects to the CPU what code asks of "cuda" or of a device number."""
 
     def __torch_function__(
         self, function: Callable, types: Sequence[type], arguments: tuple = (), keywords: dict | None = None
@@ -60,7 +63,7 @@ class ToCpu(TorchFunctionMode):
         if function is torch.Tensor.to:
             arguments = tuple("cpu" if _is_cuda(argument) else argument for argument in arguments)
         if function is torch.Tensor.type and len(arguments) == 1:
-            # Optimizers and gradient clipping accept the types of "torch.cuda" alone.
+            # Optimizers and gradient clipping accept only types of "torch.cuda".
             return function(*arguments).replace("torch.", "torch.cuda.")
         return function(*arguments, **keywords)
 
@@ -72,7 +75,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _answer_for_the_device() -> None:
-    """Megatron wants a device to be there, chooses it, asks for its memory and empties its caches."""
+    """Fakes a device. Megatron checks for it, selects it, queries its memory and empties its caches."""
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
@@ -85,7 +88,7 @@ def _answer_for_the_device() -> None:
 
 
 class _Stream:
-    """A stream or an event: the CPU has done everything by the time that it is asked."""
+    """A stream or an event without function, because the CPU has always finished when it is asked."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
@@ -107,7 +110,7 @@ def _run_streams_in_order() -> None:
 
 
 def _share_random_state() -> None:
-    """The CPU's random numbers are those of every device."""
+    """All devices share the CPU's random state."""
     cuda: Any = torch.cuda
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
@@ -117,8 +120,11 @@ def _share_random_state() -> None:
 
 
 def _keep_sent_tensors() -> None:
-    """Megatron's schedules empty an output once its send is under way, which is right on a GPU's stream; gloo reads
-    it later. A tensor of its own keeps the sent storage."""
+    """Keeps the storage of sent tensors.
+
+    Megatron's schedules free an output when its send has begun. This is correct on a GPU's stream, but gloo reads the
+    output later. A separate tensor keeps the storage.
+    """
     send = dist.isend
 
     def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -128,13 +134,13 @@ def _keep_sent_tensors() -> None:
 
 
 def _average_as_sums() -> None:
-    """gloo sums, but does not average."""
+    """Replaces averages, because gloo has only sums."""
     for name, reduced in (("all_reduce", 0), ("reduce_scatter_tensor", 1)):
         setattr(dist, name, _summing(getattr(dist, name), reduced))
 
 
 def _summing(collective: Callable[..., Any], reduced: int) -> Callable[..., Any]:
-    """``collective``, whose argument number ``reduced`` is divided ahead of it where it would average."""
+    """Wraps ``collective``: it divides argument number ``reduced`` first and then sums, if it was asked to average."""
 
     @wraps(collective)
     def summing(*arguments: Any, **keywords: Any) -> Any:
@@ -147,7 +153,8 @@ def _summing(collective: Callable[..., Any], reduced: int) -> Callable[..., Any]
 
 
 def _spawn_without_the_script() -> None:
-    """A spawned process imports the script again, without the shim; those that write checkpoints need nothing of it."""
+    """Keeps spawned processes from importing the script again, which would run without the shim. Processes that write
+    checkpoints do not need the script."""
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -157,14 +164,17 @@ def _spawn_without_the_script() -> None:
 
 
 class _NothingToCompile(importlib.abc.MetaPathFinder):
-    """Megatron-LM's tree compiles an index builder into itself, which the installed package brings compiled; asks nvcc
-    for its version; and imports kernels that are written in Triton."""
+    """Prevents compilation at import.
+
+    Megatron-LM's tree compiles an index builder, which the installed package has in compiled form. It also asks nvcc
+    for its version and imports Triton kernels.
+    """
 
     index_builder = "megatron.core.datasets.helpers_cpp"
     compilers = {
         "megatron.core.datasets.utils": "compile_helpers",
         "megatron.legacy.fused_kernels": "load",
-        # Which pretrain_bert.py imports, and calls for Transformer Engine only.
+        # pretrain_bert.py imports it and calls it only for Transformer Engine.
         "megatron.core.models.bert.bert_layer_specs": "bert_layer_with_transformer_engine_spec",
     }
     kernels = {
@@ -188,14 +198,14 @@ class _NothingToCompile(importlib.abc.MetaPathFinder):
 
 
 class _Absent(importlib.abc.Loader):
-    """A module whose functions can be imported, not called."""
+    """Loads a module whose functions can be imported but not called."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = lambda name: None
 
 
 class _Without(importlib.abc.Loader):
-    """Loads a module of which one function does nothing."""
+    """Loads a module and replaces one function by one that does nothing."""
 
     def __init__(self, loader: Any, function: str) -> None:
         self.loader, self.function = loader, function
@@ -206,8 +216,8 @@ class _Without(importlib.abc.Loader):
 
 
 def main(words: list[str]) -> None:
-    """Runs ``[-m] NAME ARGUMENTS...`` as ``python`` would."""
-    # A launcher's own words come first and belong to the script.
+    """Runs ``[-m] NAME ARGUMENTS...`` like ``python``."""
+    # A launcher puts its own options first. They belong to the script.
     launcher_words = []
     while words[0].startswith("--local_rank"):
         launcher_words.append(words.pop(0))

@@ -1,4 +1,4 @@
-"""Prepares the rank of a test or of a benchmark for DeepSpeed on the CPU."""
+"""Prepares a rank of a test or benchmark for DeepSpeed on the CPU."""
 
 import contextlib
 import io
@@ -11,8 +11,11 @@ from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 
 
 def prepare_rank() -> None:
-    """What a launcher would set. Also keeps DeepSpeed from compiling a CPU collective, and its data loaders from
-    workers: processes forked from one with gloo's threads take seconds to end."""
+    """Sets what a launcher would set.
+
+    Also keeps DeepSpeed from compiling a CPU collective, and its data loaders from starting workers. A process forked
+    from one with gloo's threads takes seconds to end.
+    """
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     compile_no_collective()
     loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
@@ -25,6 +28,6 @@ def prepare_rank() -> None:
 
 @contextlib.contextmanager
 def quiet():
-    """Without the tables PipelineModule prints."""
+    """Suppresses the tables that PipelineModule prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

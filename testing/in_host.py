@@ -1,10 +1,10 @@
-"""What processes of public code under test have beside that code, which stays as it is: DeepSpeed on the CPU, a block
-in every configuration, and a record of losses.
+"""Adapts processes of public code under test without changing that code: DeepSpeed runs on the CPU, every configuration
+gets a block, and losses are recorded.
 
-``stand_ins/sitecustomize.py`` calls :func:`prepare` in each of them. Everything is asked for by environment variables:
+``stand_ins/sitecustomize.py`` calls :func:`prepare` in each process. Environment variables select what it does:
 
-    LGAMP_BLOCK     JSON: what ``deepspeed.initialize`` finds in the configuration of a PipelineModule beside its keys
-    LGAMP_LOSSES    a folder; each rank writes the loss of every ``train_batch`` into a file of its own
+    LGAMP_BLOCK     JSON that ``deepspeed.initialize`` adds to the configuration of a PipelineModule
+    LGAMP_LOSSES    a folder; each rank writes the loss of every ``train_batch`` to its own file
 """
 
 import importlib.abc
@@ -55,7 +55,7 @@ class _Then(importlib.abc.Loader):
 
 
 class _Made(importlib.abc.Loader):
-    """A module that is nowhere, of these names."""
+    """Makes a missing module that holds the given names."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
@@ -65,8 +65,11 @@ class _Made(importlib.abc.Loader):
 
 
 def sample_index(sizes: Any, documents: Any, sequence: int, epochs: int, tokens_per_epoch: int) -> Any:
-    """Where every sample begins: the position of its document in ``documents``, and the offset there. A sample begins
-    with the last token of the one before, [samples + 1, 2]."""
+    """Returns where every sample begins [samples + 1, 2]: the position of its document in ``documents``, and the offset
+    in it.
+
+    A sample begins with the last token of the sample before.
+    """
     import numpy
 
     starts = numpy.arange((epochs * tokens_per_epoch - 1) // sequence + 1, dtype=numpy.int64) * sequence
@@ -78,13 +81,13 @@ def sample_index(sizes: Any, documents: Any, sequence: int, epochs: int, tokens_
 def _change_deepspeed(deepspeed: ModuleType) -> None:
     import torch
 
-    # It would compile a collective, fork workers with gloo's threads, and choose a GPU.
+    # DeepSpeed would compile a collective, fork workers with gloo's threads, and select a GPU.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
     construct = loader.__init__
     loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})
     torch.cuda.set_device = lambda device: None
-    # DeepSpeed's tests fork the random state of the accelerator, whichever it is.
+    # DeepSpeed's tests fork the random state of any accelerator, so the CPU needs these functions too.
     cpu: Any = torch.cpu
     cpu.get_rng_state = lambda device=None: torch.get_rng_state()
     cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
@@ -112,10 +115,10 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_block(config: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with the keys of ``added`` in each section, and Adam in torch's own version: DeepSpeed would compile
-    its kernels."""
+    """Merges the sections of ``added`` into ``config``. Selects torch's Adam, because DeepSpeed would compile its own
+    kernels."""
     merged = dict(config)
-    # A slip in DeepSpeed's own tests, which means nothing there and is refused beside a block.
+    # A misspelled key in DeepSpeed's own tests. It has no effect there, and ds_lgamp refuses it beside a block.
     merged.pop("grandient_accumulation_steps", None)
     for key, value in added.items():
         merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
@@ -141,11 +144,11 @@ def _compile_nothing(module: ModuleType) -> None:
 
 
 CHANGES = {"deepspeed": _change_deepspeed, "megatron.data.dataset_utils": _compile_nothing}
-"""What happens to a module after it was imported."""
+"""Functions that change a module after its import."""
 MADE = {
-    # Megatron-DeepSpeed would compile it into its tree.
+    # Megatron-DeepSpeed would compile it into its own tree.
     "megatron.data.helpers": {"build_sample_idx": sample_index},
-    # It imports this from DeepSpeed, which has it no more.
+    # Megatron-DeepSpeed imports it from DeepSpeed, which no longer has it.
     "deepspeed.compression.compress": {"init_compression": None, "redundancy_clean": None},
 }
-"""Modules that are there only if nothing else is of that name, and what they hold."""
+"""Names of modules to make if they are missing, and their content."""

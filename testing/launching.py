@@ -1,4 +1,4 @@
-"""Starts scripts on several ranks of this machine, as torchrun does, on the CPU."""
+"""Starts scripts on several ranks of this machine on the CPU, as torchrun does."""
 
 import os
 import subprocess
@@ -11,22 +11,22 @@ from testing import ROOT
 
 ON_CPU = {
     **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-    # Public trees stay as they are.
+    # Keeps public trees unchanged.
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 
 
 def torchrun(ranks: int, words: Sequence[str], seconds: float = 240, environment: Mapping[str, str] = ON_CPU) -> str:
-    """Runs ``words`` on ``ranks`` processes and returns what they wrote.
+    """Runs ``words`` on ``ranks`` processes and returns their output.
 
-    Raises AssertionError with it if they fail or take longer than ``seconds``.
+    Raises AssertionError with the output if they fail or take longer than ``seconds``.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return run([*launcher, *words], seconds, environment)
 
 
 def run(words: Sequence[str], seconds: float, environment: Mapping[str, str] = ON_CPU, cwd: Path = ROOT) -> str:
-    """What a command wrote. Raises AssertionError as :func:`torchrun` does."""
+    """Runs a command and returns its output. Raises AssertionError as :func:`torchrun` does."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             words, **{"cwd": cwd, "env": {**os.environ, **environment}, "stdout": output, "stderr": subprocess.STDOUT}
@@ -34,7 +34,7 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str] = O
         try:
             status: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            # Ended thus, torchrun ends its ranks.
+            # torchrun ends its ranks when it is terminated.
             process.terminate()
             process.wait()
             status = f"none within {seconds:.0f} seconds"

@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_gpt.py, unedited, as tests start it: a tiny GPT on the CPU and gloo."""
+"""Starts Megatron-LM's unedited pretrain_gpt.py for tests: a tiny GPT on the CPU and gloo."""
 
 import json
 import os
@@ -11,23 +11,23 @@ import pytest
 from testing.launching import torchrun
 
 LAYERS, MICRO_BATCHES = 8, 8
-"""The micro-batches are those of all data-parallel ranks."""
+"""Micro-batches of all data-parallel ranks together."""
 ITERATIONS, EVALUATED_EVERY = 20, 10
 
-# The mock data's tokens are numbers below 4096; the tokenizer adds one to the vocabulary, which no tensor-parallel size
-# up to 32 then pads: padding would take part in the loss.
+# The mock data's tokens are numbers below 4096. The tokenizer adds one to the vocabulary size, so that no
+# tensor-parallel size up to 32 pads it. Padding would take part in the loss.
 MODEL = f"""
     --num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --attention-dropout 0 --hidden-dropout 0 --mock-data --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 4095
     --num-workers 0 --micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES}
 """
-# The usual epsilon of Adam would make differences of rounding large.
+# Adam's usual epsilon would amplify rounding differences.
 TRAINING = f"""
     --train-iters {ITERATIONS} --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
     --adam-eps 1e-4
     --log-interval 1 --eval-interval {EVALUATED_EVERY} --eval-iters 1 --ckpt-format torch_dist
 """
-# Without CUDA, Apex and Transformer Engine.
+# Runs without CUDA, Apex and Transformer Engine.
 PLATFORM = """
     --distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
 """
@@ -41,24 +41,26 @@ PLACES = {
     "P2 x W2": (4, f"{PIPELINE} {DISTRIBUTED_OPTIMIZER}"),
     "T2 x P2": (4, f"{PIPELINE} --tensor-model-parallel-size 2"),
 }
-"""Ranks and flags: pipeline, data-parallel and tensor-parallel ranks, with a block of four chunks on each."""
+"""Ranks and flags by pipeline, data-parallel and tensor-parallel ranks. A block has four chunks on each."""
 STOCK_CHUNKS = (
     f"--num-virtual-stages-per-pipeline-rank {LAYERS // 2} "
     f"--microbatch-group-size-per-virtual-pipeline-stage {MICRO_BATCHES}"
 )
-"""With which Megatron-core has the chunks of "P2 x N4", and its order of work is nearest to the layered one."""
+"""Gives Megatron-core the chunks of "P2 x N4" and the order of work that is closest to the layered one."""
 
 
 class Losses(NamedTuple):
-    """By iteration, as the last rank wrote them for TensorBoard: to the last bit of float32. Without the evaluations
-    after training, which Megatron-LM leaves unflushed."""
+    """Losses by iteration, exact in float32, as the last rank wrote them for TensorBoard.
+
+    Evaluations after training are missing, because Megatron-LM does not flush them.
+    """
 
     training: dict[int, float]
     validation: dict[int, float]
 
 
 def megatron_tree() -> Path:
-    """The Megatron-LM tree that MEGATRON_LM_PATH names; without one, the test is skipped."""
+    """Returns the Megatron-LM tree that MEGATRON_LM_PATH names. Skips the test without one."""
     tree = os.environ.get("MEGATRON_LM_PATH")
     if not tree:
         pytest.skip("MEGATRON_LM_PATH is not set; it names a Megatron-LM tree of the branch core_r0.16.0")
@@ -68,7 +70,7 @@ def megatron_tree() -> Path:
 def pretrain(
     ranks: int, flags: str = "", launcher: str = "", script: str = "pretrain_gpt.py", model: str = MODEL
 ) -> Losses:
-    """The losses of :func:`trained`."""
+    """Returns the losses of :func:`trained`."""
     scalars = trained(ranks, flags, launcher, script=script, model=model)
     return Losses(*(scalars.get(tag, {}) for tag in ("lm loss", "lm loss validation")))
 
@@ -82,11 +84,18 @@ def trained(
     script: str = "pretrain_gpt.py",
     model: str = MODEL,
 ) -> dict[str, dict[int, float]]:
-    """Trains on ``ranks`` processes with ``model``, ``training`` and ``flags`` beside those above; returns what
-    TensorBoard gets, by tag and iteration.
+    """Trains on ``ranks`` processes. Returns the values written for TensorBoard, by tag and iteration.
 
-    ``launcher`` comes before the script, such as "-m ds_lgamp run". Raises AssertionError with the output of a run that
-    fails or takes longer than ``seconds``.
+    Args:
+        ranks: number of processes.
+        flags: flags to add.
+        launcher: words before the script, such as "-m ds_lgamp run".
+        training: flags of the training.
+        seconds: time limit.
+        script: script of the Megatron-LM tree.
+        model: flags of the model.
+
+    Raises AssertionError with the output of a run that fails or takes longer than ``seconds``.
     """
     script = str(megatron_tree() / script)
     words = ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {training} {PLATFORM} {flags}".split()]
@@ -96,13 +105,14 @@ def trained(
 
 
 def pretrain_with_block(place: str, flags: str, folder: Path, **block: Any) -> Losses:
-    """Trains at ``place`` with a block of four chunks on a rank and what ``block`` says; ``folder`` gets its file."""
+    """Trains at ``place`` with a block of four chunks per rank and the keys of ``block``. Writes the block's file to
+    ``folder``."""
     ranks, own_flags = PLACES[place]
     return pretrain(ranks, f"{flags} {own_flags} {block_flag(own_flags, folder, **block)}", "-m ds_lgamp run")
 
 
 def block_flag(flags: str, folder: Path, **block: Any) -> str:
-    """The option that names a file with a block, which goes to ``folder``."""
+    """Writes a file with a block to ``folder`` and returns the option that names it."""
     stage = int("--use-distributed-optimizer" in flags)
     path = folder / "ds_config.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "ds_lgamp": {"chunks_per_rank": 4, **block}}))

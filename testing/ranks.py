@@ -1,4 +1,4 @@
-"""The one way tests and benchmarks start ranks: real processes, real communication, on this machine."""
+"""Starts ranks for tests and benchmarks: real processes with real communication on this machine."""
 
 import multiprocessing
 import pickle
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-# What nearly every rank imports, by itself within seconds, is there when it is forked. Not megatron: some ranks prepare
-# for it first.
+# Preloads what nearly every rank imports, because importing it takes seconds. megatron is not included, because some
+# ranks prepare for it first.
 _context.set_forkserver_preload(
     ["pytest", "hypothesis", "torch._inductor.compile_fx", "deepspeed", "ds_lgamp.integrations.deepspeed.engine.engine"]
 )
 
 
 def shared_number() -> Any:
-    """A whole number that ranks share with the test through its ``value``; no lock that a killed rank could keep."""
+    """An integer that ranks share with the test through its ``value``. It has no lock that a killed rank could keep."""
     return _context.RawValue("q", 0)
 
 
@@ -33,11 +33,17 @@ def run_on_ranks(
     before_init: Callable[[int], None] | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
-    """Calls ``function(*arguments)`` on ``world_size`` ranks inside one process group; returns the results by rank.
+    """Calls ``function(*arguments)`` on ``world_size`` ranks in one process group. Returns the results by rank.
 
-    ``before_init`` is called in every process with its rank, before the process group exists.
+    Args:
+        world_size: number of ranks.
+        function: picklable function to call.
+        arguments: its arguments.
+        seconds: time limit.
+        before_init: called in every process with its rank, before the process group exists.
+        backend: backend of the process group.
 
-    Raises AssertionError with the rank's traceback as soon as one fails, or when ``seconds`` are over.
+    Raises AssertionError as soon as one rank fails, with its traceback, or when the time is over.
     """
     with started_ranks(world_size, function, *arguments, before_init=before_init, backend=backend) as (ranks, results):
         return _collect(ranks, results, time.monotonic() + seconds)
@@ -51,8 +57,11 @@ def started_ranks(
     before_init: Callable[[int], None] | None = None,
     backend: str = "gloo",
 ) -> Iterator[tuple[list[Any], Any]]:
-    """The processes that :func:`run_on_ranks` runs, by rank, and the queue of their results; for tests that end them
-    themselves. None is left when the block ends."""
+    """Starts the processes of :func:`run_on_ranks` for tests that end them themselves. Yields the processes by rank and
+    the queue of their results.
+
+    All processes are gone when the block ends.
+    """
     with tempfile.TemporaryDirectory() as folder:
         results: Any = _context.Queue()
         ranks = [
@@ -113,7 +122,7 @@ def _rank_main(
         result = function(*arguments)
         dist.barrier()
         dist.destroy_process_group()
-        # Pickled here: a queue would send tensors as handles to memory that ends with this process.
+        # Pickles here, because a queue would send tensors as handles to memory that ends with this process.
         results.put((rank, True, pickle.dumps(result)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""What is measured: ways to train the model of ``benchmarks.model`` on several ranks."""
+"""The contenders: ways to train the model of ``benchmarks.model`` on several ranks."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -8,7 +8,7 @@ from benchmarks.record import Config
 
 
 class Layout(NamedTuple):
-    """How ranks are arranged; data-parallel ranks are neighbours. The model has one chunk per block."""
+    """The arrangement of ranks. Data-parallel ranks are neighbours. The model has one chunk per block."""
 
     pipeline_ranks: int
     data_ranks: int
@@ -19,7 +19,7 @@ class Layout(NamedTuple):
         return self.size.blocks // self.pipeline_ranks
 
     def config(self, micro_batches: int) -> Config:
-        """What a row says of it."""
+        """The layout's part of a row's configuration."""
         return {
             "pipeline_ranks": self.pipeline_ranks,
             "data_ranks": self.data_ranks,
@@ -32,14 +32,14 @@ class Training(Protocol):
     """A training on this rank."""
 
     def step(self, step: int, micro_batches: int) -> float | None:
-        """Trains one batch; its mean loss over all ranks' micro-batches, None where this rank does not know it."""
+        """Trains one batch. Returns its mean loss over all ranks' micro-batches; None if this rank does not know it."""
 
     def held(self) -> int:
-        """Blocks whose full parameters this rank holds now."""
+        """Number of blocks whose full parameters this rank holds now."""
 
 
 class Contender(NamedTuple):
-    """A training by name; ``build`` must be picklable."""
+    """A named training. ``build`` must be picklable."""
 
     name: str
     build: Callable[[Layout], Training]

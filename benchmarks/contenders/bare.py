@@ -1,4 +1,4 @@
-"""A bare loop: what remains if nothing but PyTorch is used, on one rank."""
+"""A bare loop: plain PyTorch on one rank."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from benchmarks.model import build_blocks, build_optimizer, loss_function, micro
 
 
 class Bare:
-    """Forward and backward of one micro-batch after the other, and the optimizer."""
+    """Runs forward and backward of each micro-batch in turn, then the optimizer."""
 
     def __init__(self, layout: Layout, recompute: bool = True) -> None:
         self.size = layout.size

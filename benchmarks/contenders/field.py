@@ -1,4 +1,4 @@
-"""Who competes in which layout."""
+"""Chooses the contenders for each layout."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,11 +39,11 @@ PIPELINED = [
         "torch Interleaved1F1B + FSDP2, no reshard", partial(Pipeline, schedule="interleaved_1f1b", reshard=False)
     ),
 ]
-"""Peers with one. "No reshard" is FSDP2's reshard_after_forward=False."""
+"""Peers with a pipeline. "No reshard" is FSDP2's reshard_after_forward=False."""
 
 
 def ours(layout: Layout) -> dict[tuple[int, int], Contender]:
-    """ds_lgamp by ZeRO stage and resident chunks, from one to all of a rank."""
+    """ds_lgamp by ZeRO stage and resident chunks, up to all chunks of a rank."""
     return {
         (stage, resident): Contender(
             f"{OURS}, ZeRO-{stage}, {resident} resident",
@@ -55,20 +55,21 @@ def ours(layout: Layout) -> dict[tuple[int, int], Contender]:
 
 
 def peers(layout: Layout) -> list[Contender]:
-    """Everybody else."""
+    """The other contenders."""
     return DATA_PARALLEL if layout.pipeline_ranks == 1 else PIPELINED
 
 
 KEPT, SHARDED = "kept", "sharded"
-"""What becomes of parameters: every rank holds those of its chunks throughout, or only while they are needed."""
+"""Every rank keeps the parameters of its chunks, or gathers them only while they are needed."""
 BARE = "bare loop"
 
 
 def in_training(layout: Layout, recompute: bool) -> dict[str, list[Contender]]:
-    """Who trains whole steps against the clock, by what becomes of parameters; ours comes first.
+    """Contenders for whole training steps, by kept or sharded parameters. ds_lgamp comes first.
 
     Args:
-        recompute: whether everybody recomputes every block, or nobody anything.
+        layout: ranks and model.
+        recompute: whether all contenders recompute every block, or none does.
     """
     pipelined, sharding = layout.pipeline_ranks > 1, layout.data_ranks > 1
     kept = [

@@ -1,4 +1,4 @@
-"""What the formulas of ``ds_lgamp/schedule`` need to know of our contender on a rank."""
+"""Provides the inputs of the formulas in ``ds_lgamp/cost`` for ds_lgamp on one rank."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
 
 LAYOUTS = ((1, 2), (2, 2))
-"""Pipeline and data-parallel ranks in which communication and memory are measured."""
+"""Pipeline and data-parallel ranks of the communication and memory benchmarks."""
 
 
 def program_of(
@@ -23,7 +23,8 @@ def program_of(
     resident_chunks: int,
     micro_batch_group: int | None = None,
 ) -> tuple[Sequence[Action], list[UnitSize]]:
-    """The program of a global rank, and the units of its chunks; all micro-batches go together if no group is given."""
+    """Returns the program of a global rank and the units of its chunks. Without ``micro_batch_group``, all
+    micro-batches form one group."""
     placement = place_chunks("modular", layout.size.blocks, layout.pipeline_ranks)
     group = micro_batch_group or micro_batches
     spec = ProgramSpec(placement, "layered", micro_batches, group, zero_stage, resident_chunks)

@@ -11,12 +11,13 @@ from benchmarks.model import build_blocks, build_optimizer, loss_function, micro
 
 
 class Accumulation:
-    """One ``fully_shard`` group per block.
+    """FSDP2 with one ``fully_shard`` group per block.
 
     Args:
-        recompute: whether every block is computed again in the backward pass.
-        deferred_sync: whether gradients are reduced after the last micro-batch only; full ones are held until then.
-        kept: whether parameters, once gathered, stay until the end of the step.
+        layout: ranks and model.
+        deferred_sync: whether to reduce gradients only after the last micro-batch; full gradients are held until then.
+        kept: whether gathered parameters stay until the end of the step.
+        recompute: whether to recompute every block in the backward pass.
     """
 
     def __init__(self, layout: Layout, deferred_sync: bool = False, kept: bool = False, recompute: bool = True) -> None:
@@ -25,7 +26,7 @@ class Accumulation:
         blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
         self.model = nn.Sequential(*blocks)
         for block in blocks:
-            # The backward pass begins with the last block: to free that would only gather it again.
+            # The backward pass begins with the last block, so freeing it would only gather it again.
             fully_shard(block, mesh=mesh, reshard_after_forward=not kept and block is not blocks[-1])
         fully_shard(self.model, mesh=mesh, reshard_after_forward=not kept)
         self.optimizer = build_optimizer(self.model.parameters())
@@ -54,7 +55,7 @@ class Accumulation:
 
 
 def is_gathered(block: nn.Module) -> bool:
-    """Whether the full parameters are there, or memory for those on their way; always where nothing is sharded."""
+    """Whether the full parameters, or memory for their gather in progress, exist. Always true without sharding."""
     if not isinstance(block, FSDPModule):
         return True
     group = block._get_fsdp_state()._fsdp_param_group

@@ -1,4 +1,4 @@
-"""ds_lgamp through ``deepspeed.initialize``, as a script uses it."""
+"""ds_lgamp through ``deepspeed.initialize``, as in a training script."""
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -11,12 +11,18 @@ from testing.deepspeed_rank import quiet
 
 
 class Layered:
-    """One block per chunk, modular placement.
+    """ds_lgamp with one block per chunk and modular placement.
 
     Args:
-        recompute: the block's; "blocks" leaves it to the model's blocks, which are smaller than a chunk at "1f1b".
-        schedule: the block's; "1f1b" has one chunk per rank.
-        defer_gathers: the block's; where single steps are timed, gathers behind them would run unseen.
+        layout: ranks and model.
+        zero_stage: ZeRO stage.
+        resident_chunks: chunks with full parameters at one time.
+        recompute: value of the configuration key. "blocks" makes the model recompute its blocks, which are smaller than
+            a chunk at "1f1b".
+        micro_batch_group: value of the configuration key.
+        schedule: value of the configuration key. "1f1b" has one chunk per rank.
+        defer_gathers: value of the configuration key. A benchmark that times single steps would miss gathers behind
+            them.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class Layered:
             "zero_optimization": {"stage": zero_stage},
             "optimizer": {
                 "type": "AdamW",
-                # The block's AdamW is torch's fused one.
+                # This configuration selects torch's fused AdamW.
                 "params": {"lr": LEARNING_RATE, "eps": ADAM_EPSILON, "weight_decay": 0.01},
             },
             "ds_lgamp": {

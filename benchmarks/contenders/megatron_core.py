@@ -1,4 +1,4 @@
-"""Megatron-core's training loop: its schedules, DistributedDataParallel and optimizer, around the same blocks."""
+"""Megatron-core's training loop around the same blocks: its schedules, DistributedDataParallel and optimizer."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,15 +16,17 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 
 class MegatronCore:
-    """1F1B, or interleaved with one block per chunk; without a pipeline, one micro-batch after the other. Where there
-    is data parallelism, with the distributed optimizer, whose collectives overlap with compute: a bucket is a block, as
-    in every other contender.
+    """Megatron-core with 1F1B, with the interleaved schedule, or without a pipeline.
+
+    Data parallelism uses the distributed optimizer, whose collectives overlap with compute. A bucket is one block, as
+    in all other contenders.
 
     Args:
-        interleaved: whether a pipeline rank has a chunk for every block instead of one with all.
-        one_group: whether all micro-batches go through a chunk before the next one, rather than as many as there are
-            pipeline ranks.
-        recompute: whether every block is computed again in the backward pass.
+        layout: ranks and model.
+        interleaved: whether every block is a chunk; otherwise a pipeline rank has one chunk with all its blocks.
+        one_group: whether all micro-batches pass a chunk before the next chunk; otherwise as many as there are pipeline
+            ranks.
+        recompute: whether to recompute every block in the backward pass.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class MegatronCore:
                 data_iterator=_one_or_all(iterators),
                 model=_one_or_all(self.models),
                 num_microbatches=micro_batches,
-                # Megatron's tensors are [sequence, samples, width], those of our blocks [samples, sequence, width].
+                # Megatron's tensors are [sequence, samples, width]. The blocks' tensors are [samples, sequence, width].
                 seq_length=size.samples,
                 micro_batch_size=size.sequence,
             )
@@ -121,7 +123,7 @@ class MegatronCore:
             use_distributed_optimizer=sharded,
             overlap_param_gather=sharded,
         )
-        # By itself it would take weight decay from norms and biases.
+        # The default overrides would turn off weight decay for norms and biases.
         optimizer = get_megatron_optimizer(settings, self.models, config_overrides={})
         for group in optimizer.param_groups:
             group["fused"] = True
@@ -135,7 +137,8 @@ class MegatronCore:
 
 
 class _Block(Block):
-    """What Megatron-core does needs the redirection to the CPU, what a block does would only be slowed by it."""
+    """Turns off the redirection to the CPU inside a block. Only Megatron-core needs it, and it would slow the block
+    down."""
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
@@ -143,7 +146,7 @@ class _Block(Block):
 
 
 class _Blocks(nn.Module):
-    """A chunk as Megatron-core's schedules expect it."""
+    """A chunk with the interface that Megatron-core's schedules expect."""
 
     share_embeddings_and_output_weights = False
 

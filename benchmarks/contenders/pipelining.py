@@ -1,4 +1,4 @@
-"""PyTorch's pipeline schedules, over FSDP2 where there is data parallelism."""
+"""PyTorch's pipeline schedules, with FSDP2 for data parallelism."""
 
 from typing import Any
 
@@ -17,13 +17,15 @@ SCHEDULES = {"looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterl
 
 
 class Pipeline:
-    """One ``fully_shard`` group per block. Stage s is on rank s mod P and has one block; at 1F1B, which has one stage
-    per rank, it has as many as there are for each.
+    """PyTorch's pipeline with one ``fully_shard`` group per block.
+
+    Stage s is on rank s mod P and has one block. 1F1B has one stage per rank, with an equal share of the blocks.
 
     Args:
+        layout: ranks and model.
         schedule: a key of ``SCHEDULES``.
-        reshard: whether the forward pass of every micro-batch frees the parameters it used.
-        recompute: whether every block is computed again in the backward pass.
+        reshard: whether every micro-batch's forward pass frees the parameters after use.
+        recompute: whether to recompute every block in the backward pass.
     """
 
     def __init__(self, layout: Layout, schedule: str, reshard: bool, recompute: bool = True) -> None:
@@ -47,7 +49,7 @@ class Pipeline:
     def step(self, step: int, micro_batches: int) -> float | None:
         layout = self.layout
         if self.built_for != micro_batches:
-            # Only the latest is kept: its stages have receive buffers for all micro-batches.
+            # Keeps only the latest schedule, because its stages have receive buffers for all micro-batches.
             self.schedule, self.built_for = self._build(micro_batches), micro_batches
         first = micro_batches * dist.get_rank(self.data)
         inputs, targets = (
@@ -80,7 +82,7 @@ class Pipeline:
     def _stage(self, index: int, module: nn.Sequential) -> PipelineStage:
         size = self.layout.size
         hidden = torch.empty(size.samples, size.sequence, size.width, device="meta", requires_grad=True)
-        # With these the shapes need not be found in a trial run.
+        # Given shapes save a trial run.
         inputs = hidden if index else micro_batch(size, 0, 0)[0].to("meta")
         outputs = hidden
         if size.vocabulary and index == self.stages - 1:

@@ -1,4 +1,4 @@
-"""Stock DeepSpeed's pipeline engine: 1F1B, one stage per rank."""
+"""Stock DeepSpeed's pipeline engine: 1F1B with one stage per rank."""
 
 import deepspeed
 import torch.distributed as dist
@@ -12,10 +12,11 @@ from testing.deepspeed_rank import quiet
 
 
 class StockPipeline:
-    """ZeRO-1, the highest stage that it takes.
+    """Stock pipeline engine at ZeRO-1, the highest stage it supports.
 
     Args:
-        recompute: whether every block is computed again in the backward pass.
+        layout: ranks and model.
+        recompute: whether to recompute every block in the backward pass.
     """
 
     def __init__(self, layout: Layout, recompute: bool = True) -> None:
@@ -48,7 +49,7 @@ class StockPipeline:
 
 
 def train_batch(engine: PipelineEngine, layout: Layout, step: int, micro_batches: int) -> float:
-    """One batch through a pipeline engine of DeepSpeed; its mean loss."""
+    """Trains one batch with a DeepSpeed pipeline engine. Returns its mean loss."""
     engine.set_train_batch_size(layout.size.samples * micro_batches * layout.data_ranks)
     first = micro_batches * (dist.get_rank() % layout.data_ranks)
     batch = (micro_batch(layout.size, step, first + index) for index in range(micro_batches))

@@ -16,10 +16,12 @@ class Zero:
     """DeepSpeed's plain engine.
 
     Args:
-        stage: 0 to 3.
-        resident_chunks: at stage 3, how many blocks DeepSpeed is told to hold at most; None for its defaults.
-        deferred_reduce: whether gradients are reduced after the last micro-batch only; full ones are held until then.
-        recompute: whether every block is computed again in the backward pass.
+        layout: ranks and model.
+        stage: ZeRO stage, 0 to 3.
+        resident_chunks: at stage 3, the largest number of blocks to hold; None for DeepSpeed's defaults.
+        deferred_reduce: whether to reduce gradients only after the last micro-batch; full gradients are held until
+            then.
+        recompute: whether to recompute every block in the backward pass.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class Zero:
         zero: dict = {
             "stage": stage,
             **by_blocks(layout.size),
-            # The default keeps tensors of up to 1e5 elements on all ranks; in a small model that is every one.
+            # By default tensors of up to 1e5 elements stay on all ranks. That is every tensor of a small model.
             "stage3_param_persistence_threshold": 0,
         }
         if resident_chunks is not None:
@@ -60,10 +62,11 @@ class Zero:
         with engine.coalesce_grad_reduction() if self.deferred_reduce else nullcontext():
             for index in range(micro_batches):
                 last = index == micro_batches - 1
-                # By itself the engine counts micro-batches from its first step on, as if all steps had equally many.
+                # Otherwise the engine counts micro-batches from its first step on, as if all steps had the same number.
                 engine.set_gradient_accumulation_boundary(last)
                 inputs, target = micro_batch(layout.size, step, first + index)
-                # As behind an embedding: DeepSpeed reduces a leaf module's gradients when that of its input is there.
+                # The input needs a gradient, as behind an embedding. DeepSpeed reduces a leaf module's gradients when
+                # the gradient of its input exists.
                 loss = loss_function(engine(inputs.requires_grad_(inputs.is_floating_point())), target)
                 engine.backward(loss)
                 total += loss.detach()
@@ -77,33 +80,34 @@ class Zero:
 
 
 def by_blocks(size: ModelSize) -> dict:
-    """DeepSpeed's configuration to communicate block by block, as every other contender."""
+    """DeepSpeed's configuration for communication block by block, as in all other contenders."""
     elements = block_elements(size)
     return {
-        # The defaults of 5e8 elements are made for models that are larger than such a bucket; here they would be a
-        # buffer of 2 GB.
+        # The default of 5e8 elements suits models that are larger than such a bucket. Here it would be a buffer of 2
+        # GB.
         "reduce_bucket_size": elements,
         "allgather_bucket_size": elements,
-        # Gradients go to the rank that owns them; the default all-reduces, which sends twice as much.
+        # Sends gradients to the rank that owns them. The default all-reduces, which sends twice as much.
         "use_multi_rank_bucket_allreduce": False,
     }
 
 
 def hold_at_most(chunks: int, elements: int) -> dict:
-    """DeepSpeed's configuration to have ``chunks`` blocks of ``elements`` parameters each at a time, by its own
-    accounting."""
+    """DeepSpeed's configuration that holds at most ``chunks`` blocks of ``elements`` parameters each, by DeepSpeed's
+    own count."""
     return {
-        # A block is gathered as a whole, not layer by layer.
+        # Gathers a block as a whole, not layer by layer.
         "leaf_module": {"classes": ["benchmarks.model.Block"]},
         "stage3_max_live_parameters": chunks * elements,
         "stage3_prefetch_bucket_size": (chunks - 1) * elements,
-        # The optimizer's temporary tensors are as large as what it updates at once.
+        # The optimizer's temporary tensors are as large as the group it updates at once.
         "sub_group_size": elements,
-        # What is used again within so many parameters is kept: the last ``chunks`` blocks of the forward pass.
+        # Keeps parameters that are used again within this many parameters: the last ``chunks`` blocks of the forward
+        # pass.
         "stage3_max_reuse_distance": chunks * elements,
     }
 
 
 def is_gathered(parameter: nn.Parameter) -> bool:
-    """Whether the full parameter is there or on its way. Stage 2 has it always."""
+    """Whether the full parameter exists or its gather is in progress. Always true at stage 2."""
     return getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) != ZeroParamStatus.NOT_AVAILABLE

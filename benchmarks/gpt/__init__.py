@@ -1,1 +1,1 @@
-"""GPTs of Megatron-core's layers on one device, and ways to train them."""
+"""GPTs made of Megatron-core's layers on one device, and ways to train them."""

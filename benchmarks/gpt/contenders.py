@@ -1,5 +1,7 @@
-"""Ways to train a GPT on one device. All step AdamW on fp32 master weights and, where they can, sum the gradients of
-micro-batches in fp32."""
+"""Ways to train a GPT on one device.
+
+All use AdamW on fp32 master weights. They sum the gradients of micro-batches in fp32 if they support it.
+"""
 
 import contextlib
 import io
@@ -24,14 +26,14 @@ class Training(Protocol):
     """A training on this device."""
 
     parameters: int
-    """How many the model has."""
+    """Number of the model's parameters."""
 
     def step(self) -> torch.Tensor:
-        """Trains one batch; its mean loss, on the device."""
+        """Trains one batch. Returns its mean loss, on the device."""
 
 
 class PlainTorch:
-    """A bare loop: what remains if nothing but torch is used."""
+    """A bare loop of plain torch."""
 
     def __init__(self, size: GptSize, recompute: str, device: torch.device) -> None:
         self.batch = batch_of(size, device)
@@ -68,7 +70,10 @@ class StockDeepSpeed:
     """DeepSpeed's plain engine.
 
     Args:
-        stage: 0 or 3. At stage 0 DeepSpeed sums bf16 gradients in bf16 only.
+        size: model and batch.
+        recompute: mode of :class:`Gpt`.
+        device: where to train.
+        stage: ZeRO stage, 0 or 3. DeepSpeed sums bf16 gradients only in bf16 at stage 0.
     """
 
     def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
@@ -78,7 +83,8 @@ class StockDeepSpeed:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         config = _config(size, stage)
         if stage == 3:
-            # What Hugging Face's "auto" makes of the hidden size; DeepSpeed's defaults are buffers of 5e8 elements.
+            # These are the values of Hugging Face's "auto" for this hidden size. DeepSpeed's defaults are buffers of
+            # 5e8 elements.
             config["zero_optimization"] |= {
                 "reduce_bucket_size": size.width**2,
                 "stage3_prefetch_bucket_size": int(0.9 * size.width**2),
@@ -89,7 +95,7 @@ class StockDeepSpeed:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model.parameters()), config=config
         )
-        # DeepSpeed has taken a step with gradients of zero to make the state; Adam would go on counting from it.
+        # DeepSpeed has made the state by a step with zero gradients. Adam would count on from it.
         for state in self.engine.optimizer.optimizer.state.values():
             state["step"].zero_()
 
@@ -104,7 +110,7 @@ class StockDeepSpeed:
 
 
 class Layered:
-    """ds_lgamp on one pipeline rank: layered gradient accumulation, one transformer layer per chunk."""
+    """ds_lgamp on one pipeline rank: layered gradient accumulation with one transformer layer per chunk."""
 
     def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
         self.batch = batch_of(size, device)
@@ -126,12 +132,12 @@ class Layered:
 
 
 class Contender(NamedTuple):
-    """A training by name; ``build`` takes the size, what is recomputed and the device, and must be picklable."""
+    """A named training. ``build`` takes the size, the recomputation mode and the device, and must be picklable."""
 
     name: str
     build: Callable[[GptSize, str, torch.device], Training]
     also: tuple[str, ...] = ()
-    """What is recomputed in runs beside those of all contenders."""
+    """Recomputation modes besides those of all contenders."""
 
 
 CONTENDERS = (
@@ -141,12 +147,12 @@ CONTENDERS = (
     Contender("DeepSpeed ZeRO-0", partial(StockDeepSpeed, stage=0)),
     Contender("DeepSpeed ZeRO-3", partial(StockDeepSpeed, stage=3)),
 )
-"""In the order in which they run: what the targets compare comes first, should time run out."""
+"""In running order. The contenders that the targets compare come first, in case time runs out."""
 
 
 @contextlib.contextmanager
 def _building_on(device: torch.device):
-    """Layers are made there at once, with the same weights for everybody."""
+    """Builds layers directly on ``device``, with the same weights for all contenders."""
     torch.manual_seed(SEED)
     with device:
         yield

@@ -1,4 +1,4 @@
-"""What all contenders train on one device: the same layers, weights, tokens and optimizer, in bf16."""
+"""The GPT that all contenders train on one device, with the same layers, weights, tokens and optimizer, in bf16."""
 
 from collections.abc import Iterable
 
@@ -13,28 +13,29 @@ from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, la
 from ds_lgamp.schedule.placement import split_automatic
 
 LEARNING_RATE = ADAM_EPSILON = 1e-2
-"""With an epsilon far below the gradients, those that are too large by a factor would train the same."""
+"""Large enough for gradients to matter. With a much smaller epsilon, gradients that are wrong by a factor would train
+the same."""
 SEED = 1234
 
 Batch = list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]
-"""By micro-batch, tokens [b, s] and labels: target tokens [b, s] and loss mask [b, s]."""
+"""By micro-batch: tokens [b, s] and labels. Labels are target tokens [b, s] and loss mask [b, s]."""
 
 
 def layer_specs(size: GptSize) -> list[LayerSpec]:
-    """Embedding, positions, transformer layers, norm and head, not yet built."""
+    """Specifications of embedding, positions, transformer layers, norm and head."""
     config = TransformerConfig(
         num_layers=size.layers,
         hidden_size=size.width,
         num_attention_heads=size.heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,  # which is initialisation on torch's default device, from torch's generator
+        use_cpu_initialization=True,  # initialises on torch's default device with torch's generator
     )
     return gpt_layer_specs(config, size.vocabulary, size.sequence, "learned_absolute", tie_embeddings=False)
 
 
 def batch_of(size: GptSize, device: torch.device) -> Batch:
-    """The tokens of every step, so that the loss falls although they are random."""
+    """Makes the batch that every step uses. The loss falls on random tokens, because they repeat."""
     generator = torch.Generator().manual_seed(SEED)
     shape = (size.micro_batches, size.samples, size.sequence + 1)
     tokens = torch.randint(size.vocabulary, shape, generator=generator).to(device)
@@ -47,17 +48,18 @@ def build_optimizer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer
 
 
 class Gpt(nn.Module):
-    """The layers as one bf16 module, from (tokens, labels) of a micro-batch to its loss.
+    """The layers as one bf16 module. It maps tokens and labels of a micro-batch to its loss.
 
     Args:
-        recompute: ``full`` recomputes what ds_lgamp recomputes, chunk by chunk: head and loss with the last transformer
-            layer; ``layers`` the transformer layers alone; ``none`` nothing.
+        size: size of the model.
+        recompute: ``full`` recomputes chunk by chunk, as ds_lgamp does, with head and loss in the last transformer
+            layer's chunk. ``layers`` recomputes only the transformer layers. ``none`` recomputes nothing.
     """
 
     def __init__(self, size: GptSize, recompute: str) -> None:
         super().__init__()
         specs = layer_specs(size)
-        # Cast one by one, so that never more than one is there in fp32.
+        # Casts each layer when it is built, so that at most one is in fp32.
         self.layers = nn.Sequential(*(spec.build().bfloat16() for spec in specs))
         self.segments = segments([spec.typename.__name__ for spec in specs], recompute)
 
@@ -77,7 +79,7 @@ class Gpt(nn.Module):
 
 
 def segments(types: list[str], recompute: str) -> list[tuple[range, bool]]:
-    """Consecutive layers, given by their types, and whether each run of them is recomputed."""
+    """Returns runs of consecutive layers, given all layers' types, each with whether it is recomputed."""
     if recompute == "none":
         return [(range(len(types)), False)]
     bounds = split_automatic(types) if recompute == "full" else range(len(types) + 1)

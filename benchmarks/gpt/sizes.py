@@ -1,4 +1,4 @@
-"""How large the GPTs are that one device trains, what they compute, and what devices can."""
+"""Sizes of the GPTs that one device trains, their operations, and peak rates of devices."""
 
 from typing import NamedTuple
 
@@ -15,23 +15,23 @@ class GptSize(NamedTuple):
     width: int
     heads: int
     samples: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     recompute: tuple[str, ...] = ("full", "none")
-    """What is measured; see ``benchmarks.gpt.contenders``."""
+    """Recomputation modes to measure; see ``benchmarks.gpt.model.Gpt``."""
     micro_batches: int = 8
     sequence: int = 2048
     vocabulary: int = 32_000
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.micro_batches * self.samples * self.sequence
 
     @property
     def model_flops(self) -> float:
-        """Floating-point operations of a step's forward and backward passes, whatever is recomputed.
+        """Floating-point operations of a step's forward and backward passes, without recomputation.
 
-        arXiv 2104.04473 without its recomputation: 72 L h^2 (1 + s / (6 h) + V / (12 L h)) per token; attention counts
+        arXiv 2104.04473 without its recomputation: 72 L h^2 (1 + s / (6 h) + V / (12 L h)) per token. Attention counts
         as if every token saw all others.
         """
         layers, width = self.layers, self.width
@@ -39,7 +39,7 @@ class GptSize(NamedTuple):
         return 72 * layers * width**2 * shares * self.tokens
 
     def config(self, name: str, recompute: str) -> Config:
-        """What a row says of it."""
+        """The size's part of a row's configuration."""
         return {
             "size": name,
             "micro_batches": self.micro_batches,
@@ -56,7 +56,7 @@ SIZES = {
     "6.7B": GptSize(layers=32, width=4096, heads=32, samples=1, recompute=("full",)),
     TINY: GptSize(2, 32, 2, samples=2, micro_batches=3, sequence=16, vocabulary=64),
 }
-"""By name, the smallest first; ``TINY`` is measured only if asked for."""
+"""By name, the smallest first. ``TINY`` is measured only on request."""
 
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -64,4 +64,4 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bf16 operations per second by the name of the device, from NVIDIA's data sheets."""
+"""Dense bf16 operations per second by device name, from NVIDIA's data sheets."""

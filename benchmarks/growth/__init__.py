@@ -1,9 +1,9 @@
-"""How overhead, memory and programs grow: ``python -m benchmarks run growth``.
+"""Measures how overhead, memory and programs grow: ``python -m benchmarks run growth``.
 
 Chunks per rank, micro-batches, pipeline ranks and data-parallel ranks grow one at a time from a base. A step of N
-chunks per rank and M micro-batches is N times M forwards and backwards with their messages, and collectives as many as
-N tells. So what a step costs beside compute, and what its program takes, should be proportional to its actions, and its
-memory a straight line in N and in M; more ranks should change neither on a rank.
+chunks per rank and M micro-batches has N times M forwards and backwards with their messages. Its number of collectives
+depends only on N. The overhead of a step and the cost of its program should therefore be proportional to its actions.
+Memory should be linear in N and in M. More ranks should change none of this on a rank.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What grows: the four numbers of a job, one at a time."""
+"""The four numbers of a job, which grow one at a time."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 from benchmarks.record import Config, Record
 
 LETTERS = {"pipeline_ranks": "P", "data_ranks": "W", "chunks_per_rank": "N", "micro_batches": "M"}
-"""By field of a job."""
+"""Letters by field of a job."""
 
 
 class Job(NamedTuple):
-    """A layered step, modular placement, ZeRO stage 3 with two resident chunks."""
+    """A layered step with modular placement, at ZeRO stage 3 with two resident chunks."""
 
     pipeline_ranks: int
     data_ranks: int
@@ -22,12 +22,13 @@ class Job(NamedTuple):
         return " ".join(f"{LETTERS[field]}{number}" for field, number in self._asdict().items())
 
     def config(self, axis: str) -> Config:
-        """What a row along ``axis``, a letter, says of it."""
+        """The job's configuration in a row along ``axis``, which is a letter."""
         return {"axis": axis, **self._asdict()}
 
 
 class Axis(NamedTuple):
-    """From ``base``, one field goes through ``values``, ascending; that of the base is among them."""
+    """A field that takes the ascending ``values`` while the others stay as in ``base``. The base's own value is among
+    them."""
 
     field: str
     base: Job
@@ -46,8 +47,10 @@ class Axis(NamedTuple):
         return self.field in ("pipeline_ranks", "data_ranks")
 
     def aim(self, record: Record, text: str, found: Sequence[float], limit: float) -> None:
-        """Enters the target that what was ``found``, by value, is at the largest at most ``limit`` times that of the
-        base."""
+        """Enters a target: the last number in ``found`` must be at most ``limit`` times that of the base.
+
+        ``found`` has one number for each of ``values``.
+        """
         base = getattr(self.base, self.field)
         ratio = found[-1] / found[self.values.index(base)]
         record.aim(f"{text}, {self.name} = {self.values[-1]} / {self.name} = {base}", ratio, limit)

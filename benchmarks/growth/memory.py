@@ -1,5 +1,4 @@
-"""The most bytes a rank holds in a step, along an axis, by the formula that the benchmark of memory compares with what
-is measured."""
+"""Predicts peak bytes on a rank along an axis. The memory benchmark compares the same formula with measurements."""
 
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ LIMIT_SLOPE, LIMIT_RANKS = 1.01, 1.0
 
 
 def enter(record: Record, axes: Sequence[Axis]) -> None:
-    """Rows and targets of all axes."""
+    """Enters rows and targets of all axes."""
     for axis in axes:
         peaks = [peak(job) for job in axis.jobs]
         for job, found in zip(axis.jobs, peaks):
@@ -36,7 +35,7 @@ def enter(record: Record, axes: Sequence[Axis]) -> None:
 
 
 def peak(job: Job) -> int:
-    """Bytes on the pipeline rank that holds most; those between the first and the last are alike."""
+    """Bytes on the pipeline rank with the highest peak. All ranks between the first and the last are alike."""
     size = ModelSize(blocks=job.pipeline_ranks * job.chunks_per_rank)
     layout = Layout(job.pipeline_ranks, job.data_ranks, size)
     ranks = {0, job.pipeline_ranks // 2, job.pipeline_ranks - 1}

@@ -1,4 +1,5 @@
-"""Programs, along an axis: actions and memory of one rank's, the time to build it, and to validate those of all."""
+"""Measures programs along an axis: actions and memory of one rank's program, build time, and validation time of all
+ranks."""
 
 import gc
 import time
@@ -22,21 +23,21 @@ AXES = (
 LARGEST = Job(pipeline_ranks=64, data_ranks=1, chunks_per_rank=16, micro_batches=512)
 RESIDENT_CHUNKS = 2
 ENOUGH = 50_000
-"""Actions that are handled in what is timed at once, at least."""
+"""Smallest number of actions that one timing covers."""
 ACTIONS, BYTES = "actions of one rank", "memory of one rank's, per action"
 BUILD, VALIDATE = "build one rank's, per action", "validate all, per action"
 METRICS = {ACTIONS: "actions", BYTES: "bytes", BUILD: "us", VALIDATE: "us"}
-"""With their units."""
+"""Metrics with their units."""
 BUILD_ONE, VALIDATE_ALL = "build one rank's program", "validate all ranks' programs"
 LIMIT = 1.2
 BUILD_SECONDS, VALIDATE_SECONDS = 1, 60
-"""Limits a launch can live with."""
+"""Limits in seconds that a launch can tolerate."""
 
 
 def enter(record: Record, axes: Sequence[Axis], repetitions: int, largest: Job) -> None:
-    """Rows and targets of all axes, and of the ``largest`` job."""
+    """Enters rows and targets of all axes and of the ``largest`` job."""
     jobs = dict.fromkeys(job for axis in axes for job in axis.jobs)
-    # Collections would look through the modules of all frameworks again and again.
+    # A garbage collection would traverse the modules of all frameworks.
     gc.collect()
     gc.freeze()
     found = measure([*jobs, largest], repetitions)
@@ -54,7 +55,7 @@ def enter(record: Record, axes: Sequence[Axis], repetitions: int, largest: Job) 
 
 
 def measure(jobs: Iterable[Job], repetitions: int) -> dict[Job, dict[str, list[float]]]:
-    """By job and metric the samples; the jobs alternate."""
+    """Returns the samples by job and metric. The jobs alternate."""
     found: dict[Job, dict[str, list[float]]] = {job: defaultdict(list) for job in jobs}
     for _ in range(repetitions):
         for job, samples in found.items():
@@ -64,7 +65,7 @@ def measure(jobs: Iterable[Job], repetitions: int) -> dict[Job, dict[str, list[f
 
 
 def _sample(job: Job) -> dict[str, float]:
-    """By metric; the one rank has two neighbours, if any has."""
+    """Measures one job. Uses a middle rank, because it has two neighbours if any rank has."""
     spec, rank = spec_of(job), job.pipeline_ranks // 2
     own = len(build_rank_program(spec, rank))
     build = _seconds(lambda: build_rank_program(spec, rank), max(1, ENOUGH // own))
@@ -87,7 +88,7 @@ def spec_of(job: Job) -> ProgramSpec:
 
 
 def bytes_per_action(spec: ProgramSpec, rank: int) -> float:
-    """What the program of ``rank`` takes in Python."""
+    """Bytes per action that the program of ``rank`` takes in Python."""
     tracemalloc.start()
     try:
         program = build_rank_program(spec, rank)
@@ -98,16 +99,19 @@ def bytes_per_action(spec: ProgramSpec, rank: int) -> float:
 
 
 def count_deviations(job: Job) -> int:
-    """Ranks whose number of actions is not the one :func:`predicted_actions` says."""
+    """Number of ranks whose program differs in length from :func:`predicted_actions`."""
     spec = spec_of(job)
     ranks = range(job.pipeline_ranks)
     return sum(len(build_rank_program(spec, rank)) != predicted_actions(job, rank) for rank in ranks)
 
 
 def predicted_actions(job: Job, rank: int) -> int:
-    """Of every chunk and micro-batch a forward and a backward, and a message and its receive at every boundary on
-    either side that has a neighbour; of every chunk two gathers, two releases and a reduction, less what stays resident
-    at the turn-around; and the optimizer's step."""
+    """The formula's number of actions on a rank.
+
+    Each chunk and micro-batch has a forward and a backward, and a send or receive in each direction at every boundary
+    with a neighbour. Each chunk has two gathers, two releases and a reduction. Chunks that stay resident at the
+    turn-around save one gather and one release. The optimizer's step comes last.
+    """
     chunks = job.chunks_per_rank
     boundaries = 0
     if job.pipeline_ranks > 1:
@@ -122,7 +126,7 @@ def _enter_job(record: Record, axis: str, job: Job, found: dict[str, list[float]
 
 
 def _seconds(function: Callable[[], object], calls: int) -> float:
-    """CPU time of one call; ``calls`` are timed at once."""
+    """CPU seconds of one call; ``calls`` are timed together."""
     start = time.thread_time()
     for _ in range(calls):
         function()

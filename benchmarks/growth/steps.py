@@ -1,8 +1,9 @@
-"""What a step costs beside compute, along an axis: our engine, virtual compute, messages and collectives real gloo.
+"""Measures the overhead of a step along an axis. The engine is ds_lgamp's, compute is virtual, messages and collectives
+are real and go over gloo.
 
-The CPU time of the threads that execute programs is measured where chunks neither compute nor sleep, so that in it is
-what the engine, autograd and the calls of gloo take. By the clock, chunks sleep; what a step takes beyond its simulated
-time is divided by the forwards and backwards that the simulation has one after another.
+CPU time is measured with chunks that neither compute nor sleep. It covers the engine, autograd and gloo calls of the
+threads that execute programs. Time by the clock is measured with chunks that sleep. The time beyond the simulated step
+is divided by the number of forwards and backwards that the simulation runs one after another.
 """
 
 import gc
@@ -29,11 +30,11 @@ AXES = (
     Axis("pipeline_ranks", BASE._replace(data_ranks=1), (1, 2, 4, 8)),
     Axis("data_ranks", BASE._replace(pipeline_ranks=1), (1, 2, 4, 8)),
 )
-"""One pipeline rank sends no messages and one data-parallel rank has no collectives, so that neither is a base."""
+"""One pipeline rank sends no messages and one data-parallel rank has no collectives, so neither is a base."""
 FORWARD = 0.005
-"""Seconds of a chunk and micro-batch where chunks sleep; a backward takes twice as long."""
+"""Seconds per chunk and micro-batch if chunks sleep. A backward takes twice as long."""
 PARAMETERS = 2016
-"""Of a chunk beside its weight: collectives are there, but small, and eight ranks have equal parts."""
+"""Parameters of a chunk besides its weight. Collectives are small, and eight ranks have equal parts."""
 IDLE_STEPS = 10
 """Steps without sleep that are timed together."""
 SLEEPING, IDLE = "sleeping", "idle"
@@ -43,7 +44,7 @@ SECONDS = 1200
 
 
 def enter(record: Record, axes: Sequence[Axis], repetitions: int) -> None:
-    """Rows and targets of all axes."""
+    """Enters rows and targets of all axes."""
     jobs = dict.fromkeys(job for axis in axes for job in axis.jobs)
     found = {}
     for ranks in dict.fromkeys(_ranks(job) for job in jobs):
@@ -52,13 +53,13 @@ def enter(record: Record, axes: Sequence[Axis], repetitions: int) -> None:
         for job in axis.jobs:
             for metric, samples in found[job].items():
                 record.add(OURS, job.config(axis.name), metric, samples, "us")
-        # Ranks share cores, so that by the clock more of them show the machine.
+        # Ranks share cores, so the clock time with more ranks depends on the machine.
         for metric in (CPU,) if axis.grows_ranks else (CPU, CLOCK):
             axis.aim(record, metric, [median(found[job][metric]) for job in axis.jobs], LIMIT)
 
 
 def _measure(record: Record, jobs: Sequence[Job], repetitions: int) -> dict[Job, dict[str, list[float]]]:
-    """By job and metric the samples in microseconds; ``jobs`` all have as many ranks."""
+    """Returns the samples in microseconds by job and metric. All ``jobs`` must have the same number of ranks."""
     ranks = _ranks(jobs[0])
     on_ranks = run_on_ranks(ranks, _measure_on_rank, jobs, repetitions, before_init=Start(None), seconds=SECONDS)
     record.machine["scheduling"] = scheduling(all(precise for _, precise in on_ranks))
@@ -90,16 +91,16 @@ def setting_of(job: Job) -> Setting:
 
 
 class Timed(NamedTuple):
-    """Of one job on a rank."""
+    """Results of one job on a rank."""
 
     steps: dict[str, list[Step]]
-    """With and without sleep."""
+    """Steps with and without sleep."""
     cpu: list[float]
-    """Seconds that ``IDLE_STEPS`` steps without sleep took of the CPU time of their thread."""
+    """CPU seconds of the executing thread for ``IDLE_STEPS`` steps without sleep."""
 
 
 def _measure_on_rank(jobs: Sequence[Job], repetitions: int) -> tuple[list[Timed], bool]:
-    """The jobs alternate; the first step of each is not counted."""
+    """Measures all jobs on one rank. They alternate; the first step of each does not count."""
     settings = [setting_of(job) for job in jobs]
     sleeping = [Executed(setting, "layered", zero_stage=3) for setting in settings]
     idle = [Executed(setting._replace(forward=0.0, backward=0.0), "layered", zero_stage=3) for setting in settings]
@@ -114,7 +115,7 @@ def _measure_on_rank(jobs: Sequence[Job], repetitions: int) -> tuple[list[Timed]
 
 
 def _cpu_seconds(pipeline: Executed) -> float:
-    """Of steps in a row, without the pauses that make caches cold."""
+    """CPU seconds of steps without pauses, which would make caches cold."""
     dist.barrier()
     start = thread_time()
     for _ in range(IDLE_STEPS):

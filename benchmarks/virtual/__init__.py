@@ -1,1 +1,1 @@
-"""Virtual compute: chunks that sleep instead of computing, so that many ranks fit on few cores; messages are real."""
+"""Virtual compute: chunks sleep instead of computing, so that many ranks fit on few cores. Messages are real."""

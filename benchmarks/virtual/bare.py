@@ -1,4 +1,4 @@
-"""The calls that a program needs of torch and gloo, without an engine: what this machine leaves to improve."""
+"""Runs a program with torch and gloo calls alone, without an engine. Shows the best time this machine allows."""
 
 import torch
 import torch.distributed as dist
@@ -8,11 +8,12 @@ from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
 
 TAGS = {Kind.RECV_FORWARD: 0, Kind.SEND_FORWARD: 0, Kind.RECV_BACKWARD: 1, Kind.SEND_BACKWARD: 1}
-"""Activations and gradients between the same ranks are told apart."""
+"""Tags separate activations from gradients between the same ranks."""
 
 
 class BareLoop:
-    """Computes, posts, sends and waits as the program says; checks nothing, and holds what it sends until the end."""
+    """Computes, posts, sends and waits in the program's order. Checks nothing, and keeps sent tensors until the end of
+    the step."""
 
     def __init__(self, setting: Setting, spec: ProgramSpec) -> None:
         self.setting, self.rank = setting, dist.get_rank()

@@ -1,4 +1,4 @@
-"""Steps of virtual compute beside their simulated times, as rows of a record."""
+"""Enters steps of virtual compute and their simulated times into a record."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, simulate
 
 SLOW, SLOW_RATE = "1 Gbit/s", "1gbit"
-"""The slow link as people write it, and as tc does."""
+"""The slow link's rate as people and as tc write it."""
 MEGABYTE = 1 << 20
-"""What crosses a chunk boundary on it."""
+"""Bytes of one message on the slow link."""
 
 
 def simulated(contender: Contender, setting: Setting, hop: float = 0.0, message: float = 0.0) -> Timeline:
-    """The order of ``contender`` on paper; ``hop`` and ``message`` in seconds."""
+    """Simulates the order of ``contender``; ``hop`` and ``message`` are in seconds."""
     spec = contender.spec(setting)
     return simulate(spec, build_program(spec), setting.durations(hop, message=message))
 
@@ -27,8 +27,8 @@ def enter_hop(record: Record, config: Config, hop: Hop) -> None:
 
 
 def enter_bubbles(record: Record, name: str, config: Config, steps: Sequence[float], timeline: Timeline) -> list[float]:
-    """The bubbles of ``steps`` in seconds, which the contender ``name`` took, and that of its order on paper; returns
-    the former."""
+    """Enters the measured bubbles of a contender, given its ``steps`` in seconds, and its simulated bubble. Returns the
+    measured ones."""
     bubbles = [step / timeline.ideal - 1 for step in steps]
     record.add(name, config, "bubble", bubbles, "ratio")
     record.add(name, config, "simulated bubble", [timeline.bubble], "ratio")

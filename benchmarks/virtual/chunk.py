@@ -1,4 +1,4 @@
-"""A chunk whose forward and backward take a given time and compute next to nothing."""
+"""A chunk whose forward and backward take a given time and compute almost nothing."""
 
 import time
 from collections.abc import Iterable
@@ -11,26 +11,26 @@ from ds_lgamp.schedule.placement import Placement, place_chunks
 from ds_lgamp.schedule.simulate import Durations
 
 TOLERANCE = 1e-5
-"""Relative. In fp32, orders of summation differ by less."""
+"""Relative. Summation order makes a smaller difference in fp32."""
 WAKE_UP = 50e-6
-"""Seconds a sleep ends ahead of time, since a sleeper wakes up about as much too late."""
+"""Seconds by which a sleep ends early. A sleeper wakes up about that much too late."""
 
 
 class Setting(NamedTuple):
-    """A pipeline of virtual chunks, modular placement; times are in seconds."""
+    """A pipeline of virtual chunks with modular placement. Times are in seconds."""
 
     pipeline_ranks: int
     chunks_per_rank: int
     micro_batches: int
     forward: float = 0.010
-    """Of one chunk and micro-batch."""
+    """Seconds per chunk and micro-batch."""
     backward: float = 0.020
     elements: int = 64
     """fp32 numbers that cross a chunk boundary per micro-batch."""
     data_ranks: int = 1
-    """Data-parallel ranks, which do the same."""
+    """Number of data-parallel ranks, which all do the same."""
     parameters: int = 0
-    """fp32 parameters of a chunk beside its weight, which only collectives see."""
+    """fp32 parameters per chunk besides its weight. Only collectives use them."""
 
     @property
     def chunks(self) -> int:
@@ -44,17 +44,17 @@ class Setting(NamedTuple):
         return Durations(self.forward, self.backward, hop, gather, reduce, message)
 
     def chunks_of(self, rank: int) -> dict[int, "VirtualChunk"]:
-        """The chunks of a pipeline rank, ascending."""
+        """Makes the chunks of a pipeline rank, in ascending order."""
         own = range(rank, self.chunks, self.pipeline_ranks)
         return {chunk: VirtualChunk(chunk, self.forward, self.backward) for chunk in own}
 
     def micro_batch(self, index: int) -> torch.Tensor:
-        """The first chunk's input, shape [1, elements]."""
+        """Makes an input of the first chunk, with shape [1, elements]."""
         return torch.full((1, self.elements), 1 + index / self.micro_batches)
 
     @property
     def loss(self) -> float:
-        """The mean loss of a step, from the definition of chunks and micro-batches."""
+        """The expected mean loss of a step, from the definition of chunks and micro-batches."""
         result = sum(1 + index / self.micro_batches for index in range(self.micro_batches)) / self.micro_batches
         for chunk in range(self.chunks):
             result *= weight_of(chunk)
@@ -62,14 +62,14 @@ class Setting(NamedTuple):
 
 
 class VirtualChunk(nn.Module):
-    """Multiplies by its weight, and takes ``forward`` and ``backward`` seconds for it."""
+    """Multiplies its input by its weight. This takes ``forward`` and ``backward`` seconds."""
 
     def __init__(self, index: int, forward: float, backward: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([weight_of(index)]))
         self.seconds = forward, backward
         self.gradient = 0.0
-        """Of the weight: what arrived since the last :meth:`take_gradient`, whatever became of it."""
+        """The weight's gradient since the last :meth:`take_gradient`, even if the optimizer has used or cleared it."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _Compute.apply(inputs, self.weight, self)
@@ -80,7 +80,7 @@ class VirtualChunk(nn.Module):
 
 
 class _Compute(torch.autograd.Function):
-    """Sleeps for what the arithmetic leaves of the time."""
+    """Computes, then sleeps for the rest of the time."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, chunk: VirtualChunk) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _Compute(torch.autograd.Function):
 
 
 def weight_of(chunk: int) -> float:
-    """Differs from chunk to chunk, and is exact in fp32."""
+    """The weight of ``chunk``. It differs between chunks and is exact in fp32."""
     return 1 + (chunk % 32 + 1) / 256
 
 
@@ -112,7 +112,7 @@ def loss_function(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def sleep_until(end: float) -> None:
-    """Returns when ``time.monotonic()`` has reached ``end``."""
+    """Returns when ``time.monotonic()`` reaches ``end``."""
     left = end - time.monotonic() - WAKE_UP
     if left > 0:
         time.sleep(left)
@@ -121,8 +121,14 @@ def sleep_until(end: float) -> None:
 
 
 def check_work(name: str, setting: Setting, losses: Iterable[float], gradients: Iterable[tuple[int, float]]) -> None:
-    """Raises AssertionError where a step of the contender ``name`` had another loss, or where another gradient arrived
-    at a chunk. ``gradients`` are (chunk, its weight's gradient)."""
+    """Raises AssertionError if a loss or a gradient of the contender ``name`` is wrong.
+
+    Args:
+        name: name of the contender.
+        setting: the pipeline.
+        losses: losses of a step.
+        gradients: pairs of a chunk and the gradient of its weight.
+    """
     right = setting.loss
     for loss in losses:
         if not abs(loss - right) <= TOLERANCE * right:

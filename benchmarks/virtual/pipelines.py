@@ -1,5 +1,7 @@
-"""The contenders: ways to run a pipeline of virtual chunks. All but the bare loop end their step with a plain
-optimizer's, whose learning rate is zero, so that every step has the same numbers.
+"""The contenders that run a pipeline of virtual chunks.
+
+All but the bare loop end a step with a plain optimizer. Its learning rate is zero, so that every step has the same
+numbers.
 """
 
 import os
@@ -34,32 +36,33 @@ from testing.deepspeed_rank import quiet
 
 DEVICE = torch.device("cpu")
 LABELS = torch.zeros(1)
-"""What no loss looks at."""
+"""The losses ignore the labels."""
 
 
 class Pipeline(Protocol):
     """A pipeline on this rank."""
 
     chunks: Mapping[int, VirtualChunk]
-    """Those of this rank."""
+    """Chunks of this rank."""
 
     def step(self) -> float | None:
-        """Runs one batch; its mean loss, None where this rank does not know it."""
+        """Runs one batch. Returns its mean loss; None if this rank does not know it."""
 
 
 class Contender(NamedTuple):
-    """A pipeline by name; ``build`` must be picklable and is collective over all ranks."""
+    """A named pipeline. ``build`` must be picklable and is collective over all ranks."""
 
     name: str
     schedule: str
-    """Its order, as ds_lgamp calls it; the simulated time is that order's."""
+    """ds_lgamp's name of its order. The simulated time is that of this order."""
     build: Callable[[Setting], Pipeline]
 
     def spec(self, setting: Setting) -> ProgramSpec:
         return spec_of(self.schedule, setting)
 
     def suits(self, setting: Setting) -> bool:
-        """Whether its order is for so many chunks per rank: with one, interleaved is the same as 1F1B."""
+        """Whether the order suits the number of chunks per rank. Interleaved 1F1B with one chunk equals 1F1B, so it
+        does not run."""
         if self.schedule == "interleaved_1f1b":
             return setting.chunks_per_rank > 1 and setting.micro_batches % setting.pipeline_ranks == 0
         return self.schedule not in SINGLE_CHUNK_SCHEDULES or setting.chunks_per_rank == 1
@@ -72,17 +75,19 @@ def spec_of(
     resident_chunks: int = 2,
     micro_batch_group: int | None = None,
 ) -> ProgramSpec:
-    """``micro_batch_group`` None is all of them. Gathers are deferred: behind a step they would run unseen, until all
-    ranks begin the next one together."""
+    """Makes the specification of a program; ``micro_batch_group`` None means all micro-batches.
+
+    Gathers are deferred. Behind a step they would run unseen before all ranks begin the next one together.
+    """
     counts = setting.micro_batches, micro_batch_group or setting.micro_batches
     return ProgramSpec(setting.placement, schedule, *counts, zero_stage, resident_chunks, defers_gathers=True)
 
 
 class Executed:
-    """Our executor, without recomputation: a simulated backward is a backward alone.
+    """ds_lgamp's executor without recomputation, because the simulated backward does not recompute either.
 
     Args:
-        alone: whether data-parallel ranks have nothing to do with each other.
+        alone: whether each data-parallel rank runs without the others.
     """
 
     def __init__(
@@ -134,7 +139,7 @@ class Executed:
 
 
 class Torch:
-    """A schedule of ``torch.distributed.pipelining``; shapes are given, so that stages need not infer them."""
+    """A schedule of ``torch.distributed.pipelining``. Shapes are given, so that stages need not infer them."""
 
     def __init__(self, setting: Setting, schedule: Callable) -> None:
         self.chunks = setting.chunks_of(dist.get_rank())
@@ -149,7 +154,7 @@ class Torch:
             )
             for index, chunk in self.chunks.items()
         ]
-        # The mean over micro-batches is taken at the loss, as everywhere else.
+        # The loss takes the mean over micro-batches, as in all other contenders.
         self.schedule = schedule(
             stages[0] if schedule is Schedule1F1B else stages,
             setting.micro_batches,
@@ -208,7 +213,7 @@ def bare_loop(setting: Setting) -> BareLoop:
 
 
 def _parameters(index: int, chunk: VirtualChunk, setting: Setting) -> list[UnitParameter]:
-    """Those of one chunk's unit."""
+    """The parameters of one chunk's unit."""
     parameters = [UnitParameter(f"{index}.weight", chunk.weight, 0)]
     if setting.parameters:
         parameters.append(UnitParameter(f"{index}.rest", torch.nn.Parameter(torch.zeros(setting.parameters)), 0))
@@ -216,20 +221,22 @@ def _parameters(index: int, chunk: VirtualChunk, setting: Setting) -> list[UnitP
 
 
 def _pipelines(setting: Setting) -> list[range]:
-    """The ranks of every pipeline; data-parallel ranks are numbered first."""
+    """The ranks of every pipeline. Data-parallel ranks have consecutive numbers."""
     ranks = setting.pipeline_ranks * setting.data_ranks
     return [range(data_rank, ranks, setting.data_ranks) for data_rank in range(setting.data_ranks)]
 
 
 @cache
 def data_group(ranks: int) -> dist.ProcessGroup:
-    """The group of this rank's ``ranks`` data-parallel ranks, the same at every call. Its collectives run one after
-    another, as in a communicator of NCCL; gloo by itself runs two at a time."""
+    """Returns the group of this rank's ``ranks`` data-parallel ranks; it is cached.
+
+    Its collectives run one after another, as in an NCCL communicator. gloo alone runs two at a time.
+    """
     group = dist.new_subgroups(ranks)[0]
     if ranks > 1:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
-        # Where gloo's own groups would go, too.
+        # The interface that gloo's own groups use too.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
         store = dist.PrefixStore(f"one after another {group.group_name}", dist.distributed_c10d._get_default_store())
@@ -244,7 +251,8 @@ CONTENDERS = (
     LAYERED,
     INTERLEAVED,
     Contender(f"{OURS} 1f1b", "1f1b", partial(Executed, schedule="1f1b")),
-    # LoopedBFS differs in its backward, which takes the last micro-batch first; equal chunks make that equally long.
+    # LoopedBFS takes the last micro-batch first in its backward. This takes the same time, because all chunks are
+    # equal.
     Contender("torch LoopedBFS", "layered", partial(Torch, schedule=ScheduleLoopedBFS)),
     Contender("torch Interleaved1F1B", "interleaved_1f1b", partial(Torch, schedule=ScheduleInterleaved1F1B)),
     Contender("torch 1F1B", "1f1b", partial(Torch, schedule=Schedule1F1B)),

@@ -1,4 +1,4 @@
-"""Steps of all contenders, in turns, on the ranks of one spawn."""
+"""Times steps of all contenders, which take turns on one set of processes."""
 
 import gc
 import os
@@ -15,14 +15,17 @@ from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 
 MESSAGES = 20
-"""How many of them a calibration sends, after a first one."""
+"""Messages that a calibration sends, after a first one."""
 HEAD_START = 0.005
 """Seconds for all ranks to learn when they begin."""
 
 
 class Step(NamedTuple):
-    """A step on one rank: when it began and ended (``time.monotonic``, the same clock for all ranks of a machine), its
-    loss if this rank knows it, and by chunk of this rank its weight's gradient."""
+    """A step on one rank: start and end, the loss if this rank knows it, and the gradients of this rank's weights by
+    chunk.
+
+    Times are from ``time.monotonic``, which is the same clock for all ranks of a machine.
+    """
 
     start: float
     end: float
@@ -31,22 +34,23 @@ class Step(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Seconds a message took from rank to rank: alone, and until one each way had arrived, both sent at once."""
+    """Seconds of a message between two ranks: alone, and until both messages have arrived if one goes each way at
+    once."""
 
     one_way: list[float]
     two_way: list[float]
 
 
 class Measured(NamedTuple):
-    """What the ranks of one spawn found."""
+    """Results of all ranks of one set of processes."""
 
     hops: list[Hop]
     """By setting."""
     seconds: list[dict[str, list[float]]]
-    """By setting and contender, the duration of every step but the first: from the earliest start of a rank to the
-    latest end."""
+    """By setting and contender, seconds of every step but the first: from the earliest start of a rank to the latest
+    end."""
     precise: bool
-    """Whether ranks had real-time priority: then a sleep ends when it should."""
+    """Whether the ranks had real-time priority. A sleep then ends on time."""
 
 
 def measure(
@@ -55,13 +59,15 @@ def measure(
     repetitions: int,
     enter: Callable[[int], None] | None = None,
 ) -> Measured:
-    """Runs every setting, all with the same number of pipeline ranks, on one set of processes. In every repetition each
-    contender that suits the setting makes one step.
+    """Runs all settings on one set of processes. Each contender that suits a setting makes one step per repetition.
 
     Args:
-        enter: called with the rank in its process, ahead of everything else.
+        settings: pipelines with the same number of pipeline ranks.
+        contenders: the contenders to run.
+        repetitions: number of counted steps.
+        enter: called first in every process, with its rank.
 
-    Raises AssertionError if a contender computed something else.
+    Raises AssertionError if a contender has a wrong loss or gradient.
     """
     (ranks,) = {setting.pipeline_ranks for setting in settings}
     found = run_on_ranks(
@@ -72,7 +78,7 @@ def measure(
 
 
 class Start(NamedTuple):
-    """What a rank does before its process group exists, so that gloo's threads take after it."""
+    """Prepares a rank before its process group exists, so that gloo's threads inherit namespace and priority."""
 
     enter: Callable[[int], None] | None
 
@@ -93,7 +99,7 @@ def _measure_on_rank(
     for setting in settings:
         hops.append(_calibrate(setting.elements))
         pipelines = {entry.name: entry.build(setting) for entry in contenders if entry.suits(setting)}
-        # Collections in a step would look through the modules of all frameworks again and again.
+        # A garbage collection during a step would traverse the modules of all frameworks.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
@@ -105,7 +111,7 @@ def _measure_on_rank(
 
 
 def time_step(pipeline: Pipeline) -> Step:
-    """One step, begun on all ranks together."""
+    """Times one step, started on all ranks together."""
     begin_together()
     start = time.monotonic()
     loss = pipeline.step()
@@ -114,7 +120,7 @@ def time_step(pipeline: Pipeline) -> Step:
 
 
 def begin_together() -> None:
-    """Returns on all ranks at the same instant; from a barrier alone they return one after the other."""
+    """Returns on all ranks at the same instant. A barrier alone releases them one after the other."""
     dist.barrier()
     instant = torch.tensor(time.monotonic() + HEAD_START, dtype=torch.float64)
     dist.broadcast(instant, 0)
@@ -122,7 +128,8 @@ def begin_together() -> None:
 
 
 def _calibrate(elements: int) -> Hop:
-    """Messages of so many fp32 numbers between ranks 0 and 1. Rank 0's samples count: it sends and awaits answers."""
+    """Times messages of ``elements`` fp32 numbers between ranks 0 and 1. Only rank 0's samples count, because it sends
+    first and waits for answers."""
     hop = Hop([], [])
     for _ in range(MESSAGES + 1):
         hop.one_way.append(_exchange(elements, both=False))
@@ -131,8 +138,11 @@ def _calibrate(elements: int) -> Hop:
 
 
 def _exchange(elements: int, both: bool) -> float:
-    """Seconds until a message each way has arrived, sent at once, or half of that, sent one after the other. Receives
-    are posted ahead, as in a pipeline. Ranks other than 0 and 1 only take part in the beginning."""
+    """Exchanges one message each way between ranks 0 and 1. Returns the seconds until both have arrived if ``both`` are
+    sent at once, else half of the seconds of a round trip.
+
+    Receives are posted first, as in a pipeline. Other ranks only take part in the common start.
+    """
     rank = dist.get_rank()
     message, answer = torch.zeros(elements), torch.empty(elements)
     receive = dist.irecv(answer, 1 - rank) if rank < 2 else None
@@ -152,7 +162,8 @@ def _exchange(elements: int, both: bool) -> float:
 
 
 def check_durations(setting: Setting, on_ranks: Sequence[dict[str, list[Step]]]) -> dict[str, list[float]]:
-    """By contender, how long every step but the first took. Raises AssertionError if one computed something else."""
+    """Returns the seconds of every step but the first, by contender. Raises AssertionError if a loss or gradient is
+    wrong."""
     durations = {}
     for name in on_ranks[0]:
         repetitions = list(zip(*(steps[name] for steps in on_ranks)))
@@ -175,5 +186,5 @@ def is_precise() -> bool:
 
 
 def scheduling(precise: bool) -> str:
-    """What a record says of it."""
+    """The record's word for the scheduling policy."""
     return "real-time (SCHED_RR)" if precise else "time-sharing"

@@ -1,1 +1,2 @@
-"""Checkpoints that load at any layout: whole tensors by global name, written and read in parts, whole or absent."""
+"""Checkpoints that load at any layout. They store whole tensors by global name, and every rank writes and reads its own
+parts. A save is published as a whole or not at all."""

@@ -1,4 +1,4 @@
-"""A range of a flattened tensor as boxes, which is what torch.distributed.checkpoint reads and writes."""
+"""Splits a range of a flattened tensor into boxes, the form that torch.distributed.checkpoint reads and writes."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box of a tensor whose elements follow one another in the flattened tensor."""
+    """A box of a tensor. Its elements are consecutive in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """Of its first element in the flattened tensor."""
+    """Index of the first element in the flattened tensor."""
 
     @property
     def numel(self) -> int:
@@ -19,13 +19,24 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The elements ``start`` to ``end`` of a flattened tensor of ``shape``, in order, as few boxes as that takes: of a
-    matrix the rest of a row, full rows, the beginning of a row."""
+    """Splits the elements ``start`` to ``end`` (exclusive) of a flattened tensor of ``shape`` into as few boxes as
+    possible.
+
+    For a matrix these are the rest of a row, full rows and the beginning of a row. Returns the boxes in order; an empty
+    range has none.
+    """
     return list(_boxes(tuple(shape), start, end, (), 0)) if start < end else []
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int, within: tuple[int, ...], base: int) -> Iterator[Box]:
-    """``within`` are the indices of the dimensions before ``shape``, ``base`` is where its first element lies."""
+    """Yields the boxes of one subtensor.
+
+    Args:
+        shape: sizes of the remaining dimensions.
+        start, end: range in the flattened subtensor.
+        within: indices in the dimensions before ``shape``.
+        base: index of the subtensor's first element in the flattened tensor.
+    """
     if len(shape) <= 1:
         offsets, sizes = ((start,), (end - start,)) if shape else ((), ())
         yield Box((*within, *offsets), (*(1 for _ in within), *sizes), base + start)
@@ -33,7 +44,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int, within: tuple[int, ...]
     row = prod(shape[1:])
     first, last = -(-start // row), end // row
     if first > last:
-        # All inside one row.
+        # The range lies inside one row.
         yield from _boxes(shape[1:], start - last * row, end - last * row, (*within, last), base + last * row)
         return
     if start < first * row:

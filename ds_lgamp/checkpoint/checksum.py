@@ -1,4 +1,4 @@
-"""What tells a file or an item from one that was damaged."""
+"""Checksums that detect damaged files and items."""
 
 from typing import Annotated
 
@@ -6,10 +6,11 @@ import xxhash
 from pydantic import Field
 
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-"""XXH3 with 64 bits, in hexadecimal: as fast as memory is read, where a CRC-32 takes longer than to read a file."""
+"""64-bit XXH3 in hexadecimal. It runs as fast as memory is read, while CRC-32 takes longer than reading the file."""
 
 Hasher = xxhash.xxh3_64
-"""Made of the first bytes; ``update`` takes the next, ``hexdigest`` is the checksum of all."""
+"""Incremental form: construct it with the first bytes, pass the next ones to ``update``, read ``hexdigest`` at the
+end."""
 
 
 def checksum_of(data: bytes | memoryview) -> str:

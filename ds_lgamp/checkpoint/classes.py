@@ -1,7 +1,7 @@
-"""Objects of the user's own classes as names and data: enums, dataclasses and named tuples.
+"""Stores objects of user classes as names and data: enums, dataclasses and named tuples.
 
-A file names a class. It is looked up among the modules that are imported already, and nothing of it is called: members
-of enums are looked up, attributes of dataclasses are written without ``__init__``.
+The file names a class. Loading looks the class up among the modules that are already imported and calls none of its
+code: it looks members of enums up and writes attributes of dataclasses without ``__init__``.
 """
 
 import sys
@@ -16,10 +16,10 @@ from typing import Any
 
 
 class Record:
-    """What an enum member or a dataclass object comes back as where its class is not imported or has changed.
+    """Replaces an enum member or a dataclass object whose class is not imported or has changed.
 
-    The fields, of an enum the ``names`` of its members, are attributes. A record is saved as what it stands for, and
-    pickled as an ``argparse.Namespace``.
+    The fields are attributes; an enum has one field, the ``names`` of its members. Saving a record saves the original
+    value. Pickling it makes an ``argparse.Namespace``.
     """
 
     __slots__ = ("class_name", "fields", "tag")
@@ -49,16 +49,19 @@ class Record:
 
 
 def name_of(kind: type) -> str:
-    """Where :func:`find` looks for ``kind``."""
+    """The name under which :func:`find` looks up ``kind``."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def find(name: str) -> type | None:
-    """The class of that name if its module is imported; runs no code of the module, not even its ``__getattr__``."""
+    """Returns the class of that name, or None if its module is not imported.
+
+    Runs no code of the module, not even its ``__getattr__``.
+    """
     module_name, _, path = name.partition(":")
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
-        # By type: what stands in for another object may do something when it is asked for its class.
+        # Checks the type, because a proxy object may run code when asked for its class.
         if issubclass(type(found), ModuleType):
             names = object.__getattribute__(found, "__dict__")
         elif issubclass(type(found), type):
@@ -70,7 +73,7 @@ def find(name: str) -> type | None:
 
 
 def complaint_about(kind: type) -> str | None:
-    """Why an object of the enum or dataclass ``kind`` would not come back; None if it would."""
+    """Says why an object of the enum or dataclass ``kind`` could not be loaded again; None if it could."""
     if find(name_of(kind)) is not kind:
         return "which cannot be found by its name; define it at the top of a module"
     if not issubclass(kind, Enum) and not _is_plain(kind):
@@ -79,7 +82,10 @@ def complaint_about(kind: type) -> str | None:
 
 
 def members_of(value: Enum) -> list[str] | None:
-    """The names that make up ``value``: its own or, of a Flag, those of its parts. None if it has other bits, too."""
+    """Returns the names of the members that make up ``value``; None if it has bits that belong to no member.
+
+    A named value has one name. An unnamed Flag has the names of its parts.
+    """
     kind, bits = type(value), value._value_
     if value._name_ in kind.__members__:
         return [value._name_]
@@ -89,7 +95,7 @@ def members_of(value: Enum) -> list[str] | None:
 
 
 def restored_member(class_name: str, names: list[str]) -> Enum | None:
-    """The value of the enum that has these names; None if it is not imported or has changed."""
+    """Returns the enum value that has these names; None if the enum is not imported or has changed."""
     kind = find(class_name)
     return _member(kind, names) if kind is not None and issubclass(kind, Enum) else None
 
@@ -102,13 +108,13 @@ def _member(kind: type[Enum], names: list[str]) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object holds, in ``__dict__`` and in slots."""
+    """Returns the attributes of ``value`` from ``__dict__`` and slots, by name."""
     slots = {name: slot for name, slot in _slots(type(value)) if hasattr(value, name)}
     return {**{name: slot.__get__(value) for name, slot in slots.items()}, **getattr(value, "__dict__", {})}
 
 
 def restored_object(class_name: str, attributes: Mapping[str, Any]) -> Any:
-    """An object of the dataclass with these attributes; None if it is not imported or has changed."""
+    """Makes an object of the dataclass with these attributes; None if the dataclass is not imported or has changed."""
     kind = find(class_name)
     if kind is None or not is_dataclass(kind) or not _is_plain(kind):
         return None
@@ -126,7 +132,7 @@ def restored_object(class_name: str, attributes: Mapping[str, Any]) -> Any:
 
 
 def restored_tuple(class_name: str, fields: list[str], values: list[Any]) -> tuple[Any, ...]:
-    """The named tuple of that class, or a plain one where that is not imported or has changed."""
+    """Makes a named tuple of that class. Returns a plain tuple if the class is not imported or has changed."""
     kind = find(class_name)
     if kind is not None and is_named_tuple(kind) and list(kind._fields) == fields:  # type: ignore[attr-defined]
         return tuple.__new__(kind, values)
@@ -138,7 +144,7 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether attributes are all that an object of ``kind`` is made of, and it does nothing by itself."""
+    """Whether an object of ``kind`` is its attributes only and runs no code by itself."""
     if _acts(kind):
         return False
     try:
@@ -149,7 +155,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _acts(kind: type) -> bool:
-    """Whether code of ``kind`` would run when an object of it is discarded, or called in the place of a function."""
+    """Whether ``kind`` has code that runs when an object is discarded or called in place of a function."""
     return any(name in vars(base) for base in kind.__mro__ for name in ("__call__", "__del__"))
 
 

@@ -1,4 +1,4 @@
-"""What cannot be written or loaded, known to all ranks."""
+"""Errors of saving and loading, raised on all ranks together."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,16 @@ from ds_lgamp.partition.agreement import raise_everywhere
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or loaded; the message names what and the fix."""
+    """A checkpoint cannot be written or loaded. The message names the cause and the fix."""
 
 
 def everywhere(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """The result of ``action`` if it succeeds on all ranks; otherwise raises CheckpointError on all. Collective."""
+    """Returns the result of ``action`` if it succeeds on all ranks. Raises CheckpointError on all ranks otherwise.
+    Collective."""
     result, complaint = None, None
     try:
         result = action()
-    # Not an Exception in torch: CheckpointException.
+    # CheckpointException is no subclass of Exception in torch.
     except (Exception, CheckpointException) as error:
         complaint = sentence_of(error, dist.get_rank())
     raise_everywhere(complaint, CheckpointError, group)
@@ -26,7 +27,7 @@ def everywhere(action: Callable[[], Any], group: dist.ProcessGroup | None = None
 
 
 def sentence_of(error: BaseException, rank: int) -> str:
-    """What happened on ``rank``, or on the first rank that torch.distributed.checkpoint names."""
+    """Describes the error on ``rank``, or on the first rank that torch.distributed.checkpoint names."""
     if isinstance(error, CheckpointException) and error.failures:
         first = min(error.failures)
         return sentence_of(error.failures[first][0], first)

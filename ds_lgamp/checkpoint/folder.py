@@ -1,11 +1,11 @@
-"""Where checkpoints lie, and how one appears, is replaced and disappears as a whole.
+"""The folder layout of checkpoints, and how a checkpoint is published, replaced and removed atomically.
 
 DIRECTORY/latest                  the tag of the last checkpoint
-DIRECTORY/TAG/state.json          what is no tensor, and which folder has the tensors
+DIRECTORY/TAG/state.json          everything but tensors, and the name of the tensor folder
 DIRECTORY/TAG/tensors-ID/         the tensors, see storage.py
 
-A checkpoint exists if and only if it has a state.json, which is put into its place by one rename when all it names is
-on the disk. Saved again, a tag gets another folder of tensors, and the rename replaces the old checkpoint.
+A checkpoint exists if and only if it has a state.json. A save writes and syncs all files first, and then renames
+state.json into place. Saving a tag again writes a new tensor folder, and the rename replaces the old checkpoint.
 """
 
 import json
@@ -33,10 +33,10 @@ def check_tag(tag: str) -> None:
 
 
 def new_tensors(folder: Path) -> Path:
-    """A fresh folder for the tensors of the checkpoint ``folder``; what an interrupted save left there is removed."""
+    """Makes an empty tensor folder for the checkpoint ``folder``. Removes the leftovers of interrupted saves."""
     _make(folder)
     published = _published_tensors(folder)
-    # Tensors beside a state.json that this release cannot read may be that one's.
+    # If this release cannot read state.json, the tensors beside it may still belong to it. They stay.
     if published is not None or not (folder / STATE).exists():
         _remove_other_tensors(folder, published)
     tensors = folder / f"{TENSORS}{uuid4().hex[:8]}"
@@ -45,11 +45,13 @@ def new_tensors(folder: Path) -> Path:
 
 
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
-    """Makes ``state`` and ``tensors``, which are complete and synced, the checkpoint ``folder``. Raises
-    CheckpointError if ``state`` is not as state.py says."""
+    """Publishes ``state`` and ``tensors``, which must be complete and synced, as the checkpoint ``folder``.
+
+    Raises CheckpointError if ``state`` does not match the schema in state.py.
+    """
     checksum = checksum_of((tensors / INDEX).read_bytes())
     whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_checksum": checksum}
-    # As it will be read: what could not be would be lost.
+    # Checks the form that will be read, because a checkpoint that fails this check could not be loaded.
     check_state(folder / STATE, json.loads(json.dumps(whole)))
     sync_folder(folder)
     _replace(folder / STATE, json.dumps({"checksum": _checksum(whole), **whole}, indent=1) + "\n")
@@ -57,9 +59,9 @@ def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
 
 
 def discard(tensors: Path) -> None:
-    """Removes what a failed save has written, unless it is published already, and the checkpoint's folder if that
-    leaves it empty."""
-    # Nothing is removed unless it is known not to be the checkpoint.
+    """Removes the tensors of a failed save unless they are already published. Removes the checkpoint's folder if it is
+    then empty."""
+    # Removes tensors only if they are known not to belong to the checkpoint.
     with suppress(OSError):
         if _published_tensors(tensors.parent) != tensors.name:
             shutil.rmtree(tensors, ignore_errors=True)
@@ -71,7 +73,8 @@ def write_latest(directory: Path, tag: str) -> None:
 
 
 def read_latest(directory: Path) -> str | None:
-    """The tag of the last checkpoint; None if there is none. Raises CheckpointError if the file holds no tag."""
+    """Returns the tag of the last checkpoint; None if there is none. Raises CheckpointError if the file holds no
+    tag."""
     path = directory / LATEST
     if not path.is_file():
         return None
@@ -84,9 +87,11 @@ def read_latest(directory: Path) -> str | None:
 
 
 def keep_last(directory: Path, tag: str, count: int) -> None:
-    """Removes the oldest checkpoints in ``directory``, of those with as many folders in their tags as ``tag``, but the
-    newest ``count`` and the one ``latest`` names. Links, what else lies in their folders, and what this release cannot
-    read stay."""
+    """Removes old checkpoints in ``directory``. Keeps the newest ``count`` and the one that ``latest`` names.
+
+    Only checkpoints with as many path parts in their tags as ``tag`` count. Links, other files in the folders, and
+    checkpoints that this release cannot read stay.
+    """
     pattern = "/".join(["*"] * len(Path(tag).parts))
     found = [folder for folder in directory.glob(pattern) if _is_own(directory, folder)]
     newest_first = sorted(found, key=lambda folder: (folder / STATE).stat().st_mtime_ns, reverse=True)
@@ -100,14 +105,17 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
 
 
 def _is_own(directory: Path, folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint below ``directory``, and no link leads to it."""
+    """Whether ``folder`` is a checkpoint below ``directory`` and no part of its path is a link."""
     between = [folder, *folder.parents][: len(folder.relative_to(directory).parts)]
     return not any(path.is_symlink() for path in between) and _published_tensors(folder) is not None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What state.json of the checkpoint ``folder`` holds, see state.py. Raises CheckpointError if it is none, damaged,
-    or not what save_checkpoint writes."""
+    """Reads and checks state.json of the checkpoint ``folder``; state.py has its schema.
+
+    Raises CheckpointError if the folder is no checkpoint, or if the file is damaged or was not written by
+    save_checkpoint.
+    """
     path = folder / STATE
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
@@ -127,8 +135,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
-    """Of the tensors of a checkpoint and its :func:`read_state`. Raises CheckpointError if they do not belong together
-    or index.json is damaged."""
+    """Returns a reader of the checkpoint's tensors; ``state`` comes from :func:`read_state`.
+
+    Raises CheckpointError if index.json is damaged or does not match ``state``.
+    """
     tensors = VerifyingReader(folder / state["tensors"], state["index_checksum"])
     check_tensors(folder / STATE, state, tensors.tensors)
     return tensors
@@ -147,7 +157,7 @@ def _checksum(state: dict[str, Any]) -> str:
 
 
 def _published_tensors(folder: Path) -> str | None:
-    """Which folder of tensors the checkpoint has that is there now."""
+    """Name of the tensor folder of the current checkpoint; None if there is no readable checkpoint."""
     try:
         return read_state(folder)["tensors"]
     except CheckpointError:
@@ -155,7 +165,7 @@ def _published_tensors(folder: Path) -> str | None:
 
 
 def _make(folder: Path) -> None:
-    """With the folders above it that are missing, whose names are then on the disk, too."""
+    """Makes ``folder`` and its missing parents, and syncs their names to the disk."""
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; name a folder for checkpoints")
     if not folder.is_dir():
@@ -165,7 +175,7 @@ def _make(folder: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Puts ``text`` into the place of ``path`` at once, or leaves everything as it was."""
+    """Replaces the content of ``path`` by ``text`` atomically. Leaves everything as it was if that fails."""
     fresh = path.with_name(f".{path.name}.partial")
     try:
         write_synced(fresh, text)
@@ -179,12 +189,12 @@ def _replace(path: Path, text: str) -> None:
 
 def _remove_other_tensors(folder: Path, kept: str | None) -> None:
     for path in folder.glob(f"{TENSORS}*"):
-        # A tag of that name below this one is another checkpoint.
+        # A tag may begin with "tensors-" too. That folder is another checkpoint.
         if path.name != kept and not (path / STATE).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_if_empty(folder: Path) -> None:
-    # It is not where a user's files are, or checkpoints below.
+    # rmdir fails if the folder holds files of the user or other checkpoints.
     with suppress(OSError):
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""Which tensors a folder has and where their parts lie, as JSON that is checked before anything is read by it."""
+"""The index of a tensor folder: its tensors and where their parts lie. It is JSON and is validated before use."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -22,19 +22,19 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _data_type(name: str) -> str:
-    # Not an attribute of torch: it imports some when they are asked for.
+    # Avoids getattr, because torch imports some attributes on demand.
     if not isinstance(vars(torch).get(name), torch.dtype):
         raise ValueError(f"'{name}' is no type of this torch")
     return name
 
 
 DataType = Annotated[str, AfterValidator(_data_type)]
-"""The name of one of torch's."""
+"""Name of a torch data type."""
 Sizes = Annotated[list[Count], Field(max_length=64)]
 
 
 class Part(NamedTuple):
-    """A box of a tensor, and the bytes that hold it."""
+    """A box of a tensor and the bytes that hold it."""
 
     offsets: Sizes
     sizes: Sizes
@@ -45,14 +45,14 @@ class Part(NamedTuple):
 
 
 class Entry(BaseModel):
-    """A tensor; its parts are all its elements, each once."""
+    """A tensor. Its parts cover every element exactly once."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     dtype: DataType
     shape: Sizes
     parts: list[Part]
-    """By where they begin."""
+    """Sorted by offsets."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Entry":
@@ -80,11 +80,12 @@ class Index(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     metadata_checksum: Checksum
-    """Of DCP's own index, which only other programs read."""
+    """Checksum of DCP's own index, which only other programs read."""
     tensors: dict[str, Entry]
 
     def in_dcp(self) -> Metadata:
-        """For DCP's planners; where DCP's readers would find the place of an item there is its :class:`Part`."""
+        """Converts the index for DCP's planners. ``storage_data`` holds a :class:`Part` for each item instead of DCP's
+        own record."""
         return Metadata(
             state_dict_metadata={name: entry.in_dcp() for name, entry in self.tensors.items()},
             storage_data={
@@ -97,11 +98,12 @@ class Index(BaseModel):
 def make_index(
     metadata: Metadata, written: Iterable[tuple[MetadataIndex, _StorageInfo, str]], metadata_checksum: str
 ) -> Index:
-    """The index of what all ranks wrote.
+    """Makes the index of the items that all ranks wrote.
 
     Args:
-        metadata: what DCP planned.
-        written: the place and checksum of every item.
+        metadata: DCP's global plan.
+        written: name and offset, place, and checksum of every item.
+        metadata_checksum: checksum of DCP's own index.
     """
     planned: Mapping[str, Any] = metadata.state_dict_metadata
     sizes = {(name, chunk.offsets): chunk.sizes for name, entry in planned.items() for chunk in entry.chunks}
@@ -122,8 +124,7 @@ def make_index(
 
 
 def _overlap(parts: Sequence[Part]) -> Iterator[bool]:
-    """Of pairs of ``parts``, which are sorted, whether they share an element; pairs without a common row are left
-    out."""
+    """Yields whether two parts share an element, for every pair that has a common row. ``parts`` must be sorted."""
     reach: list[Part] = []
     for part in parts:
         reach = [other for other in reach if not part.offsets or other.offsets[0] + other.sizes[0] > part.offsets[0]]
@@ -134,7 +135,7 @@ def _overlap(parts: Sequence[Part]) -> Iterator[bool]:
 
 
 def first_complaint(error: ValidationError) -> str:
-    """Where pydantic found the first fault, and which."""
+    """Describes pydantic's first error and where it is."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg'].removeprefix('Value error, ')}" if place else first["msg"]

@@ -1,4 +1,4 @@
-"""Weights as safetensors files, and back."""
+"""Exports weights to safetensors files and imports them."""
 
 import json
 import os
@@ -19,15 +19,15 @@ from ds_lgamp.checkpoint.whole import WholeCheckpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS_KEY = "ds_lgamp.buffers"
-"""Of a file's metadata: which of its tensors are buffers."""
+"""Metadata key of a file; lists which of its tensors are buffers."""
 
 
 class _Planned(NamedTuple):
-    """A tensor of the file to come."""
+    """A tensor to write."""
 
     name: str
     key: str | None
-    """In the checkpoint; None if it has no elements, which are not written there."""
+    """Name in the checkpoint; None for a tensor without elements, which the checkpoint does not store."""
     shape: list[int]
     dtype: torch.dtype
 
@@ -37,15 +37,19 @@ class _Planned(NamedTuple):
 
 
 def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    """Writes weights and buffers of the checkpoint ``source`` as the folder ``target``, which must not exist.
+    """Writes weights and buffers of the checkpoint ``source`` to the folder ``target``.
 
-    They are in model.safetensors or, where that would be larger than ``shard_bytes``, in several files of at most that
-    size, unless one tensor is larger, with model.safetensors.index.json. The memory it takes is that of one file.
+    Writes one file, model.safetensors, if it fits in ``shard_bytes``. Otherwise writes several files and
+    model.safetensors.index.json. Needs host memory for one file at a time.
 
     Args:
-        dtype: of the parameters; buffers keep theirs.
+        source: folder of the checkpoint.
+        target: folder to make; it must not exist.
+        dtype: data type of the written parameters; buffers keep theirs.
+        shard_bytes: maximum size of a file in bytes; only a single larger tensor exceeds it.
 
-    Raises CheckpointError if the checkpoint cannot be read or safetensors is not installed; then nothing is there.
+    Raises CheckpointError if the checkpoint cannot be read, ``target`` exists, or safetensors is not installed.
+    ``target`` is then unchanged.
     """
     _library()
     state = folders.read_state(source)
@@ -66,11 +70,13 @@ def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_byte
 
 
 def read_safetensors(source: Path) -> WholeCheckpoint:
-    """What a file, or a folder with one or with an index, has, as a checkpoint without optimizer state. Its names must
-    be those of the model's layers. Tensors that do not hold real numbers are taken for buffers, and those that
-    :func:`write_safetensors` marked.
+    """Reads a safetensors file, or a folder with model.safetensors or an index, as a checkpoint without optimizer
+    state.
 
-    Raises CheckpointError if a file is missing, is none of that format, or has no weights.
+    Tensor names must be those of the model's layers. Tensors become buffers if :func:`write_safetensors` marked them or
+    if they are not floating-point.
+
+    Raises CheckpointError if a file is missing, is no safetensors file, or has no weights.
     """
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -139,14 +145,14 @@ def _write_file(path: Path, shard: list[_Planned], reader: VerifyingReader) -> N
         for tensor in shard
     }
     marked = [tensor.name for tensor in shard if tensor.key is not None and tensor.key.startswith(f"{BUFFERS}/")]
-    # Some readers want to know whose tensors these are.
+    # Some readers require the format key, which names the framework.
     _library().torch.save_file(tensors, path, metadata={"format": "pt", _BUFFERS_KEY: json.dumps(marked)})
     with open(path, "rb") as file:
         sync(file)
 
 
 def _files(source: Path) -> dict[Path, set[str] | None]:
-    """The files to read and, where an index says, which tensors each has."""
+    """Returns the files to read, each with the tensor names that the index lists; None without an index."""
     if not source.is_dir():
         return {source: None}
     index = source / INDEX
@@ -156,7 +162,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"'{file}' is no file of the folder")
+                raise ValueError(f"'{file}' is not the name of a .safetensors file in the folder")
             files.setdefault(source / file, set()).add(name)  # type: ignore[union-attr]
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{index} is no index of safetensors files ({error}); bring it back") from None
@@ -164,7 +170,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """The tensors of a file, and which are marked as buffers."""
+    """Returns the tensors of a file, and the names of those marked as buffers."""
     library = _library()
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a .safetensors file or a folder with {SINGLE} or {INDEX}")
@@ -174,7 +180,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
             marked = json.loads((content.metadata() or {}).get(_BUFFERS_KEY, "[]"))
         if not isinstance(marked, list) or not all(isinstance(name, str) for name in marked):
             raise ValueError(f"{_BUFFERS_KEY} is no list of names")
-    # Whatever the library raises for a file that is none.
+    # The library raises various types for a file of another format.
     except Exception as error:
         first = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} is no safetensors file that can be read ({first}); bring it back") from None
@@ -182,7 +188,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
 
 
 def _place(entry: tuple[str, Any]) -> tuple[int, str]:
-    """Layers in their order, tied modules first."""
+    """Sort key: layers in order, tied modules first."""
     layer = entry[0].partition(".")[0]
     return (int(layer) if layer.isdecimal() else -1), entry[0]
 

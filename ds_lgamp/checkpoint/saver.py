@@ -1,4 +1,4 @@
-"""Writes and reads the checkpoints of all ranks together; writes while they train."""
+"""Writes and reads checkpoints on all ranks together; can write while they train."""
 
 import logging
 import threading
@@ -21,15 +21,16 @@ from ds_lgamp.partition.agreement import everyone
 
 logger = logging.getLogger(__name__)
 THREADS = "ds_lgamp checkpoint"
-"""How the names of threads that write begin."""
+"""Prefix of the names of writing threads."""
 REST = 9
-"""How much longer than it is busy the thread rests: it takes a tenth of a core and of the memory's bandwidth."""
+"""Rest time per busy time of the writing thread. It then uses a tenth of a core and of the memory bandwidth."""
 _savers: list["Saver"] = []
-"""Those that are writing, in the order they began."""
+"""Savers that are writing, in the order they began."""
 
 
 def wait_for_all() -> None:
-    """Until no save is under way. Collective over all ranks; raises CheckpointError on every rank if one failed."""
+    """Waits until no save is in progress. Collective over all ranks. Raises CheckpointError on every rank if a save
+    failed."""
     failures = []
     while _savers:
         try:
@@ -41,20 +42,20 @@ def wait_for_all() -> None:
 
 
 class Saver:
-    """One checkpoint at a time: the next waits for the last, and so does the end of the process.
+    """Saves one checkpoint at a time. The next save waits for the last, and so does process exit.
 
     All ranks call its methods together.
 
     Args:
         asynchronous: whether :meth:`save` copies the state and returns while a thread writes it.
-        keep_last: how many checkpoints stay in a directory; None keeps all.
+        keep_last: how many checkpoints to keep in a directory; None keeps all.
     """
 
     def __init__(self, asynchronous: bool, keep_last: int | None) -> None:
         self._asynchronous, self._keep_last = asynchronous, keep_last
         self._own_group: dist.ProcessGroup | None = None
         self._awaited = threading.Event()
-        """Set when somebody waits for the thread, as the end of the process does before it joins the pool's."""
+        """Set when somebody waits for the thread. Process exit sets it before it joins the pool's threads."""
         threading._register_atexit(self._awaited.set)  # type: ignore[attr-defined]
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREADS)
         self._thread: int | None = None
@@ -63,16 +64,20 @@ class Saver:
     def save(
         self, directory: Path, tag: str, tensors: Mapping[str, FlatShard], state: dict[str, Any], publish_latest: bool
     ) -> None:
-        """Writes the checkpoint ``directory/tag``, beside the one that has its name until it is whole.
+        """Writes the checkpoint ``directory/tag``. An older checkpoint with that tag stays until the new one is
+        complete.
 
         Args:
-            tensors: by name, this rank's range of each; all ranks' together are every element once.
-            state: what is no tensor, as JSON can hold it; the first rank's is written.
+            directory: folder of the checkpoints.
+            tag: name of the checkpoint's folder in it.
+            tensors: this rank's range of each tensor, by name. All ranks together must hold every element exactly once.
+            state: everything but tensors, as JSON-compatible values. The first rank's state is written.
+            publish_latest: whether to write the tag to the file ``latest``.
 
-        Raises CheckpointError on every rank if the last save failed or the directory cannot be written; if this save
-        fails later, the next call raises it.
+        Raises CheckpointError on every rank if the last save failed or the directory cannot be written. An error of the
+        writing thread is raised by the next call.
         """
-        # Of other savers, too: two saves in one directory would be in each other's way.
+        # Waits for other savers too, because two saves in one directory would interfere.
         wait_for_all()
         if self._asynchronous:
             given = tensors
@@ -94,8 +99,9 @@ class Saver:
             write()
 
     def wait(self) -> None:
-        """Until the last save is over. Raises CheckpointError on every rank if it failed."""
-        # What the thread collects as garbage may wait for the thread: an engine waits when it is destroyed.
+        """Waits until the last save is complete. Raises CheckpointError on every rank if it failed."""
+        # Garbage collection can run in the writing thread and destroy an engine, which waits for its saver. The thread
+        # must not wait for itself.
         if self._writing is not None and threading.get_ident() != self._thread:
             writing, self._writing = self._writing, None
             _savers.remove(self)
@@ -103,14 +109,19 @@ class Saver:
             writing.result()
 
     def load(self, reader: VerifyingReader, targets: Mapping[str, FlatShard]) -> None:
-        """Fills this rank's ranges of the tensors of a checkpoint. Raises CheckpointError on every rank if one cannot
-        read what it needs; the targets may then be half filled."""
+        """Fills this rank's ranges of a checkpoint's tensors.
+
+        Raises CheckpointError on every rank if one rank cannot read its ranges. The targets may then be partly filled.
+        """
         loading = partial(dcp.load, dict(targets), storage_reader=reader, planner=ShardLoadPlanner())
         everywhere(lambda: loading(process_group=self._group()))
 
     def _group(self) -> dist.ProcessGroup:
-        """All ranks; of its own, because a thread uses it while they train. Those that are done wait for the slowest
-        disk, and notice at once when a rank is gone."""
+        """Returns a group of all ranks. It is separate because the writing thread uses it during training.
+
+        The timeout is long, because ranks that are done wait for the slowest disk. They notice at once when a rank is
+        gone.
+        """
         if self._own_group is None:
             self._own_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         return self._own_group
@@ -123,8 +134,8 @@ class Saver:
         publish: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
-        """In the thread, if there is one; ``publish`` and then ``follow`` are called on the first rank when all have
-        written."""
+        """Writes the tensors, in the thread if there is one. The first rank calls ``publish`` and then ``follow`` when
+        all ranks have written."""
         self._thread = threading.get_ident() if self._asynchronous else None
         first = dist.get_rank(group) == 0
 
@@ -141,7 +152,8 @@ class Saver:
         for complaint, step in steps.items():
             try:
                 step()
-            # DCP tells all ranks of what fails on one. What is no CheckpointException is that they cannot talk.
+            # DCP reports an error of one rank to all ranks, as a CheckpointException. Any other exception means that
+            # the ranks cannot communicate.
             except (Exception, CheckpointException) as error:
                 if first:
                     folders.discard(destination)
@@ -151,11 +163,12 @@ class Saver:
                 raise failure from None
 
     def _rest(self, seconds: float) -> None:
-        """After the thread was busy for so long: leaves cores and memory to the training, unless that waits."""
+        """Rests after ``seconds`` of work, to leave cores and memory bandwidth to training. Returns early if training
+        waits."""
         self._awaited.wait(seconds * REST)
 
     def _follow(self, directory: Path, tag: str, publish_latest: bool) -> None:
-        """What a published checkpoint changes beside it."""
+        """Updates ``latest`` and removes old checkpoints after a checkpoint is published."""
         if publish_latest:
             folders.write_latest(directory, tag)
         if self._keep_last is not None:
@@ -163,7 +176,7 @@ class Saver:
 
 
 def _nothing() -> None:
-    """What the other ranks do while the first acts."""
+    """Placeholder for the other ranks while the first acts."""
 
 
 def _failure(folder: Path, complaint: str, error: BaseException) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint writes and reads of a tensor of which this rank has a range."""
+"""Adapts this rank's range of a tensor to torch.distributed.checkpoint."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,15 +14,15 @@ from ds_lgamp.checkpoint.boxes import boxes
 
 
 class FlatShard:
-    """A range of a flattened tensor; speaks torch.distributed.checkpoint's protocol for tensors of which a rank has
-    parts.
+    """A range of a flattened tensor. Implements torch.distributed.checkpoint's protocol for tensors of which a rank
+    holds parts.
 
     Args:
-        shape: of the tensor.
-        start: where the range begins in the flattened tensor.
+        shape: shape of the tensor.
+        start: index of the range's first element in the flattened tensor.
         values: the range [numel], on any device; not copied.
-        whole_shape: of the tensor of which this is a slice; None if it is all of it.
-        slice_offsets: where in that the slice begins.
+        whole_shape: shape of the whole tensor if this tensor is a slice; None if it is not.
+        slice_offsets: offsets of the slice in the whole tensor.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FlatShard:
             self._boxes[tuple(map(sum, zip(self.slice_offsets, box.offsets)))] = box
 
     def with_values(self, values: torch.Tensor) -> "FlatShard":
-        """The same range in other memory."""
+        """The same range with other values."""
         return FlatShard(self.shape, self.start, values, self.whole_shape, self.slice_offsets)
 
     def __create_write_items__(self, name: str, shard: "FlatShard") -> list[WriteItem]:
@@ -70,7 +70,7 @@ class FlatShard:
 
 
 def staged(shards: Mapping[str, FlatShard]) -> dict[str, FlatShard]:
-    """Copies in the host's memory, complete when this returns."""
+    """Copies the shards to host memory, pinned if they are on a device. The copies are complete on return."""
     copies = {}
     devices = set()
     for name, shard in shards.items():

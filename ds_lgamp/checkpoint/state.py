@@ -1,4 +1,4 @@
-"""What state.json holds, checked before anything is done by it."""
+"""The schema of state.json. The content is validated before use."""
 
 import json
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ from ds_lgamp.checkpoint.values import UnsupportedValue, decode
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Encoded = dict[str, Any]
-"""Of values.py."""
+"""A dictionary that values.py encoded."""
 
 
 class _Strict(BaseModel):
-    """Other keys are left as they are."""
+    """Checks types strictly and keeps unknown keys."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class Layout(_Strict):
-    """Where the run was when it was written."""
+    """The layout of the run that wrote the checkpoint."""
 
     pipeline_ranks: Positive
     data_ranks: Positive
@@ -41,10 +41,10 @@ class Layout(_Strict):
 
 
 class Layers(_Strict):
-    """What the layout of stock DeepSpeed's pipelines depends on."""
+    """The facts on which stock DeepSpeed's pipeline layout depends."""
 
     types: list[str] | None
-    """None where only a run would know."""
+    """None if only a run could know them."""
     tied: dict[str, list[Count]]
     partition_method: str | None
     extra_states: list[str]
@@ -53,14 +53,14 @@ class Layers(_Strict):
 class Parameter(_Strict):
     shape: Sizes
     group: Count | None
-    """Of the optimizer; None if it does not train."""
+    """Index of the optimizer's parameter group; None if the parameter does not train."""
 
 
 class Optimizer(_Strict):
     kind: str | None = Field(alias="class")
     groups: list[Encoded]
     scalars: list[Encoded]
-    """By group, state that is no tensor of the model."""
+    """By group, the state that is no tensor with the parameter's shape."""
 
     @model_validator(mode="after")
     def _have_both(self) -> "Optimizer":
@@ -72,11 +72,11 @@ class Optimizer(_Strict):
 class Scheduler(_Strict):
     kind: str | None = Field(alias="class")
     state: Any
-    """Encoded. Mostly a dictionary; what it is, the scheduler decides."""
+    """Encoded. It is mostly a dictionary, but the scheduler decides."""
 
 
 class LossScaler(_Strict):
-    """Named as the attributes of DeepSpeed's dynamic one are."""
+    """Keys are the attribute names of DeepSpeed's dynamic loss scaler."""
 
     cur_scale: float
     cur_iter: Count
@@ -85,7 +85,7 @@ class LossScaler(_Strict):
 
 
 class Counters(_Strict):
-    """Named as the engine's attributes are."""
+    """Keys are the attribute names of the engine."""
 
     global_steps: Count
     global_samples: Count
@@ -107,19 +107,19 @@ class State(_Strict):
     layers: Layers
     parameters: dict[str, Parameter]
     optimizer: Optimizer | None
-    """None if there are weights only."""
+    """None for a checkpoint of weights only."""
     lr_scheduler: Scheduler | None
     loss_scaler: LossScaler | None
     counters: Counters
     micro_offset: Count
     data: Epoch | None
     tensors: Annotated[str, Field(pattern=r"^tensors-\w+$")]
-    """The folder that has them."""
+    """Name of the tensor folder."""
     index_checksum: Checksum
 
 
 def check_state(path: Path, state: Any) -> None:
-    """Raises CheckpointError if ``state``, which ``path`` holds, is not what save_checkpoint writes."""
+    """Raises CheckpointError if ``state``, read from ``path``, is not what save_checkpoint writes."""
     try:
         State.model_validate(state)
         decode(state)
@@ -130,8 +130,10 @@ def check_state(path: Path, state: Any) -> None:
 
 
 def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
-    """The random states and client state that the tensor ``name`` of the checkpoint ``folder`` has for a rank. Raises
-    CheckpointError if it has not."""
+    """Decodes a rank's random states and client state from the tensor ``name`` of the checkpoint ``folder``.
+
+    Raises CheckpointError if the tensor does not hold them.
+    """
     try:
         content = decode(json.loads(text.numpy().tobytes()))
     except (RecursionError, UnsupportedValue, ValueError) as error:
@@ -142,7 +144,7 @@ def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
 
 
 def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:
-    """Raises CheckpointError if the ``tensors`` of a checkpoint are not those that its ``state`` in ``path`` lists."""
+    """Raises CheckpointError if ``tensors`` do not match the list in ``state``, read from ``path``."""
     shapes = {name: info["shape"] for name, info in state["parameters"].items()}
     for name, shape in shapes.items():
         if prod(shape) and f"{PARAMETERS}/{name}" not in tensors:

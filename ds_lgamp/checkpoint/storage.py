@@ -1,7 +1,7 @@
-"""The files of torch.distributed.checkpoint (DCP), with checksums, and read as data only.
+"""Writes and reads the files of torch.distributed.checkpoint (DCP), with checksums, and loads them as data only.
 
-Any DCP reader can read the folder. Beside DCP's own files it has index.json, by which it is read here: DCP's index,
-``.metadata``, is a pickle.
+Any DCP reader can read the folder. DCP's own index, ``.metadata``, is a pickle and could run code. The reader here uses
+index.json instead, which lies beside DCP's files.
 """
 
 import dataclasses
@@ -41,24 +41,24 @@ from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
 METADATA, INDEX = ".metadata", "index.json"
 _STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
-"""The file name of a tensor's storage in the archive that torch.save writes, and by which byte it has begun."""
+"""File name of a tensor's storage in torch.save's archive, and a limit in bytes before which the storage begins."""
 _PIECE = 1 << 20
-"""Bytes that are read or written, and looked at while a core still holds them."""
+"""Bytes to read or write at a time. The checksum is computed while the piece is still in the cache."""
 
 
 class _Written(NamedTuple):
-    """Where an item lies, and its checksum, on the way from the rank that wrote it to the first."""
+    """The place and checksum of an item. The writing rank sends them to the first rank."""
 
     place: _StorageInfo
     checksum: str
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes DCP's files, one for every rank that has something to write, each synced.
+    """Writes and syncs DCP's files, one for every rank that has something to write.
 
     Args:
-        folder: where they go.
-        finished: called on the first rank when all are on the disk; if it fails, so does the save on every rank.
+        folder: where to write.
+        finished: called on the first rank when all files are on the disk. If it fails, the save fails on every rank.
         rest: called after every piece with the seconds it took.
     """
 
@@ -90,7 +90,7 @@ class ChecksummedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when all have written."""
+        """Writes the indices. Runs on the first rank when all ranks have written."""
         written = [(result.index, *result.storage_data) for rank in results for result in rank]
         places = [
             [dataclasses.replace(result, storage_data=result.storage_data.place) for result in rank] for rank in results
@@ -99,19 +99,19 @@ class ChecksummedWriter(FileSystemWriter):
         folder = Path(self.path)
         with open(folder / METADATA, "rb") as file:
             index = make_index(metadata, written, checksum_of(file.read()))
-            # DCP syncs it before the end of it is written.
+            # DCP syncs the file before its last bytes are written.
             os.fsync(file.fileno())
         write_synced(folder / INDEX, index.model_dump_json())
         sync_folder(folder)
         self._finished()
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path, which is another when somebody moves the folder."""
+        """Omits the path, which changes when somebody moves the folder."""
         return StorageMeta()
 
 
 class _ChecksummedFile(io.RawIOBase):
-    """What torch.save writes to."""
+    """The file object that torch.save writes to. It computes the checksum."""
 
     def __init__(self, file: io.BufferedWriter, rest: Callable[[float], None] | None) -> None:
         super().__init__()
@@ -134,16 +134,17 @@ class _ChecksummedFile(io.RawIOBase):
 def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
     try:
         with _without_crc32():
-            # Without the storage around it, which torch.save would write too.
+            # torch.save would also write the rest of a larger storage.
             torch.save(_by_itself(tensor), cast(IO[bytes], file))
     except RuntimeError as error:
-        # After a write that fails, torch.save ends its archive and complains of that.
+        # If a write fails, torch.save still closes its archive and raises a misleading error. The original error is its
+        # context.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Without the checksums in torch.save's archives, which torch.load does not look at."""
+    """Turns off the checksums in torch.save's archives, because torch.load ignores them."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -153,7 +154,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with a storage that ends where it ends; not copied if it is contiguous."""
+    """Returns ``tensor`` with a storage of exactly its size. Copies only if it is not contiguous."""
     flat = tensor.contiguous().reshape(-1)
     if flat.untyped_storage().nbytes() == flat.nbytes:
         return tensor.contiguous()
@@ -161,13 +162,13 @@ def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class VerifyingReader(FileSystemReader):
-    """Reads a folder that :class:`ChecksummedWriter` wrote; every item is checked as it is read.
+    """Reads a folder that :class:`ChecksummedWriter` wrote and verifies every item.
 
     Args:
-        folder: with DCP's files.
-        checksum: of index.json.
+        folder: folder with DCP's files.
+        checksum: checksum of index.json.
 
-    Raises CheckpointError if index.json is missing, damaged, or lists other than whole tensors.
+    Raises CheckpointError if index.json is missing, damaged, or lists incomplete tensors.
     """
 
     def __init__(self, folder: Path, checksum: str) -> None:
@@ -200,7 +201,7 @@ class VerifyingReader(FileSystemReader):
         return future
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor ``name``. Raises CheckpointError if it is not what was written."""
+        """Reads the tensor ``name``. Raises CheckpointError if its file is missing or damaged."""
         entry = self.tensors[name]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for part in self.index.tensors[name].parts:
@@ -218,7 +219,8 @@ class VerifyingReader(FileSystemReader):
     def _read(
         self, file: io.BufferedReader, name: str, part: Part, target: torch.Tensor, chosen: Sequence[slice]
     ) -> None:
-        """Reads what is ``chosen`` of ``part`` into ``target``: at once, if that is all of it and lies there alike."""
+        """Reads the slices ``chosen`` of ``part`` into ``target``. Needs no copy if ``target`` takes the whole part in
+        the same data type, contiguous and on the CPU."""
         dtype = self.tensors[name].properties.dtype
         if target.numel() == prod(part.sizes) and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
             self._fill(file, name, part, target.view(-1))
@@ -228,8 +230,11 @@ class VerifyingReader(FileSystemReader):
             target.copy_(values[tuple(chosen)])
 
     def _fill(self, file: io.BufferedReader, name: str, part: Part, values: torch.Tensor) -> None:
-        """Reads the numbers of ``part`` of the tensor ``name`` into ``values`` [numel], where they stay. torch.load
-        would copy them once more, which takes as long as to read them, and would look at the code beside them."""
+        """Reads the numbers of ``part`` of the tensor ``name`` into ``values`` [numel] directly.
+
+        torch.load would copy them once more, which takes as long as reading them. It would also interpret the pickle
+        beside them.
+        """
         path = self.folder / part.file
         if os.fstat(file.fileno()).st_size < part.position + part.length:
             raise damaged(path)
@@ -252,17 +257,18 @@ class VerifyingReader(FileSystemReader):
         hasher.update(rest)
         if hasher.hexdigest() != part.checksum:
             raise damaged(path)
-        # Where the numbers end, the zip file goes on.
+        # The numbers must end where the next zip record begins.
         if not fits or (head[end:] + rest)[:2] != b"PK":
             raise CheckpointError(f"{path} holds no tensor for {name}; do not trust this checkpoint")
 
 
 def _storage_in(head: bytes) -> int:
-    """Where the numbers of a tensor begin in the archive that torch.save wrote; 0 if ``head`` is of none."""
+    """Returns the byte at which a tensor's numbers begin in torch.save's archive; 0 if ``head`` is no such archive."""
     name = head.find(_STORAGE)
     if name < 2:
         return 0
-    # An entry of a zip file: its name, as many bytes as those before the name say, then what it holds.
+    # A zip entry is its name, an extra field and its content. The two bytes before the name give the length of the
+    # field.
     (between,) = struct.unpack_from("<H", head, name - 2)
     return name + len(_STORAGE) + between
 
@@ -294,7 +300,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def verified(path: Path, checksum: str) -> bytes:
-    """What ``path`` holds. Raises CheckpointError if it is missing or its checksum is another."""
+    """Reads ``path``. Raises CheckpointError if it is missing or damaged."""
     with open_data(path) as file:
         data = file.read()
     if checksum_of(data) != checksum:
@@ -303,7 +309,7 @@ def verified(path: Path, checksum: str) -> bytes:
 
 
 def open_data(path: Path) -> io.BufferedReader:
-    """Raises CheckpointError if the file is missing."""
+    """Opens ``path`` for reading. Raises CheckpointError if it is missing."""
     try:
         return open(path, "rb")
     except FileNotFoundError:
@@ -315,7 +321,7 @@ def damaged(path: Path) -> CheckpointError:
 
 
 def sync(file: Any) -> None:
-    """Waits until what was written to ``file`` is on the disk."""
+    """Waits until everything written to ``file`` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 

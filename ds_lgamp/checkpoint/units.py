@@ -1,4 +1,5 @@
-"""The weights and optimizer state of a partition under the global names of parameters, at every layout."""
+"""Names the weights and optimizer state of a partition by global parameter names, which are the same at every
+layout."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,33 +14,36 @@ from ds_lgamp.partition.unit import Segment, Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
-"""What the names of tensors in a checkpoint begin with."""
+"""First parts of tensor names in a checkpoint."""
 
 
 class Range(NamedTuple):
-    """Elements of a parameter that lie one after another in this rank's shard."""
+    """Elements of a parameter that are consecutive in this rank's shard."""
 
     part: Part
     in_shard: slice
     start: int
-    """Of the first in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
 
     def of(self, values: torch.Tensor, first: int = 0) -> FlatShard:
-        """The range in ``values``, which hold the shard from element ``first`` on."""
+        """Returns this range of ``values``, which hold the shard from element ``first`` on."""
         part, within = self.part, slice(self.in_shard.start - first, self.in_shard.stop - first)
         return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
 
 
 def held(unit: Unit) -> Iterator[Range]:
-    """All this rank's shard has."""
+    """Yields all ranges that this rank's shard holds."""
     for part in parts_of(unit):
         if part.numel:
             yield Range(part, part.in_shard, part.in_parameter.start)
 
 
 def written(unit: Unit) -> Iterator[Range]:
-    """What this rank writes to a checkpoint: every element of the model is written by one rank, also at stage 0, where
-    all data-parallel ranks hold it, and of a tied unit, which several pipeline ranks hold."""
+    """Yields the ranges that this rank writes to a checkpoint.
+
+    Exactly one rank writes every element of the model. This also holds at stage 0, where all data-parallel ranks hold
+    every element, and for a tied unit, which several pipeline ranks hold.
+    """
     if not unit.counts_in_norm:
         return
     ranks, rank = unit.data_group.size(), unit.data_group.rank()
@@ -55,13 +59,13 @@ def written(unit: Unit) -> Iterator[Range]:
 
 
 def weights(partition: ZeroPartition) -> dict[str, FlatShard]:
-    """What this rank writes of the parameters: master weights where there are any. The weights in a smaller type are
-    these rounded."""
+    """Returns the parameters that this rank writes: master weights where they exist. Weights in a smaller type are
+    rounded from them."""
     return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master) for unit in partition.units for r in written(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
-    """What this rank writes of the optimizer state that has a value for every element."""
+    """Returns the optimizer state that this rank writes and that has one value per element."""
     tensors = {}
     for unit in partition.units:
         for r in written(unit):
@@ -73,8 +77,11 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
 
 
 def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The rest of the optimizer state, such as the number of steps, by group, encoded. It is the same for all
-    parameters of a group, which step together. Raises CheckpointError if it holds what no checkpoint can."""
+    """Returns the other optimizer state, such as the number of steps, encoded, by group.
+
+    The parameters of a group step together, so they share it. Raises CheckpointError if a checkpoint cannot hold a
+    value.
+    """
     scalars: dict[int, dict[str, Any]] = {}
     for segment in partition.segments():
         elementwise = _elementwise(optimizer, segment)
@@ -95,11 +102,11 @@ def _elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str
 
 
 class Loading:
-    """Memory for what a checkpoint has of this rank's shards, until all ranks have read theirs.
+    """Buffers what this rank reads from a checkpoint until all ranks have read their shards.
 
     Args:
-        partition: whose shards.
-        tensors: the names in the checkpoint and their types.
+        partition: the partition to load into.
+        tensors: data types of the checkpoint's tensors, by name.
     """
 
     def __init__(self, partition: ZeroPartition, tensors: Mapping[str, torch.dtype]) -> None:
@@ -107,10 +114,10 @@ class Loading:
         self._masters: list[tuple[Unit, torch.Tensor]] = []
         self._states: list[dict[str, torch.Tensor]] = []
         self.targets: dict[str, FlatShard] = {}
-        """By name in the checkpoint, what is to be read."""
+        """The ranges to read, by name in the checkpoint."""
 
     def add_weights(self) -> None:
-        """Parameters the checkpoint does not have keep their values."""
+        """Adds all weights. Parameters that the checkpoint lacks keep their values."""
         for unit in self._partition.units:
             values = unit.master.detach().to("cpu", copy=True)
             self._masters.append((unit, values))
@@ -142,26 +149,27 @@ class Loading:
                 self.targets[name] = r.of(values, first)
 
     def commit_weights(self) -> None:
-        """What was read becomes the weights."""
+        """Copies what was read into the weights."""
         for unit, values in self._masters:
             unit.load(values)
 
     def commit_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]
     ) -> None:
-        """What was read becomes the optimizer's state.
+        """Loads what was read into the optimizer.
 
         Args:
-            groups: options of the parameter groups; others keep their values.
-            scalars: by group, the state that is no tensor of the model, encoded.
+            optimizer: the optimizer to load into.
+            groups: options of the parameter groups; options not listed keep their values.
+            scalars: by group, the encoded state that has no value per element.
         """
         own = optimizer.state_dict()["param_groups"]
         indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
-            # Parameters the checkpoint does not have begin anew, and count from there.
+            # Parameters that the checkpoint lacks start without optimizer state.
             if tensors or (scalars[segment.group] and not any(self._states)):
-                # Decoded for each: an optimizer counts in the tensors it is given.
+                # Decodes once per parameter, because an optimizer updates the tensors it is given in place.
                 state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
         merged = [{**mine, **group, "params": mine["params"]} for group, mine in zip(groups, own)]
         optimizer.load_state_dict({"state": state, "param_groups": merged})

@@ -1,4 +1,4 @@
-"""Values that are no tensors of the model as JSON: what is read back is data, never code."""
+"""Encodes values that are no tensors of the model as JSON. Decoding makes data and runs no code."""
 
 import base64
 import json
@@ -29,26 +29,26 @@ from ds_lgamp.checkpoint.classes import (
 )
 
 _TAG = "type"
-"""Marks a dictionary that stands for another value."""
+"""Key of a dictionary that encodes another value."""
 _ARRAY_KINDS = "biufcmMSU"
-"""Of NumPy: truth values, numbers, times and text."""
+"""Kinds of NumPy arrays: booleans, numbers, times and text."""
 _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
 _FACTORIES: dict[str | None, type | None] = {
     None: None,
     **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)},
 }
-"""What a defaultdict may make its values with."""
+"""Default factories that a decoded defaultdict may have."""
 
 
 class UnsupportedValue(TypeError):
-    """A value of a type that has no place in a checkpoint; the message says which."""
+    """A checkpoint cannot hold a value of this type. The message names the type."""
 
 
 def encode(value: Any) -> Any:
-    """``value`` as JSON can hold it.
+    """Encodes ``value`` as JSON-compatible data.
 
-    Raises UnsupportedValue for what is none of: None, numbers, strings, bytes, paths, tensors and arrays; lists,
-    tuples, sets, dictionaries and namespaces of these; enums and dataclasses that can be found by their names.
+    Supports None, numbers, strings, bytes, paths, tensors and arrays; lists, tuples, sets, dictionaries and namespaces
+    of these; enums and dataclasses that can be found by name. Raises UnsupportedValue for anything else.
     """
     try:
         return _encode(value)
@@ -57,10 +57,12 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that :func:`encode` made ``value`` of. Tensors come back on the CPU, dictionaries of other classes as
-    plain ones, and objects whose class is not imported as a :class:`Record`, named tuples as tuples.
+    """Decodes what :func:`encode` returned.
 
-    Raises UnsupportedValue for what it did not make.
+    Tensors are on the CPU. Dictionaries of other classes become plain ones. If a class is not imported, its objects
+    become a :class:`Record` and its named tuples become tuples.
+
+    Raises UnsupportedValue for anything that :func:`encode` does not return.
     """
     try:
         return _decode(value)
@@ -146,7 +148,7 @@ def _decode_pairs(value: list[Any]) -> dict[Any, Any]:
 def _decode_attributes(value: Any) -> dict[str, Any]:
     attributes = _decode(value)
     if type(attributes) is not dict or not all(type(name) is str for name in attributes):
-        raise UnsupportedValue("an object whose attributes have no names")
+        raise UnsupportedValue("an object whose attribute names are not strings")
     return attributes
 
 
@@ -156,7 +158,7 @@ def _with_attributes(namespace: Any, value: dict[str, Any]) -> Any:
 
 
 def _encode_default_dict(value: defaultdict[Any, Any]) -> dict[str, Any]:
-    """With a factory that is no built-in type, it is a plain dictionary."""
+    """Encodes a plain dictionary if the factory is no built-in type."""
     for name, factory in _FACTORIES.items():
         if factory is value.default_factory:
             return {"factory": name, "value": _pairs(value)}
@@ -164,7 +166,7 @@ def _encode_default_dict(value: defaultdict[Any, Any]) -> dict[str, Any]:
 
 
 def _in_one_order(value: set[Any] | frozenset[Any]) -> list[Any]:
-    """Alike in every process."""
+    """Sorts the encoded entries, so that every process writes the same order."""
     return sorted((_encode(entry) for entry in value), key=lambda entry: json.dumps(entry, sort_keys=True))
 
 
@@ -221,7 +223,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def _decode_dtype(name: Any) -> torch.dtype:
-    # Not an attribute of torch: it imports some when they are asked for.
+    # Avoids getattr, because torch imports some attributes on demand.
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedValue(f"a tensor of type '{name}', which this torch does not have")
@@ -238,7 +240,7 @@ def _array_fields(array: numpy.ndarray) -> dict[str, Any]:
 def _decode_array(value: dict[str, Any]) -> numpy.ndarray:
     dtype = numpy.dtype(value["dtype"])
     if dtype.kind not in _ARRAY_KINDS:
-        raise UnsupportedValue(f"an array of type '{value['dtype']}', which no array has here")
+        raise UnsupportedValue(f"an array of type '{value['dtype']}', which a checkpoint cannot hold")
     flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=dtype)
     return flat.reshape(value["shape"]).copy()
 
@@ -277,7 +279,7 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     numpy.ndarray: ("array", _array_fields),
     Record: ("record", _record_fields),
 }
-"""By exact type: its tag, and what stands beside the tag."""
+"""By exact type: the tag, and a function that returns the other fields."""
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda value: float(value["value"]),
     "complex": lambda value: complex(*_decode_entries(value)),

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, byte by byte."""
+"""Verifies a checkpoint byte by byte."""
 
 from pathlib import Path
 
@@ -10,8 +10,11 @@ from ds_lgamp.checkpoint.units import RANKS
 
 
 def verify(folder: Path) -> None:
-    """Reads all of the checkpoint ``folder``, a tensor at a time. Raises CheckpointError, which names the file, if a
-    byte is not what was written, or an element of a tensor or a tensor that state.json lists is not there."""
+    """Reads and verifies the whole checkpoint ``folder``, one tensor at a time.
+
+    Raises CheckpointError, which names the file, if a byte differs from what was written, or if an element or a tensor
+    that state.json lists is missing.
+    """
     state = folders.read_state(folder)
     reader = folders.reader(folder, state)
     verified(reader.folder / METADATA, reader.index.metadata_checksum)
@@ -23,7 +26,7 @@ def verify(folder: Path) -> None:
 
 
 def _check_lengths(reader: VerifyingReader) -> None:
-    """The parts of every file are all it has."""
+    """Raises CheckpointError if a file has bytes that belong to no part."""
     parts = sorted(
         (part.file, part.position, part.length) for tensor in reader.index.tensors.values() for part in tensor.parts
     )
@@ -34,10 +37,12 @@ def _check_lengths(reader: VerifyingReader) -> None:
         ends[file] = position + length
     for file, end in ends.items():
         path = reader.folder / file
-        # One that is missing or too short says so when it is read.
+        # A missing or short file raises an error when it is read.
         if path.is_file() and path.stat().st_size > end:
             raise _other_length(path)
 
 
 def _other_length(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} has bytes that belong to no tensor; bring back what was written")
+    return CheckpointError(
+        f"{path} has bytes that belong to no tensor; restore the original file, or load another checkpoint"
+    )

@@ -1,4 +1,4 @@
-"""A whole checkpoint in the memory of one process, for conversion to and from other formats."""
+"""Reads and writes a whole checkpoint in the memory of one process, for conversion to and from other formats."""
 
 import json
 import warnings
@@ -21,29 +21,29 @@ from ds_lgamp.checkpoint.values import decode, encode
 
 
 class WholeCheckpoint(NamedTuple):
-    """What a run at one rank without parallelism would save."""
+    """The checkpoint that a run on one rank without parallelism would save."""
 
     parameters: dict[str, torch.Tensor]
-    """By global name, in layer order; master weights where there are any."""
+    """Parameters by global name, in layer order; master weights where they exist."""
     buffers: dict[str, torch.Tensor]
-    """By global name, those of the first data-parallel rank."""
+    """Buffers of the first data-parallel rank, by global name."""
     moments: dict[str, dict[str, torch.Tensor]]
-    """By key of the optimizer's state and global name."""
+    """Optimizer state with one value per element, by key and then by global name."""
     state: dict[str, Any]
-    """What state.json holds, decoded."""
+    """The decoded content of state.json."""
     client_state: dict[str, Any]
-    """Of the first rank."""
+    """Client state of the first rank."""
 
 
 def read_whole(folder: Path) -> WholeCheckpoint:
-    """The checkpoint ``folder``. Raises CheckpointError if it is none, or damaged."""
+    """Reads the checkpoint ``folder``. Raises CheckpointError if it is no checkpoint or is damaged."""
     state = folders.read_state(folder)
     reader = folders.reader(folder, state)
     wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0")
     tensors = {name: reader.whole(name) for name in wanted}
     whole = WholeCheckpoint({}, {}, {}, decode(state), {})
     for name in state["parameters"]:
-        # Of no elements there is nothing to write.
+        # A checkpoint does not store tensors without elements.
         whole.parameters[name] = tensors.get(f"{PARAMETERS}/{name}", torch.empty(state["parameters"][name]["shape"]))
     for key, tensor in tensors.items():
         kind, rest = key.split("/", 1)
@@ -58,8 +58,10 @@ def read_whole(folder: Path) -> WholeCheckpoint:
 
 
 def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
-    """Writes ``whole`` as the checkpoint ``folder``, which a run at any layout can load. Random states are those the
-    run has then."""
+    """Writes ``whole`` as the checkpoint ``folder``, which runs at any layout can load.
+
+    It has no random states: a run that loads it keeps its own.
+    """
     tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in whole.parameters.items()}
     tensors |= {f"{BUFFERS}/0/{name}": tensor for name, tensor in whole.buffers.items()}
     for key, moments in whole.moments.items():
@@ -81,7 +83,7 @@ def _shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, FlatShard]:
 
 
 def _alone(action: Any) -> None:
-    """Runs DCP in this process only. Raises CheckpointError where it fails."""
+    """Runs DCP in this process only. Raises CheckpointError if it fails."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

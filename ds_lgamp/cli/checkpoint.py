@@ -1,4 +1,4 @@
-"""``ds_lgamp checkpoint``: looks at checkpoints, checks them, and converts them to and from other formats."""
+"""``ds_lgamp checkpoint``: describes and verifies checkpoints, and converts them to and from other formats."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ _GIGABYTE = 10**9
 
 
 def run_command(action: str, options: argparse.Namespace, output: TextIO) -> int:
-    """Does what the command line says; returns 0, or 1 after one sentence on standard error."""
+    """Runs the command ``action``. Returns 0, or 1 after it has written one sentence to standard error."""
     actions: dict[str, Callable[[argparse.Namespace, TextIO], None]] = {
         "info": _info,
         "verify": _verify,
@@ -70,7 +70,10 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What the checkpoint ``folder`` is, as JSON can hold it; sizes in bytes. Raises CheckpointError if it is none."""
+    """Describes the checkpoint ``folder`` as JSON-compatible data; sizes are in bytes.
+
+    Raises CheckpointError if the folder is no checkpoint or is damaged.
+    """
     state = folders.read_state(folder)
     tensors = folders.reader(folder, state).tensors
     optimizer, scheduler = state["optimizer"], state["lr_scheduler"]
@@ -124,14 +127,15 @@ def _as_text(described: dict[str, Any]) -> str:
 
 
 def _existing(source: Path) -> Path:
-    """``source`` if it is a checkpoint, or that which its ``latest`` names."""
+    """Returns ``source`` if it is a checkpoint, else the checkpoint that its ``latest`` names."""
     source = source.resolve()
     tag = None if _is_checkpoint(source) else folders.read_latest(source)
     return source if tag is None else source / tag
 
 
 def _new(target: Path, tag: str) -> Path:
-    """``target``, or ``tag`` inside it if it is a folder of checkpoints already."""
+    """Returns ``target``, or ``tag`` inside it if it is already a folder of checkpoints. Raises CheckpointError if that
+    exists."""
     target = target.resolve()
     folder = target / tag if target.is_dir() and not _is_checkpoint(target) else target
     if folder.exists():
@@ -144,7 +148,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _read_foreign(source: Path) -> tuple[WholeCheckpoint, str]:
-    """What another program wrote, and what to call it."""
+    """Reads a checkpoint of another program. Returns it and a name for it."""
     if source.suffix == ".safetensors" or any((source / name).is_file() for name in (SINGLE, INDEX)):
         return read_safetensors(source), source.resolve().name.removesuffix(".safetensors")
     folder = _existing(source)

@@ -1,4 +1,4 @@
-"""``ds_lgamp env``: what is installed, and whether ds_lgamp can work with it."""
+"""``ds_lgamp env``: shows what is installed and whether ds_lgamp can work with it."""
 
 import importlib
 import importlib.metadata
@@ -25,27 +25,27 @@ _ABSENT = "not installed"
 
 @dataclass
 class Environment:
-    """What was found."""
+    """The result of the inspection."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """By package; a few words where there is no version to give."""
+    """Version of each package, or a few words if it has none."""
     accelerator: str = "unknown"
     communication_backend: str = "unknown"
-    """The one DeepSpeed chooses for the accelerator."""
+    """The backend that DeepSpeed chooses for the accelerator."""
     backends: dict[str, bool] = field(default_factory=dict)
-    """Whether torch was built with it."""
+    """Whether torch was built with each backend."""
     devices: list[str] = field(default_factory=list)
-    """GPUs, with their memory."""
+    """GPUs with their memory."""
     seams: dict[str, bool] = field(default_factory=dict)
-    """Whether the installed DeepSpeed has what ds_lgamp overrides, calls or reads."""
+    """Whether the installed DeepSpeed has each part that ds_lgamp overrides, calls or reads."""
     missing_megatron_seams: list[str] | None = None
-    """What the installed Megatron-core lacks of what runs of Megatron-LM's scripts need; None without Megatron-core."""
+    """Parts that Megatron-LM's scripts need and the installed Megatron-core lacks; None without Megatron-core."""
     problem: str | None = None
-    """What stands in the way, and what to do; None if nothing does."""
+    """The problem and its fix; None if ds_lgamp is ready."""
 
 
 def run_env(as_json: bool, output: TextIO) -> int:
-    """Writes the report to ``output``; returns 0 if ds_lgamp is ready, else 1."""
+    """Writes the report to ``output``. Returns 0 if ds_lgamp is ready, else 1."""
     found = inspect_environment()
     if as_json:
         output.write(json.dumps({**asdict(found), "ready": found.problem is None}) + "\n")
@@ -55,7 +55,8 @@ def run_env(as_json: bool, output: TextIO) -> int:
 
 
 def inspect_environment() -> Environment:
-    """Looks at the interpreter's packages and the machine's devices; imports torch and DeepSpeed if they are there."""
+    """Inspects the interpreter's packages and the machine's devices. Imports torch and DeepSpeed if they are
+    installed."""
     found = Environment()
     found.versions = {"python": platform.python_version(), "ds_lgamp": __version__}
     for name, distributions in _DISTRIBUTIONS.items():
@@ -79,7 +80,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _apex() -> str:
-    """NVIDIA's apex has fused optimizers; another project is called apex on PyPI."""
+    """Finds NVIDIA's apex, which has fused optimizers. Another project on PyPI is also called apex."""
     if importlib.util.find_spec("apex") is None:
         return _ABSENT
     version = _version("apex") or "unknown version"
@@ -147,11 +148,12 @@ def _look_at_deepspeed(found: Environment) -> None:
 
 
 def _look_at_megatron(found: Environment) -> None:
-    """Who runs no scripts of Megatron-LM needs none of this, so that it is no problem of the environment."""
+    """Finds missing parts of Megatron-core. They are no problem of the environment, because only Megatron-LM's scripts
+    need them."""
     from ds_lgamp.integrations.megatron.loop.seams import missing_seams
 
     with warnings.catch_warnings():
-        # Of what Megatron-core could also use.
+        # Megatron-core warns about optional packages.
         warnings.simplefilter("ignore")
         found.missing_megatron_seams = missing_seams()
 

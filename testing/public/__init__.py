@@ -1,4 +1,4 @@
-"""Public code, unedited, with a block and without: ``python -m testing.public``.
+"""Runs unedited public code with and without a block: ``python -m testing.public``.
 
-The trees are given by path; what has none is skipped, visibly. Everything runs on the CPU and gloo.
+The trees are given by path. A part without a tree is reported as skipped. Everything runs on the CPU and gloo.
 """

@@ -1,4 +1,5 @@
-"""``python -m testing.public``: the options, the table, the exit status."""
+"""Runs unedited public code with and without a ds_lgamp block and prints a table. Exits with 1 if a result differs or
+fails."""
 
 import argparse
 import os
@@ -16,15 +17,15 @@ PACKAGES = ("torch", "deepspeed", "megatron-core")
 
 
 class Part(NamedTuple):
-    """One tree and what is run of it."""
+    """A tree and its cases."""
 
     material: str
     variable: str
-    """The environment variable that names the tree if no option does."""
+    """Environment variable that names the tree if no option does."""
     needed: str
-    """A file by which the tree is known."""
+    """A file that identifies the tree."""
     cases: Callable[[Path, Path], Iterable[Case]]
-    """Of the tree and a folder to write into."""
+    """Makes the cases, given the tree and a folder to write into."""
 
 
 PARTS = {
@@ -43,7 +44,7 @@ PARTS = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 1 if anything differs or fails, else 0."""
+    """Runs the selected parts. Returns 1 if anything differs or fails, else 0."""
     options = parse(words)
     found: list[Outcome] = []
     for name in options.only or PARTS:
@@ -58,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_part(name: str, tree: Path | None, matching: str = "") -> Iterable[Outcome]:
-    """The outcomes of one tree, of the configurations that contain ``matching``."""
+    """Yields the outcomes of one tree for the configurations that contain ``matching``."""
     part = PARTS[name]
     lack = f"no tree; give --{name} or {part.variable}"
     if tree is not None and not (tree / part.needed).exists():
@@ -91,7 +92,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _without_paths(options: argparse.Namespace) -> list[str]:
-    """The options again, which no page should tie to one machine."""
+    """Returns the options without paths, because the page should not depend on one machine."""
     words = [f"--{name} DIR" for name in PARTS if getattr(options, name.replace("-", "_")) is not None]
     words += ["--only", *options.only] if options.only else []
     return [*words, *(["--matching", f"'{options.matching}'"] if options.matching else [])]

@@ -1,7 +1,7 @@
-"""DeepSpeedExamples' training/pipeline_parallelism/train.py: AlexNet in a pipeline of modules.
+"""Runs DeepSpeedExamples' training/pipeline_parallelism/train.py: AlexNet in a pipeline.
 
-Torchvision, which would download CIFAR-10, is a stand-in: random images, and the AlexNet of the example's own folder
-without dropout.
+A stand-in replaces torchvision, which would download CIFAR-10. It has random images, and the AlexNet of the example's
+own folder without dropout.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ BLOCK = {"chunks_per_rank": 3, "placement": "modular"}
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """On two pipeline ranks, at every ZeRO stage; stock trains at stage 1."""
+    """Cases on two pipeline ranks at ZeRO stages 0 and 3. Stock trains at stage 1."""
     script = tree / "training" / "pipeline_parallelism" / "train.py"
 
     def train(stage: int, block: dict[str, Any]) -> list[float]:
         config = {
             "train_batch_size": 8,
             "train_micro_batch_size_per_gpu": 2,
-            # A rate at which differences of rounding stay small.
+            # At this rate rounding differences stay small.
             "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "eps": 1e-6, "torch_adam": True}},
             "zero_optimization": {"stage": stage},
             **block,

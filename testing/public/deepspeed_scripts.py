@@ -1,4 +1,4 @@
-"""Scripts that train with DeepSpeed, on ranks of this machine: the losses of rank 0."""
+"""Runs training scripts that use DeepSpeed on ranks of this machine, and returns the losses of rank 0."""
 
 import json
 import tempfile
@@ -13,7 +13,7 @@ STAND_INS = ROOT / "testing" / "stand_ins"
 
 
 def host_environment(ranks: int, **variables: str) -> dict[str, str]:
-    """Of processes with the changes of testing/in_host.py."""
+    """Environment of processes with the changes of testing/in_host.py."""
     return {
         **ON_CPU,
         **{"PYTHONPATH": f"{STAND_INS}:{ROOT}", "LOCAL_SIZE": str(ranks), "DS_IGNORE_CUDA_DETECTION": "1"},
@@ -24,7 +24,8 @@ def host_environment(ranks: int, **variables: str) -> dict[str, str]:
 def losses_of(
     script: Path, ranks: int, flags: Sequence[str], config: Mapping[str, Any], seconds: float = 240
 ) -> list[float]:
-    """Trains with ``config`` as its --deepspeed_config; through ``ds_lgamp run`` if there is a block in it.
+    """Trains with ``config`` as the --deepspeed_config. Uses ``ds_lgamp run`` if ``config`` has a block. Returns the
+    losses of rank 0.
 
     Raises AssertionError with the output of a run that fails or takes longer than ``seconds``.
     """

@@ -1,4 +1,4 @@
-"""DeepSpeed's own tests of pipelines, with a block in the configuration of every PipelineModule they initialise."""
+"""Runs DeepSpeed's own pipeline tests with a block in the configuration of every PipelineModule they initialise."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ CHUNKS = {"layers_per_chunk": 1, "placement": "modular"}
 
 
 class Results(NamedTuple):
-    """Names of tests by what came of them."""
+    """Names of tests by result."""
 
     passed: set[str]
     failed: set[str]
@@ -28,14 +28,15 @@ class Results(NamedTuple):
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Tests of engines at stages 0 and 3; those of modules and checkpoints where they say most."""
+    """Cases of DeepSpeed's test files. Engine tests run at stages 0 and 3; module and checkpoint tests run at the
+    stages that test most."""
     for tests, stages in ((PIPE, (0, 3)), (MODULE, (3,)), (CHECKPOINT, (1, 3))):
         for stage in stages:
             yield Case(f"unit/{tests}, ZeRO-{stage}", partial(compare, partial(run_tests, tree, tests), stage))
 
 
 def compare(tests: Callable[[dict[str, Any]], Results], stage: int) -> str:
-    """How many pass with a block; where some fail, they are run without one, too."""
+    """Counts the tests that pass with a block. If some fail, runs the tests without one too."""
     found = tests({"zero_optimization": {"stage": stage}, "ds_lgamp": CHUNKS})
     stock = tests({}) if found.failed else found
     failed = found.failed - stock.failed
@@ -50,9 +51,9 @@ def compare(tests: Callable[[dict[str, Any]], Results], stage: int) -> str:
 
 
 def run_tests(tree: Path, tests: str, added: dict[str, Any], seconds: float = 1800) -> Results:
-    """Runs ``tests`` with ``added`` in their configurations."""
+    """Runs ``tests`` with ``added`` in their configurations. Raises AssertionError if they leave no results."""
     with tempfile.TemporaryDirectory() as folder:
-        # Its conftest would put a DeepSpeed beside it ahead of the installed one.
+        # The tree's conftest would import the DeepSpeed beside it instead of the installed one.
         (Path(folder) / "tests").symlink_to((tree / "tests").resolve())
         words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", f"{folder}/results.xml"]
         words.append(f"unit/{tests}")
@@ -61,14 +62,14 @@ def run_tests(tree: Path, tests: str, added: dict[str, Any], seconds: float = 18
         try:
             run(words, seconds, environment, Path(folder) / "tests")
         except AssertionError:
-            # Tests that fail are in the results, unless there are none.
+            # The results include tests that fail. Without results the run itself failed.
             if not Path(folder, "results.xml").exists():
                 raise
         return results_in(Path(folder, "results.xml").read_text())
 
 
 def results_in(report: str) -> Results:
-    """What pytest's ``report`` in JUnit's format tells."""
+    """Reads pytest's ``report`` in JUnit format."""
     results = Results(set(), set(), set())
     for case in ElementTree.fromstring(report).iter("testcase"):
         kinds = {part.tag for part in case}

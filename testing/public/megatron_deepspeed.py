@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's pretrain_gpt.py: a tiny GPT in a pipeline, on a text of random tokens."""
+"""Runs Megatron-DeepSpeed's pretrain_gpt.py: a tiny GPT in a pipeline, on random tokens."""
 
 import random
 import struct
@@ -28,7 +28,7 @@ BLOCK = {"layers_per_chunk": 2, "placement": "modular"}
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """At ZeRO stages 1 and 3, the latter with the script's own ``deepspeed.zero.Init``; stock trains at stage 1."""
+    """Cases at ZeRO stages 1 and 3. Stage 3 uses the script's own ``deepspeed.zero.Init``. Stock trains at stage 1."""
     text = folder / "text"
     write_text(text)
 
@@ -54,7 +54,7 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
 
 
 def write_text(path: Path) -> None:
-    """Random documents, in the two files that Megatron's ``--data-impl mmap`` reads."""
+    """Writes random documents to the two files that Megatron's ``--data-impl mmap`` reads."""
     numbers = random.Random(0)
     tokens = array("H", (numbers.randrange(VOCABULARY) for _ in range(DOCUMENTS * TOKENS)))
     path.with_suffix(".bin").write_bytes(tokens.tobytes())

@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_gpt.py: the training of testing/pretraining.py, shorter and under several sets of flags."""
+"""Runs Megatron-LM's pretrain_gpt.py: a shorter training of testing/pretraining.py, with several sets of flags."""
 
 import json
 import os
@@ -25,16 +25,17 @@ LLAMA = (
 
 
 class Flags(NamedTuple):
-    """A set of flags, with a block and without."""
+    """A set of flags for runs with and without a block."""
 
     ranks: int
     flags: str
     stage: int = 0
     length: str = LENGTH
     interleaved: bool = True
-    """Whether stock has the block's chunks, so that its weights are drawn alike; else both load a checkpoint."""
+    """Whether stock runs with the block's chunks, so that both draw the same weights. Otherwise both load a
+    checkpoint."""
     with_block: str = ""
-    """Flags that change no number, but that stock's pipelines do not get right."""
+    """Flags only for the run with a block. They change no number, but stock pipelines handle them wrongly."""
 
     @property
     def stock_chunks(self) -> str:
@@ -63,7 +64,8 @@ SETS = {
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Each set of flags on two pipeline ranks, from the same weights: losses and norms of gradients."""
+    """Cases of all sets of flags on two pipeline ranks. Both runs start from the same weights and compare losses and
+    gradient norms."""
     os.environ["MEGATRON_LM_PATH"] = str(tree)
     weights = folder / "weights"
 
@@ -78,7 +80,7 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
 
 
 def compare(flags: Flags, path: Path, start: Callable[[], str]) -> str:
-    """Trains without a block and with one, whose file is ``path``."""
+    """Trains without and with a block, whose file is ``path``. Returns the result."""
     path.write_text(json.dumps({"zero_optimization": {"stage": flags.stage}, "ds_lgamp": {"chunks_per_rank": CHUNKS}}))
     common = f"{PIPELINE} {flags.flags} {'' if flags.interleaved else start()}"
     training = f"{TRAINING} {flags.length}"

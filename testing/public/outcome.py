@@ -1,4 +1,4 @@
-"""What came of a run of public code, and the table of all."""
+"""Outcomes of runs of public code, and their table."""
 
 import json
 import re
@@ -13,14 +13,14 @@ from docs.blocks import table
 from testing.launching import ROOT
 
 RECORDED = ROOT / "benchmarks" / "results" / "public.json"
-"""The run that docs/compatibility.md shows."""
+"""The recorded run that docs/compatibility.md shows."""
 
 T = TypeVar("T")
 BAD = ("differs", "failed")
-"""The first words of results that make the whole run fail."""
+"""First words of results that make the whole run fail."""
 WITHOUT_BLOCK = "without a block: "
 _REFUSAL = re.compile(r"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(.+)", re.MULTILINE)
-# Not that of torchrun, which says that a rank has failed.
+# Skips torchrun's own error, which only says that a rank has failed.
 _ERROR = re.compile(
     r"^(?:\[\w+\]: ?)?((?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b.*)", re.MULTILINE
 )
@@ -44,14 +44,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration to run; ``run`` returns its result, and may raise AssertionError with what a process wrote."""
+    """A configuration to run. ``run`` returns its result, or raises AssertionError with a process's output."""
 
     configuration: str
     run: Callable[[], str]
 
 
 def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str) -> Iterable[Outcome]:
-    """Runs ``cases`` on ``tree``, one after the other; without a tree there is one outcome, which says ``lack``."""
+    """Runs ``cases`` on ``tree`` in order. Without a tree yields one outcome with the reason ``lack``."""
     if tree is None:
         yield Outcome(material, "", "", f"skipped: {lack}", 0.0)
         return
@@ -66,7 +66,7 @@ def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str)
 
 
 def told_by(output: str) -> str:
-    """The result of a run that ended early with this ``output``."""
+    """The result of a run that failed with this ``output``."""
     whose = WITHOUT_BLOCK if output.startswith(WITHOUT_BLOCK) else ""
     refusal = _REFUSAL.search(output)
     if refusal:
@@ -76,7 +76,7 @@ def told_by(output: str) -> str:
 
 
 def without_block(train: Callable[[], T]) -> T:
-    """What ``train`` returns; if it fails, the result will say that there was no block."""
+    """Returns the result of ``train``. If it fails, marks the error as one without a block."""
     try:
         return train()
     except AssertionError as error:
@@ -84,11 +84,11 @@ def without_block(train: Callable[[], T]) -> T:
 
 
 def compared(losses: Sequence[float], stock: Sequence[float], tolerance: float = 1e-5) -> str:
-    """Whether two trainings have the same losses, each within the relative ``tolerance``."""
+    """Compares the losses of two trainings with the relative ``tolerance``."""
     if not stock or len(losses) != len(stock):
         return f"differs: {len(losses)} losses, stock has {len(stock)}"
     differences = [abs(own - other) / (abs(other) or 1.0) for own, other in zip(losses, stock)]
-    # Also NaN, which compares as nothing.
+    # This form also catches NaN, for which every comparison is false.
     apart = [difference for difference in differences if not difference <= tolerance]
     if apart:
         return f"differs: by {apart[0]:.1e}"
@@ -111,13 +111,13 @@ def markdown(found: Iterable[Outcome]) -> str:
 
 
 def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) -> str:
-    """One outcome per line."""
+    """Formats the outcomes with one per line."""
     lines = ",\n".join(f"  {json.dumps(asdict(outcome))}" for outcome in found)
     return f'{{"command": {json.dumps(command)},\n"versions": {json.dumps(versions)},\n"outcomes": [\n{lines}\n]}}\n'
 
 
 def page_block(path: Path = RECORDED) -> str:
-    """What docs/compatibility.md shows of the recorded run: the command, versions and the table."""
+    """The part of docs/compatibility.md about the recorded run: command, versions and table."""
     if not path.exists():
         return f"Not recorded yet: `python -m testing.public --json {path.relative_to(ROOT)}`."
     recorded = json.loads(path.read_text())

@@ -1,5 +1,7 @@
-"""A script that ends just when its last collectives are done: gloo's threads still have to let go of the tensors, for
-which they need the interpreter, and get no turn."""
+"""A script that ends right after its last collectives.
+
+gloo's threads still have to free the tensors. They need the interpreter for that and do not get it.
+"""
 
 import sys
 import time

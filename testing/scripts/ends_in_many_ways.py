@@ -1,5 +1,7 @@
-"""Ends in the way that each of its arguments names, in a process of its own, with what that printed and its exit status
-in a folder, the first argument."""
+"""Ends in each of the ways that its arguments name, each in its own process.
+
+The first argument is a folder. It receives the output and the exit status of each process.
+"""
 
 import atexit
 import os

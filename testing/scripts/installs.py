@@ -1,4 +1,4 @@
-"""A script that calls ``ds_lgamp.install()`` itself, and goes on as the public example."""
+"""Calls ``ds_lgamp.install()`` itself and then runs the public example."""
 
 import runpy
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""An ordinary DeepSpeed pipeline script, in the shape of the public examples: it knows nothing of ds_lgamp.
+"""An ordinary DeepSpeed pipeline script like the public examples. It does not use ds_lgamp.
 
-Layer specifications with a tied embedding, an optimizer of its own with momentum and two weight-decay groups over
-``net.parameters()``, weights loaded before ``deepspeed.initialize``.
+It has layer specifications with a tied embedding, its own optimizer with momentum and two weight-decay groups over
+``net.parameters()``, and weights loaded before ``deepspeed.initialize``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class EmbeddingPipe(nn.Embedding):
-    """Also the head, transposed."""
+    """An embedding that is also the transposed head."""
 
 
 def head(embedding: EmbeddingPipe, hidden: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ class BlockPipe(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls == 12 and self.trouble != "none":
-            # In one piece: another rank may say so at the same time.
+            # Writes the line in one call, because another rank may write at the same time.
             print(f"TROUBLE {time.time()}\n", end="", flush=True)
             if self.trouble == "raise":
                 raise ArithmeticError("the layer is in trouble")

@@ -1,4 +1,4 @@
-"""A DeepSpeed pipeline script that saves just before it ends; on its disk a save takes seconds. Knows nothing of
+"""A DeepSpeed pipeline script that saves right before it ends, on a disk on which a save takes seconds. It does not use
 ds_lgamp."""
 
 import argparse

@@ -1,4 +1,5 @@
-"""Python runs this at its start where this folder is on PYTHONPATH: in every process of public code under test."""
+"""Runs at the start of every Python process with this folder on PYTHONPATH, which is every process of public code under
+test."""
 
 from testing.in_host import prepare
 

@@ -1,6 +1,8 @@
-"""What public examples and tests take from torchvision: random images in the place of CIFAR-10, in the sizes that the
-transforms would give, and AlexNet as DeepSpeedExamples has it in a file of its own, without dropout, whose random
-numbers depend on the order of work."""
+"""Replaces the parts of torchvision that public examples and tests use.
+
+Random images replace CIFAR-10, in the sizes that the transforms would give. AlexNet is that of DeepSpeedExamples
+without dropout, because dropout's random numbers depend on the order of work.
+"""
 
 import sys
 from collections.abc import Callable
@@ -11,12 +13,12 @@ import torch
 from torch import nn
 
 __version__ = "0.5.0"
-# Modules below can be imported.
+# Makes this module a package, so that the modules below can be imported.
 __path__: list[str] = []
 
 
 class Images(torch.utils.data.Dataset):
-    """Normalised images, each from a seed of its own."""
+    """Normalised images, each with its own seed."""
 
     def __init__(self, size: int, shape: tuple[int, ...], classes: int) -> None:
         self.size, self.shape, self.classes = size, shape, classes
@@ -37,7 +39,7 @@ def fake_data(size: int, image_size: tuple[int, ...], num_classes: int, **option
 
 
 def cifar10(transform: Callable[[Any], tuple[int, ...]] | None = None, **options: Any) -> Images:
-    """256 images; ``transform`` is one of the stand-ins below and gives their size."""
+    """Makes 256 images. ``transform`` is one of the stand-ins below and returns their size."""
     return Images(256, (3, 32, 32) if transform is None else transform((3, 32, 32)), 10)
 
 
@@ -69,7 +71,7 @@ def _cut(size: int) -> Callable:
 
 
 def _offer(name: str, **names: Any) -> ModuleType:
-    """A module of this package that holds ``names``."""
+    """Makes a module of this package that holds ``names``."""
     module = ModuleType(f"{__name__}.{name}")
     vars(module).update(names)
     sys.modules[module.__name__] = module

@@ -1,3 +1,3 @@
-"""Megatron-DeepSpeed imports this name, and uses it for a tokenizer that no run here asks for."""
+"""Defines the name that Megatron-DeepSpeed imports for a tokenizer that no run here uses."""
 
 AutoTokenizer = None
