@@ -3,11 +3,11 @@
 from contextlib import redirect_stdout
 from io import StringIO
 
-from docs.blocks import table
 from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import Durations, simulate
+from testing.markdown import table
 
 CHUNKS, MICRO_BATCHES = 4, 4
 DURATIONS = Durations(forward=1, backward=2, gather=2, reduce=3)

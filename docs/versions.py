@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from docs.blocks import table
+from testing.markdown import table
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-core"}
