@@ -23,6 +23,11 @@ def test_a_plot_shows_what_is_recorded(name):
     assert plots.digest(name) in plots.path_of(name).read_text(), "run python -m docs"
 
 
+def test_the_picture_of_the_schedule_is_up_to_date(tmp_path):
+    plots.draw_picture(tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == plots.path_of(plots.PICTURE).read_text(), "run python -m docs"
+
+
 def test_a_page_without_the_block_is_an_error():
     with pytest.raises(ValueError, match="no block 'keys'"):
         with_block("<!-- generated: block -->\n<!-- end -->", "keys", "")
