@@ -12,12 +12,13 @@ from testing.public.outcome import page_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "quickstart": tables.quickstart,
         "peers": tables.peers,
-        "training-slow": partial(tables.training, "training_slow", "small"),
-        "versions": versions_table,
+        "training-slow": partial(tables.fastest, "training_slow"),
+        "training": partial(tables.fastest, "training", parameters=["kept"]),
     },
+    "docs/overview.md": {"quickstart": tables.quickstart, "versions": versions_table},
     "docs/benchmarks.md": {
+        "fastest": partial(tables.fastest, "training_slow", "training"),
         "targets": tables.targets,
         **{f"machine-{name}": partial(tables.machine, name) for name in NAMES if name != ON_ACCELERATOR},
         "communication-1": partial(tables.communication, 1),

@@ -1,7 +1,7 @@
 """Tables of the pages, as Markdown, from recorded runs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -160,10 +160,11 @@ def training(name: str, width: str) -> str:
     )
 
 
-def fastest(*names: str) -> str:
+def fastest(*names: str, parameters: Sequence[str] = ("kept", "sharded")) -> str:
     """Seconds of a step of the fastest of ours and of the fastest peer in the records ``names``, of the small model
-    with recomputation."""
+    with recomputation; ``parameters`` chooses the kinds of contenders."""
     rows = [row for name in names for row in read(name).rows if row.metric == "step"]
+    rows = [row for row in rows if row.config["parameters"] in parameters]
     width = min(row.config["width"] for row in rows)
 
     def cell(rows: list[Row]) -> str:
@@ -205,23 +206,28 @@ def _words(config: Config) -> str:
     return ", ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in config.items())
 
 
-def peers(chosen: Mapping[int, tuple[str, ...]] | None = None) -> str:
-    """Chunks held, gathers, reductions, MB sent and peak MB at 8 micro-batches; of ours, the typical one alone.
-    ``chosen`` names the contenders to show by pipeline ranks; default all."""
+PEERS = {
+    1: (
+        TYPICAL,
+        "FSDP2, deferred sync",
+        "FSDP2, kept unsharded",
+        "DeepSpeed ZeRO-3, 2 resident, coalesced reduction",
+    ),
+    2: (TYPICAL, "torch LoopedBFS + FSDP2, no reshard"),
+}
+"""The contenders of the front page, by pipeline ranks: the closest of each kind."""
+
+
+def peers() -> str:
+    """Chunks held, gathers, reductions, MB sent and peak MB of ``PEERS`` at 8 micro-batches."""
     whole, megabytes = median(".0f"), median(".1f", MB)
     headings = {"held": "chunks held", "gathers": "gathers", "reductions": "reductions"}
     cells = {**dict.fromkeys(headings, whole), "collective_bytes": megabytes, "peak": megabytes}
-
-    def is_shown(row: Row) -> bool:
-        if chosen is not None:
-            return row.contender in chosen.get(int(row.config["pipeline_ranks"]), ())
-        return not row.contender.startswith(OURS) or row.contender == TYPICAL
-
     return pivot(
         [
             row
             for row in chain(read("communication").rows, read("memory").rows)
-            if row.config["micro_batches"] == 8 and is_shown(row)
+            if row.config["micro_batches"] == 8 and row.contender in PEERS[int(row.config["pipeline_ranks"])]
         ],
         [("P x W", lambda row: f"{row.config['pipeline_ranks']} x 2"), CONTENDER],
         metric,
