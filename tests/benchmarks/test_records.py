@@ -33,7 +33,8 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     for target in content["targets"]:
         assert list(target) == ["text", "value", "limit", "met"]
         assert target["met"] == (target["value"] <= target["limit"])
-    assert content["rows"] and content["targets"]
+    # The benchmark of gathers compares two of our own modes, and aims at nothing.
+    assert content["rows"] and (content["targets"] or name == "gathers")
 
 
 def test_a_record_survives_its_file(results):

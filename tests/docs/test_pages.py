@@ -28,6 +28,10 @@ def test_the_picture_of_the_schedule_is_up_to_date(tmp_path):
     assert (tmp_path / "drawn.svg").read_text() == plots.path_of(plots.PICTURE).read_text(), "run python -m docs"
 
 
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_a_page_without_the_block_is_an_error():
     with pytest.raises(ValueError, match="no block 'keys'"):
         with_block("<!-- generated: block -->\n<!-- end -->", "keys", "")
@@ -56,3 +60,19 @@ def test_tables_show_each_number_in_its_place(results):
     assert tables.communication(1).splitlines()[-1] == f"| {TYPICAL} | 2 | 14 + 8: 2.5 |"
     assert tables.memory(1).splitlines()[-1] == f"| {TYPICAL} | 3.00 (4.00) |"
     assert tables.peers().splitlines()[-1] == f"| 1 x 2 | {TYPICAL} | 2 | 14 | 8 | 2.5 | 3.0 |"
+
+
+def test_the_table_of_the_fastest_has_ours_beside_the_fastest_peer(results):
+    record = Record("training", {})
+    config = {"pipeline_ranks": 1, "data_ranks": 2, "width": 4, "recompute": "full", "link": "loopback"}
+    kept, sharded = ({**config, "parameters": kind} for kind in ("kept", "sharded"))
+    for contender, seconds in (("ds_lgamp, A", 3.0), ("ds_lgamp, B", 2.0), ("peer A", 1.5), ("peer B", 1.0)):
+        record.add(contender, kept, "step", [seconds, seconds + 0.2, seconds + 0.1], "s")
+        record.add(contender, {**kept, "recompute": "none"}, "step", [0.1], "s")
+        record.add(contender, {**kept, "width": 8}, "step", [0.1], "s")
+        record.add(contender, kept, "CPU", [0.1], "s")
+        record.add(contender, sharded, "step", [0.1], "s")
+    (results / "training.json").write_text(record.to_json())
+    header, _, *rows = tables.fastest("training", parameters=["kept"]).splitlines()
+    assert header == "| links | P x W | parameters | ds_lgamp, s | fastest peer, s |"
+    assert rows == ["| loopback | 1 x 2 | kept | B: 2.100 ± 0.100 | peer B: 1.100 ± 0.100 |"]
