@@ -41,7 +41,7 @@ def main() -> None:
 
 @contextmanager
 def others_on_stderr() -> Iterator[None]:
-    """Sends to stderr what frameworks, here and in the ranks, write to stdout."""
+    """Sends the output of frameworks, here and in the ranks, from stdout to stderr."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -13,7 +13,7 @@ CONTENDERS = ("stock", "lgamp")
 
 
 def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Both runs and the largest difference of their losses at any step."""
+    """Returns both runs and the largest difference of their losses at any step."""
     losses = [runs[name]["losses"] for name in CONTENDERS]
     if len(losses[0]) != len(losses[1]):
         raise SystemExit(f"the runs have {len(losses[0])} and {len(losses[1])} steps; run launch/quickstart.sh again")
@@ -21,7 +21,7 @@ def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def quickstart_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Label, stock and ds_lgamp of every row of the quickstart's table, the header first."""
+    """The rows of the quickstart's table: label, stock and ds_lgamp. The header comes first."""
     stock, lgamp = summary["stock"], summary["lgamp"]
 
     def row(label: str, key: str, form: str, scale: float = 1) -> tuple[str, str, str]:
