@@ -24,8 +24,8 @@ def picture(*options: str) -> str:
 
 
 def costs() -> str:
-    """Gathers, reductions and the time that compute waits for them, by stage, resident chunks and number of groups, with
-    the picture's durations."""
+    """Gathers, reductions and the time that compute waits for them, by stage, resident chunks and number of groups,
+    with the picture's durations."""
     rows = []
     for stage in (1, 2, 3):
         for resident in (1, 2, CHUNKS):
