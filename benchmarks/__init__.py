@@ -1,4 +1,4 @@
-"""Measurements, and the reports made from them."""
+"""Measurements and their records."""
 
 NAMES = (
     "communication",

@@ -1,4 +1,4 @@
-"""``python -m benchmarks run NAME`` measures and records; ``python -m benchmarks report`` writes the pages."""
+"""``python -m benchmarks run NAME`` measures and records; ``python -m docs`` writes the pages from the records."""
 
 import argparse
 import importlib
@@ -11,7 +11,6 @@ from pathlib import Path
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.gpt.sizes import SIZES
 from benchmarks.record import Record, finish
-from benchmarks.report import write_pages
 
 
 def main() -> None:
@@ -26,11 +25,7 @@ def main() -> None:
         if name == ON_ACCELERATOR:
             run.add_argument("--size", choices=SIZES, help="measure this one only, and write no file")
             run.add_argument("--trace", type=Path, help="folder for a profile of one step, as Chrome traces")
-    commands.add_parser("report", help="write tables and plots of README.md and docs/ from benchmarks/results")
     options = parser.parse_args()
-    if options.command == "report":
-        write_pages()
-        return
     arguments = {}
     if options.name == ON_ACCELERATOR:
         arguments = {"size": options.size, "trace": options.trace}
@@ -46,7 +41,7 @@ def main() -> None:
 
 @contextmanager
 def others_on_stderr() -> Iterator[None]:
-    """Sends to stderr what frameworks, here and in the ranks, write to stdout."""
+    """Sends the output of frameworks, here and in the ranks, from stdout to stderr."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

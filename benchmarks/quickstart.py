@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import quickstart_rows
-
 CONTENDERS = ("stock", "lgamp")
 
 
@@ -21,6 +19,26 @@ def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if len(losses[0]) != len(losses[1]):
         raise SystemExit(f"the runs have {len(losses[0])} and {len(losses[1])} steps; run launch/quickstart.sh again")
     return {**runs, "max_loss_difference": max(abs(first - second) for first, second in zip(*losses))}
+
+
+def quickstart_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The rows of the quickstart's table: label, stock and ds_lgamp. The header comes first."""
+    stock, lgamp = summary["stock"], summary["lgamp"]
+
+    def row(label: str, key: str, form: str, scale: float = 1) -> tuple[str, str, str]:
+        return label, format(stock[key] * scale, form), format(lgamp[key] * scale, form)
+
+    return [
+        ("", "stock", "ds_lgamp"),
+        ("loss, first step", f"{stock['losses'][0]:.4f}", f"{lgamp['losses'][0]:.4f}"),
+        ("loss, last step", f"{stock['losses'][-1]:.4f}", f"{lgamp['losses'][-1]:.4f}"),
+        row("collectives per step and rank", "collectives_per_step", "d"),
+        row("pipeline messages sent per step and rank", "messages_per_step", "d"),
+        row("MB sent per step and rank", "bytes_per_step", ".2f", 1e-6),
+        row("peak memory of tensors, MB", "peak_bytes", ".1f", 1e-6),
+        row("pipeline bubble, simulated", "bubble", ".1%"),
+        row("seconds per step", "step_seconds", ".2f"),
+    ]
 
 
 def plot_losses(summary: dict[str, Any], path: Path) -> None:

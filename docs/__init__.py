@@ -1,1 +1,1 @@
-"""The pages and what writes their generated blocks."""
+"""The pages and the programs that write their generated blocks and plots."""

@@ -1,20 +1,20 @@
-"""What docs/partition.md shows of the partition policy: the picture and the numbers beside the formulas."""
+"""The generated blocks of docs/partition.md: pictures of the partition policy, and numbers beside its formulas."""
 
 from contextlib import redirect_stdout
 from io import StringIO
 
-from docs.blocks import table
 from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import Durations, simulate
+from testing.markdown import table
 
 CHUNKS, MICRO_BATCHES = 4, 4
 DURATIONS = Durations(forward=1, backward=2, gather=2, reduce=3)
 
 
 def picture(*options: str) -> str:
-    """A command and what it prints."""
+    """A command and its output."""
     words = ["schedule", "--pipeline-ranks", "1", "--chunks-per-rank", f"{CHUNKS}"]
     words += ["--micro-batches", f"{MICRO_BATCHES}"]
     words += ["--gather", f"{DURATIONS.gather}", "--reduce", f"{DURATIONS.reduce}", *options]
@@ -24,7 +24,7 @@ def picture(*options: str) -> str:
 
 
 def costs() -> str:
-    """By stage, resident chunks and micro-batches per group: gathers, reductions, and how long compute waits for them
+    """Gathers, reductions and the time that compute waits for them, by stage, resident chunks and number of groups,
     with the picture's durations."""
     rows = []
     for stage in (1, 2, 3):

@@ -1,16 +1,14 @@
-"""Writes the tables of docs/configuration.md from the code: ``python -m docs.reference``."""
+"""The tables of docs/configuration.md, from the code."""
 
 import json
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from docs.blocks import table, with_block
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, Key, Treatment
+from testing.markdown import table
 
-PAGE = Path(__file__).with_name("configuration.md")
 HEADINGS = {
     Treatment.HONOURED: "Honoured",
     Treatment.MEANINGLESS: "Meaningless",
@@ -29,23 +27,14 @@ def block_table() -> str:
 
 
 def keys_table() -> str:
-    """DeepSpeed's keys as a Markdown table per treatment."""
+    """DeepSpeed's keys: one Markdown table per treatment."""
     return "\n\n".join(
         f"### {heading}\n\n{table(('key', 'note'), _rows(treatment))}" for treatment, heading in HEADINGS.items()
     )
 
 
-def with_tables(text: str) -> str:
-    """``text`` with both tables brought up to date."""
-    return with_block(with_block(text, "block", block_table()), "keys", keys_table())
-
-
-def main() -> None:
-    PAGE.write_text(with_tables(PAGE.read_text()))
-
-
 def _rows(treatment: Treatment) -> Iterator[tuple[str, str]]:
-    """Neighbours that say the same share a row, those without a note by section."""
+    """One row for neighbours with the same note, or without a note in the same section."""
     chosen = [key for key in KEYS if key.treatment is treatment]
     for _, group in groupby(chosen, key=lambda key: (key.note or key.name.rpartition(".")[0], key.harmless, key.takes)):
         keys = list(group)
@@ -73,7 +62,3 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 def _default(schema: dict[str, Any]) -> str:
     return "" if schema["default"] is None else f"`{json.dumps(schema['default'])}`"
-
-
-if __name__ == "__main__":
-    main()

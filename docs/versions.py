@@ -1,13 +1,13 @@
-"""The versions that are tested together, for the table in README.md."""
+"""The versions that are tested together, for the table in docs/overview.md."""
 
 import re
 from pathlib import Path
 
-from docs.blocks import table
+from testing.markdown import table
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-core"}
-"""Package and the name that users know."""
+"""The name that users know, by package."""
 
 
 def versions_table() -> str:

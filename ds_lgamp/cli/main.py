@@ -14,9 +14,10 @@ from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import Program, ProgramSpec, build_program
-from ds_lgamp.schedule.render import text_gantt
 from ds_lgamp.schedule.simulate import Durations, Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.validate import validate
+from ds_lgamp.view.svg import beside_1f1b
+from ds_lgamp.view.text import text_gantt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +68,9 @@ def _add_schedule_command(commands) -> None:
         "--recompute", type=float, default=0.0, help="by which a backward takes longer if its chunk is recomputed"
     )
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
+    command.add_argument(
+        "--svg", type=Path, metavar="FILE", help="also draw the program beside 1F1B with the same work, as SVG"
+    )
     command.set_defaults(run=_schedule)
 
 
@@ -204,6 +208,11 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     program = build_program(spec)
     validate(spec, program)
     timeline = simulate(spec, program, durations)
+    if options.svg is not None:
+        try:
+            options.svg.write_text(beside_1f1b(spec, timeline, durations))
+        except OSError as error:
+            parser.error(f"--svg is '{options.svg}', which cannot be written ({error.strerror}); name another file")
     report = _report(program, timeline)
     if options.json:
         json.dump(report, sys.stdout)

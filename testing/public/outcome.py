@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from docs.blocks import table
 from testing.launching import ROOT
+from testing.markdown import table
 
 RECORDED = ROOT / "benchmarks" / "results" / "public.json"
 """The recorded run that docs/compatibility.md shows."""

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import gpu, tables
+from benchmarks import gpu
 from benchmarks.__main__ import main
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, PlainTorch
 from benchmarks.gpt.model import segments
 from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY
 from benchmarks.record import OURS, Failure, Record, finish, read
+from docs import tables
 
 LAYERS = [
     "WordEmbedding",

@@ -1,4 +1,4 @@
-"""What is recorded and what the pages show of it; the benchmarks' counts, on a small subset, as exact assertions."""
+"""Recorded runs and their files; the benchmarks' counts, on a small subset, as exact assertions."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import NAMES, ON_ACCELERATOR, plots, tables
+from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.__main__ import main
 from benchmarks.communication import compare, count_deviations, predicted
 from benchmarks.communication import run as run_communication
@@ -20,18 +20,6 @@ from benchmarks.counting import Counted, Step, check_losses
 from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
 from benchmarks.record import OURS, RESULTS, ROOT, TYPICAL, Record, finish, is_recorded, machine, read
-from benchmarks.report import BLOCKS, with_blocks
-
-
-@pytest.mark.parametrize("page", BLOCKS)
-def test_a_page_shows_what_is_recorded(page):
-    text = (ROOT / page).read_text()
-    assert with_blocks(page, text) == text, "run python -m benchmarks report"
-
-
-@pytest.mark.parametrize("name", plots.PLOTS)
-def test_a_plot_shows_what_is_recorded(name):
-    assert plots.digest(name) in plots.path_of(name).read_text(), "run python -m benchmarks report"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ON_ACCELERATOR or is_recorded(name)])
@@ -45,7 +33,8 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     for target in content["targets"]:
         assert list(target) == ["text", "value", "limit", "met"]
         assert target["met"] == (target["value"] <= target["limit"])
-    assert content["rows"] and content["targets"]
+    # The benchmark of gathers compares two of our own modes, and aims at nothing.
+    assert content["rows"] and (content["targets"] or name == "gathers")
 
 
 def test_a_record_survives_its_file(results):
@@ -120,20 +109,6 @@ def test_memory_has_rows_of_all_and_the_formula_of_ours(monkeypatch):
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
     return tmp_path
-
-
-def test_tables_show_each_number_in_its_place(results):
-    record, config = Record("communication", {}), {"pipeline_ranks": 1, "micro_batches": 8}
-    for metric, value in (("gathers", 14), ("reductions", 8), ("collective_bytes", 2_500_000), ("held", 2)):
-        record.add(TYPICAL, config, metric, [value], "")
-    (results / "communication.json").write_text(record.to_json())
-    record = Record("memory", {})
-    record.add(TYPICAL, config, "peak", [3_000_000], "bytes")
-    record.add(TYPICAL, config, "formula", [4_000_000], "bytes")
-    (results / "memory.json").write_text(record.to_json())
-    assert tables.communication(1).splitlines()[-1] == f"| {TYPICAL} | 2 | 14 + 8: 2.5 |"
-    assert tables.memory(1).splitlines()[-1] == f"| {TYPICAL} | 3.00 (4.00) |"
-    assert tables.peers().splitlines()[-1] == f"| 1 x 2 | {TYPICAL} | 2 | 14 | 8 | 2.5 | 3.0 |"
 
 
 def test_a_missing_record_names_the_command_that_makes_it(results):

@@ -10,8 +10,6 @@ from textwrap import dedent
 import pytest
 from pydantic import BaseModel
 
-from docs.blocks import with_block
-from docs.reference import PAGE, with_tables
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys
 from ds_lgamp.integrations.deepspeed.config.keys import (
@@ -216,16 +214,6 @@ def test_the_table_needs_neither_torch_nor_deepspeed():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-def test_the_page_shows_the_tables():
-    page = PAGE.read_text()
-    assert with_tables(page) == page, "run python -m docs.reference"
-
-
-def test_a_page_without_the_block_is_an_error():
-    with pytest.raises(ValueError, match="no block 'keys'"):
-        with_block("<!-- generated: block -->\n<!-- end -->", "keys", "")
 
 
 # The guard: the table and the installed DeepSpeed name the same keys.

@@ -1,13 +1,20 @@
-"""Plots of the pages, as SVG, from recorded runs."""
+"""Plots of the pages, as SVG: of recorded runs, and the picture of the schedule that the README shows."""
 
 import hashlib
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import OURS, RESULTS, ROOT, TYPICAL, read
+from ds_lgamp.cli.main import main
 
 FOLDER = ROOT / "docs" / "plots"
+PICTURE = "beside_1f1b"
+"""The layered modular schedule below 1F1B."""
+COMMAND = "schedule --pipeline-ranks 4 --chunks-per-rank 4 --micro-batches 8 --svg"
+"""The words behind ``ds_lgamp`` that draw the picture, but for its file."""
 
 
 def write() -> None:
@@ -22,6 +29,7 @@ def write() -> None:
             figure = Figure(figsize=(8, 4.5), layout="constrained")
             draw(figure)
             figure.savefig(path_of(name), metadata={"Date": None, "Description": digest(name)})
+    draw_picture(path_of(PICTURE))
 
 
 def path_of(name: str) -> Path:
@@ -29,8 +37,14 @@ def path_of(name: str) -> Path:
 
 
 def digest(name: str) -> str:
-    """Identifies the recorded run a plot shows; it stands in the plot's file."""
+    """Identifies the recorded run that a plot shows. The plot's file contains it."""
     return f"sha256 of {name}.json: {hashlib.sha256((RESULTS / f'{name}.json').read_bytes()).hexdigest()}"
+
+
+def draw_picture(path: Path) -> None:
+    """Draws the schedule beside 1F1B into ``path``."""
+    with redirect_stdout(StringIO()):
+        main([*COMMAND.split(), str(path)])
 
 
 def communication(figure: Any) -> None:
@@ -39,7 +53,7 @@ def communication(figure: Any) -> None:
 
 
 def _over_micro_batches(figure: Any, name: str, metric: str, label: str) -> None:
-    """Every peer and ours at stage 3 with two resident chunks."""
+    """Draws every peer, and ours at stage 3 with two resident chunks."""
     rows = [row for row in read(name).rows if row.metric == metric]
     rows = [row for row in rows if not row.contender.startswith(OURS) or row.contender == TYPICAL]
     layouts = list(dict.fromkeys((row.config["pipeline_ranks"], row.config["data_ranks"]) for row in rows))
@@ -83,12 +97,12 @@ GROWTH = {
     "peak memory": ("peak MB of a rank", 1e-6),
     "validate all, per action": ("us to validate an action", 1),
 }
-"""By metric, the label and the factor of its row of panels."""
+"""The label and the factor of each metric's row of panels."""
 AXES = {"N": "chunks_per_rank", "M": "micro_batches", "P": "pipeline_ranks", "W": "data_ranks"}
 
 
 def growth(figure: Any) -> None:
-    """A row of panels for every metric, a column for everything that grows."""
+    """A row of panels for every metric, a column of panels for every axis."""
     figure.set_size_inches(9, 8)
     rows = read("growth").rows
     panels = figure.subplots(len(GROWTH), len(AXES), sharey="row")
@@ -113,4 +127,4 @@ PLOTS: dict[str, Callable[[Any], None]] = {
     "schedule": schedule,
     "growth": growth,
 }
-"""By recorded run."""
+"""The function that draws the plot of each recorded run."""

@@ -1,4 +1,4 @@
-"""Draws a simulated program as a text Gantt chart."""
+"""Draws a simulated program as a Gantt chart of characters."""
 
 import string
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ _LEGEND_OF_COLLECTIVES = "below: digit: gather of the chunk, letter: its reducti
 def text_gantt(spec: ProgramSpec, timeline: Timeline, width: int = 120) -> str:
     """One line per pipeline rank, time from left to right, at most ``width`` columns of it.
 
-    A forward shows the number of its chunk on the rank (0, 1, ...), a backward the same as a letter (A, B, ...), modulo
-    10; a dot is idle time. Where collectives take time, a second line per rank shows them, a gather as a number and a
-    reduction as a letter, and compute that stands still for them is a tilde.
+    A digit is a forward and numbers its chunk on the rank, modulo 10. A letter is a backward: A for 0, B for 1, and so
+    on. A dot is idle time. If collectives take time, a second line per rank shows gathers as digits and reductions as
+    letters; a tilde is compute that waits for one of them.
     """
     spans = [span for rank in (*timeline.spans, *timeline.collectives) for span in rank]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=0.0)
@@ -42,7 +42,7 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline, width: int = 120) -> str:
 
 
 def _row(spans: Iterable[Span], local: Mapping[int, int], unit: float, columns: int) -> list[str]:
-    """``columns`` symbols of ``unit`` time each; ``local`` numbers the chunks of the rank."""
+    """Returns ``columns`` symbols, each of ``unit`` time; ``local`` numbers the chunks of the rank."""
     row = ["."] * columns
     for span in spans:
         start, end = round(span.start / unit), round(span.end / unit)

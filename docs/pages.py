@@ -1,23 +1,24 @@
-"""Writes the generated blocks and plots of README.md and docs/ from recorded runs: ``python -m benchmarks report``."""
+"""Every generated block and plot of README.md and docs/: what stands where."""
 
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks import NAMES, ON_ACCELERATOR, plots, tables
-from benchmarks.record import ROOT
-from docs import policy
+from benchmarks import NAMES, ON_ACCELERATOR
+from docs import plots, policy, reference, tables
 from docs.blocks import with_block
 from docs.versions import versions_table
+from testing import ROOT
 from testing.public.outcome import page_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "quickstart": tables.quickstart,
         "peers": tables.peers,
-        "training-slow": partial(tables.training, "training_slow", "small"),
-        "versions": versions_table,
+        "training-slow": partial(tables.fastest, "training_slow"),
+        "training": partial(tables.fastest, "training", parameters=["kept"]),
     },
+    "docs/overview.md": {"quickstart": tables.quickstart, "versions": versions_table},
     "docs/benchmarks.md": {
+        "fastest": partial(tables.fastest, "training_slow", "training"),
         "targets": tables.targets,
         **{f"machine-{name}": partial(tables.machine, name) for name in NAMES if name != ON_ACCELERATOR},
         "communication-1": partial(tables.communication, 1),
@@ -42,6 +43,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "gpu": tables.gpu,
     },
     "docs/compatibility.md": {"public": page_block},
+    "docs/configuration.md": {"block": reference.block_table, "keys": reference.keys_table},
     "docs/megatron.md": {"megatron": tables.megatron},
     "docs/performance.md": {"overhead": tables.overhead},
     "docs/partition.md": {
@@ -51,17 +53,18 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "overlap": tables.overlap,
     },
 }
-"""By page and name of the block, what stands in it."""
+"""By page and name of the block, the function that makes its content."""
 
 
 def with_blocks(page: str, text: str) -> str:
-    """``text`` of ``page`` with every generated block brought up to date."""
+    """Returns ``text`` of ``page`` with every generated block brought up to date."""
     for name, content in BLOCKS[page].items():
         text = with_block(text, name, content())
     return text
 
 
-def write_pages() -> None:
+def write() -> None:
+    """Writes every page and plot; none of them if a block or a record is missing."""
     pages = {ROOT / page: with_blocks(page, (ROOT / page).read_text()) for page in BLOCKS}
     for path, text in pages.items():
         path.write_text(text)

@@ -1,0 +1,1 @@
+"""Drawings of a simulated program: text and SVG. Pure Python."""

@@ -1,0 +1,141 @@
+"""Draws simulated programs as an SVG picture: one panel per program, all on the same scale of time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from colorsys import hls_to_rgb
+from html import escape
+from typing import NamedTuple
+
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.simulate import Durations, Timeline, simulate
+
+WIDTH, LEFT, TOP = 960, 64, 34
+"""Pixels: of the picture, of the names of the ranks, of a panel's title."""
+ROW, BAR, GAP = 24, 20, 18
+"""Pixels: from one rank to the next, the height of its bar, the space below a panel."""
+# These greys and hues stand out from white and from black: a picture cannot know the page's background.
+TEXT, IDLE = "#768390", "#8b949e"
+HUES = {Kind.FORWARD: (0.59, 0.75), Kind.BACKWARD: (0.08, 0.88)}
+"""Hue and saturation: blue and orange, which colour-blind readers tell apart."""
+LIGHTEST, DARKEST = 0.74, 0.42
+"""Lightness of a rank's first and last chunk."""
+
+
+class Panel(NamedTuple):
+    """A simulated program and the words above it."""
+
+    title: str
+    spec: ProgramSpec
+    timeline: Timeline
+
+
+def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> str:
+    """The SVG picture of a simulated program below 1F1B with the same work.
+
+    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program is
+    drawn alone.
+    """
+    panels = [Panel(_title(spec), spec, timeline)]
+    if spec.schedule != "1f1b":
+        panels.insert(0, _same_work(spec, durations))
+    return svg_gantt(panels)
+
+
+def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
+    ranks = spec.pipeline_ranks
+    length = spec.chunks / ranks
+    names = ("forward", "backward", "gather", "reduce", "recompute")
+    longer = durations._replace(**{name: getattr(durations, name) * length for name in names})
+    plain = ProgramSpec(
+        placement=place_chunks("contiguous", ranks, ranks),
+        schedule="1f1b",
+        micro_batches=spec.micro_batches,
+        micro_batch_group=spec.micro_batches,
+        zero_stage=spec.zero_stage,
+        resident_chunks=spec.resident_chunks,
+        defers_gathers=spec.defers_gathers,
+    )
+    return Panel(_title(plain), plain, simulate(plain, build_program(plain), longer))
+
+
+def _title(spec: ProgramSpec) -> str:
+    chunks = spec.chunks // spec.pipeline_ranks
+    each = "1 chunk" if chunks == 1 else f"{chunks} chunks"
+    return f"{spec.schedule}, {each} per pipeline rank, {spec.micro_batches} micro-batches"
+
+
+def svg_gantt(panels: Sequence[Panel]) -> str:
+    """An SVG picture of ``panels``, one above the other, with a legend.
+
+    Each pipeline rank has a bar, with time from left to right. Forwards are blue, backwards orange, and later chunks of
+    the rank darker. Grey is idle time: the bubble and waits for collectives.
+    """
+    longest = max(panel.timeline.step_time for panel in panels)
+    scale = (WIDTH - LEFT - 1) / longest if longest else 0.0
+    lines: list[str] = []
+    top = 0
+    for panel in panels:
+        lines.extend(_panel(panel, top, scale))
+        top += TOP + len(panel.timeline.spans) * ROW + GAP
+    lines.extend(_legend(top))
+    height = top + BAR + 4
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+            f' font-family="sans-serif" font-size="14" fill="{TEXT}">',
+            f"<title>{escape(' beside '.join(panel.title for panel in panels))}</title>",
+            *lines,
+            "</svg>\n",
+        ]
+    )
+
+
+def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
+    """The title, and a bar for each rank."""
+    timeline, step = panel.timeline, panel.timeline.step_time
+    yield f'<text x="0" y="{top + 22}" font-weight="bold">{escape(panel.title)}</text>'
+    yield (
+        f'<text x="{WIDTH}" y="{top + 22}" text-anchor="end">step {step:g}, bubble {timeline.bubble:.1%}'
+        " of the compute time</text>"
+    )
+    for rank, spans in enumerate(timeline.spans):
+        bar = top + TOP + rank * ROW
+        yield f'<text x="0" y="{bar + 15}">rank {rank}</text>'
+        yield _bars(IDLE, [(0.0, step)], bar, scale, opacity=0.3)
+        chunks = chunks_of(panel.spec.placement, rank)
+        for kind in HUES:
+            for index, chunk in enumerate(chunks):
+                times = [(span.start, span.end) for span in spans if span.action[:2] == (kind, chunk)]
+                yield _bars(_shade(kind, index, len(chunks)), times, bar, scale)
+
+
+def _bars(fill: str, times: Iterable[tuple[float, float]], top: float, scale: float, opacity: float = 1.0) -> str:
+    """One path of a rectangle for each start and end; a slit parts neighbours."""
+    parts = (
+        f"M{LEFT + start * scale:.1f} {top:g}h{max((end - start) * scale - 0.8, 0.2):.1f}v{BAR}H"
+        f"{LEFT + start * scale:.1f}z"
+        for start, end in times
+    )
+    transparent = "" if opacity == 1 else f' fill-opacity="{opacity}"'
+    return f'<path fill="{fill}"{transparent} d="{"".join(parts)}"/>'
+
+
+def _shade(kind: Kind, index: int, chunks: int) -> str:
+    hue, saturation = HUES[kind]
+    share = index / (chunks - 1) if chunks > 1 else 0.5
+    channels = hls_to_rgb(hue, LIGHTEST + (DARKEST - LIGHTEST) * share, saturation)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _legend(top: float) -> Iterator[str]:
+    """What the colours mean."""
+    left = LEFT
+    for kind, word in ((Kind.FORWARD, "forward"), (Kind.BACKWARD, "backward")):
+        for index in range(2):
+            yield f'<rect x="{left + index * 20}" y="{top}" width="20" height="{BAR}" fill="{_shade(kind, index, 2)}"/>'
+        yield f'<text x="{left + 48}" y="{top + 15}">{word}: first to last chunk of the rank</text>'
+        left += 320
+    yield f'<rect x="{left}" y="{top}" width="40" height="{BAR}" fill="{IDLE}" fill-opacity="0.3"/>'
+    yield f'<text x="{left + 48}" y="{top + 15}">idle</text>'
