@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
-from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_automatic, split_balanced, split_by_count
 from ds_lgamp.schedule.program import ProgramSpec
 
@@ -124,7 +124,7 @@ def chunk_bounds(
             "pipeline ranks as layers"
         )
     if settings.chunks_per_rank is not None:
-        return _bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
+        return bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
     if settings.layers_per_chunk is not None:
         bounds = split_by_count(layers, settings.layers_per_chunk)
         cut = f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}, which cuts {layers} layers"
@@ -145,7 +145,12 @@ def chunk_bounds(
     return bounds
 
 
-def _bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
+def bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
+    """Bounds of ``chunks_per_rank`` chunks for each pipeline rank, as equal in weight as possible. Of equal
+    layers, the first chunks take one more each.
+
+    Raises ConfigError if there are more chunks than layers.
+    """
     chunks, layers = pipeline_ranks * chunks_per_rank, len(layer_weights)
     if chunks > layers:
         raise ConfigError(
@@ -157,8 +162,7 @@ def _bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: 
 
 def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
     """The pipeline rank of every chunk; there are as many chunks as ranks, or more."""
-    default = "contiguous" if settings.schedule in SINGLE_CHUNK_SCHEDULES else "modular"
-    return place_chunks(settings.placement or default, chunks, pipeline_ranks)
+    return place_chunks(settings.placement or default_placement(settings.schedule), chunks, pipeline_ranks)
 
 
 def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:

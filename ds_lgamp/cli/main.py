@@ -11,7 +11,7 @@ from typing import TextIO
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import Program, ProgramSpec, build_program
 from ds_lgamp.schedule.render import text_gantt
@@ -220,7 +220,7 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 def _spec(options: argparse.Namespace) -> ProgramSpec:
     single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
     chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
-    placement = options.placement or ("contiguous" if single_chunk else "modular")
+    placement = options.placement or default_placement(options.schedule)
     micro_batches = options.micro_batches
     group = options.micro_batch_group or micro_batches
     return ProgramSpec(

@@ -27,6 +27,9 @@ Program = list[list[Action]]
 RECEIVES_POSTED = 3
 """Of one kind on a rank, where nothing piles up: the one that computes next, one in flight, and one whose sender may
 learn early that it may send. With two, large messages on a slow link wait for that news (docs/performance.md)."""
+SENDS_IN_FLIGHT = 2
+"""How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank has more
+receives posted than that, so the wait is short."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
-from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
@@ -32,6 +31,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.runtime.random_state import read_states, undisturbed
+from ds_lgamp.version import __version__
 
 if TYPE_CHECKING:
     from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine

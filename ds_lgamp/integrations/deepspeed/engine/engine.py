@@ -39,7 +39,6 @@ from ds_lgamp.integrations.deepspeed.engine.optimizer import (
     as_groups,
     trainable_parameters,
 )
-from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
@@ -51,6 +50,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     over_pipeline,
     place_layers,
 )
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
 from ds_lgamp.partition.unit import UnitParameter

@@ -235,20 +235,6 @@ def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, A
     partition.gather_stale()
 
 
-def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
-    """What is wrong with an optimizer that has taken steps: it keeps what it learnt by whole parameter."""
-    if type(optimizer) is torch.optim.Adagrad:
-        stepped = any(bool(state["step"]) for state in optimizer.state.values())
-    else:
-        stepped = any(optimizer.state.values())
-    if not stepped:
-        return None
-    return (
-        f"optimizer is {type(optimizer).__name__} with state for whole parameters, which shards cannot take over; pass "
-        "one that has taken no step and loaded none"
-    )
-
-
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
     """The state before the first step, for the parameters the groups have now: Adagrad makes it when it is built, all
     others then."""

@@ -8,7 +8,8 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,15 +34,14 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.engine.engine import layout_of
-from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
-from ds_lgamp.integrations.deepspeed.hook.install import install, partition_method_of
 from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered
+from ds_lgamp.integrations.replacing import replace_attribute
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import simulate
@@ -125,7 +125,6 @@ def imagine_ranks(ranks: int, rank: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     for name, value in {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
-    compile_no_collective()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     new_group, signature = dist.new_group, inspect.signature(dist.new_group)
 
@@ -140,32 +139,23 @@ def imagine_ranks(ranks: int, rank: int) -> None:
 
     replacements: dict[str, Any] = {"new_group": imagined_group}
     replacements |= dict.fromkeys(("init_process_group", "broadcast_object_list", "monitored_barrier"), nothing)
+    # Never closed: this process imagines its ranks until it ends.
+    undo = ExitStack()
     for name, replacement in replacements.items():
-        setattr(dist, name, replacement)
-        setattr(dist.distributed_c10d, name, replacement)
+        for module in (dist, dist.distributed_c10d):
+            replace_attribute(module, name, replacement, undo)
 
 
-def explain_engines(show: Callable[[Explanation], None]) -> None:
-    """From now on ``deepspeed.initialize`` hands the explanation to ``show`` and ends the script with status 0.
-
-    It raises ConfigError where there is no block; no pipeline engine is built either way.
-    """
-
-    def explain_pipeline(stock: Callable[..., Any], **arguments: Any) -> None:
-        show(explain(arguments["model"], arguments["config"], arguments["config_class"], arguments.get("optimizer")))
-        raise SystemExit(0)
-
-    install(explain_pipeline)
-
-
-def explain(module: PipelineModule, config: dict[str, Any], config_class: Any, optimizer: Any) -> Explanation:
+def explain(
+    module: PipelineModule, config: dict[str, Any], config_class: Any, optimizer: Any, partition_method: str
+) -> Explanation:
     """What the engine of these arguments would do. Raises ConfigError if there is no block or the engine would."""
     settings = read_block(config)
     if settings is None:
         raise ConfigError(f'there is no enabled {BLOCK} block, stock DeepSpeed would run; add "{BLOCK}": {{}}')
     refuse_unsupported(config_class, module, optimizer)
     refuse_irreproducible(settings, config_class, module)
-    layout = layout_of(settings, module, partition_method_of(module))
+    layout = layout_of(settings, module, partition_method)
     stage = int(config_class.zero_optimization_stage)
     spec = program_spec(settings, layout.placement, config_class.gradient_accumulation_steps, stage)
     program = build_program(spec)
@@ -333,7 +323,7 @@ def _units(size: _LayerSize, chunks: tuple[int, ...], tied: bool = False, copies
 
 
 def _placement_name(settings: LgampConfig) -> str:
-    return settings.placement or ("contiguous" if settings.schedule in SINGLE_CHUNK_SCHEDULES else "modular")
+    return settings.placement or default_placement(settings.schedule)
 
 
 def _bubble_formula(spec: ProgramSpec) -> float | None:

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, bounds_by_weight, program_spec
+from ds_lgamp.integrations.megatron.loop.batch import placement_of
 from ds_lgamp.integrations.megatron.loop.flags import option_of, refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
-from ds_lgamp.schedule.placement import place_chunks, split_evenly
+from ds_lgamp.schedule.placement import split_by_count
 
 SHARED_KEYS = {
     "train_batch_size": "global_batch_size",
@@ -101,25 +102,24 @@ def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list
     Raises ConfigError if a chunk would have none, or if ranks would have different numbers of chunks.
     """
     if settings.layers_per_chunk is not None:
-        chunks = -(-layers // settings.layers_per_chunk)
+        bounds = split_by_count(layers, settings.layers_per_chunk)
+        chunks = len(bounds) - 1
         if chunks % pipeline_ranks:
             raise ConfigError(
                 f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
                 f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or "
                 "cut them unevenly with --pipeline-model-parallel-layout"
             )
-        return [min(settings.layers_per_chunk, layers - start) for start in range(0, layers, settings.layers_per_chunk)]
-    if layers < pipeline_ranks:
-        raise ConfigError(f"{layers} layers cannot occupy {pipeline_ranks} pipeline ranks; use fewer ranks")
-    per_rank = settings.chunks_per_rank
-    if per_rank is None:
-        per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
-    if per_rank * pipeline_ranks > layers:
-        raise ConfigError(
-            f"{BLOCK}.chunks_per_rank is {per_rank}: {pipeline_ranks} pipeline ranks would need "
-            f"{per_rank * pipeline_ranks} layers, the model has {layers}; use at most {layers // pipeline_ranks}"
-        )
-    bounds = split_evenly(layers, per_rank * pipeline_ranks)
+    else:
+        if layers < pipeline_ranks:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size is {pipeline_ranks}, but the model has {layers} layers; use at most "
+                f"{layers}"
+            )
+        per_rank = settings.chunks_per_rank
+        if per_rank is None:
+            per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
+        bounds = bounds_by_weight(per_rank, pipeline_ranks, [1.0] * layers)
     return [end - start for start, end in zip(bounds, bounds[1:])]
 
 
@@ -197,7 +197,7 @@ def _validate_one_rank(args: Namespace, layout: str, chunks: int, validate: Call
 def _check_batches(args: Namespace, job: Job) -> None:
     """Whether the schedule takes so many micro-batches, all those of a ramp-up included."""
     ranks = args.pipeline_model_parallel_size
-    placement = place_chunks("modular", ranks * (args.virtual_pipeline_model_parallel_size or 1), ranks)
+    placement = placement_of(args.virtual_pipeline_model_parallel_size or 1, ranks)
     ramp = range(0)
     if args.rampup_batch_size:
         start, increment, _samples = map(int, args.rampup_batch_size)

@@ -10,6 +10,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from ds_lgamp.schedule.placement import Placement, place_chunks
+
 
 @dataclass
 class Batch:
@@ -62,6 +64,11 @@ class Batch:
         """Of every chunk."""
         return 0 if self.forward_only else self.micro_batches
 
+    @property
+    def placement(self) -> Placement:
+        """The pipeline rank of every chunk of the whole model."""
+        return placement_of(len(self.models), self.pipeline_ranks)
+
     def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """Of the scaled loss; Megatron-core has divided by the number of micro-batches or will by that of tokens."""
         ones = torch.ones_like(loss)
@@ -78,3 +85,8 @@ class Batch:
                 pg_collection=self.groups,
                 force_all_reduce=self.force_all_reduce,
             )
+
+
+def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
+    """The pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
+    return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)

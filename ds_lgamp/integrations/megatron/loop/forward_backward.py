@@ -12,15 +12,15 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ds_lgamp.config import LgampConfig, program_spec
-from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
+from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.links import Links, ring_links
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -98,7 +98,7 @@ class ForwardBackward:
         )
         data = DistributedData(batch)
         executor = Executor(
-            place_chunks("modular", batch.pipeline_ranks * len(batch.models), batch.pipeline_ranks),
+            batch.placement,
             batch.rank,
             {chunk: ModelChunk(batch, own) for own, chunk in enumerate(batch.chunks)},
             data,
@@ -119,7 +119,7 @@ class ForwardBackward:
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
     ) -> list[Action]:
-        placement = place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)
+        placement = placement_of(chunks_per_rank, pipeline_ranks)
         # Evaluation takes any number of micro-batches, training under some schedules only a multiple of the ranks.
         trained = pipeline_ranks if forward_only else micro_batches
         spec = program_spec(self._settings, placement, trained, self._zero_stage)
@@ -162,6 +162,5 @@ def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
     """The global ranks of every pipeline. Collective over all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dist.get_process_group_ranks(pipeline))
-    return sorted({tuple(ranks): list(ranks) for ranks in gathered}.values())
+    pipelines = {tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))}
+    return [list(ranks) for ranks in sorted(pipelines)]

@@ -17,7 +17,7 @@ from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 from ds_lgamp.runtime.executor import ActionError, Executor
-from ds_lgamp.runtime.links import SENDS_IN_FLIGHT
+from ds_lgamp.schedule.program import SENDS_IN_FLIGHT
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 
