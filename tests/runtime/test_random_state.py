@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import ProgramSpec, build_program

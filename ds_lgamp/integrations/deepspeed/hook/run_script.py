@@ -1,9 +1,7 @@
 """``ds_lgamp run``: a user's script, unedited, with the engine installed."""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -57,14 +55,17 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
     with failures_end_the_process(_STOCK_REFUSAL, hint):
         check_seams()
         _check_config(arguments)
-        from ds_lgamp.integrations.deepspeed.explain.explain import Explanation, as_text, explain_engines, imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.explain import explain_engines
+        from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, json_text
+        from ds_lgamp.integrations.deepspeed.explain.imagined import imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.text import as_text
 
         explained = []
 
         def show(explanation: Explanation) -> None:
             explained.append(explanation)
             if rank == 0:
-                output.write(json.dumps(asdict(explanation)) if as_json else as_text(explanation))
+                output.write(json_text(explanation) if as_json else as_text(explanation))
                 output.write("\n")
                 output.flush()
 
