@@ -32,13 +32,13 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
+from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
 
 
 def start_distributed(args: argparse.Namespace) -> None:
     """Join the process group that the launcher described, on NCCL with GPUs and on gloo without."""
-    # DeepSpeed would compile this CPU collective at start-up, which takes a compiler and half a minute; gloo does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_no_collective()
     deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar says what happens
     get_accelerator().set_device(args.local_rank)
     deepspeed.init_distributed()

@@ -172,20 +172,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
         )
 
 
-def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
-    """The sentence that refuses an optimizer whose state belongs to whole parameters; None if it has taken no step."""
-    if type(optimizer) is torch.optim.Adagrad:
-        stepped = any(bool(state["step"]) for state in optimizer.state.values())
-    else:
-        stepped = any(optimizer.state.values())
-    if not stepped:
-        return None
-    return (
-        f"optimizer is {type(optimizer).__name__} with state for whole parameters, which shards cannot take over; pass "
-        "one that has taken no step and loaded none"
-    )
-
-
 def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
     decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
     torch_kind = torch.optim.AdamW if decoupled else torch.optim.Adam

@@ -13,11 +13,11 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_optimizer_type,
     choose_optimizer,
-    complaint_about_history,
     kernels_of,
     try_out,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
+from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, announced_tensors, global_names
 from ds_lgamp.partition.agreement import everyone, raise_everywhere

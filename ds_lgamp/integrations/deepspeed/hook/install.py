@@ -21,7 +21,8 @@ from deepspeed.utils.logging import log_dist
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.refusals import refuse_differing_ranks, sentence_of
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine, finish_engines
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction

@@ -1,9 +1,7 @@
 """``ds_lgamp run`` of a DeepSpeed script, unedited, with the engine installed."""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -61,7 +59,10 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
     with failures_end_the_process(_STOCK_REFUSAL, hint):
         check_seams()
         _check_config(arguments)
-        from ds_lgamp.integrations.deepspeed.explain.explain import as_text, explain, imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.explain import explain
+        from ds_lgamp.integrations.deepspeed.explain.facts import json_text
+        from ds_lgamp.integrations.deepspeed.explain.imagined import imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.text import as_text
         from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
         from ds_lgamp.integrations.deepspeed.hook.install import install, partition_method_of
 
@@ -72,7 +73,7 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
             facts = explain(model, config, config_class, rest.get("optimizer"), partition_method_of(model))
             explained = True
             if rank == 0:
-                output.write(json.dumps(asdict(facts)) if as_json else as_text(facts))
+                output.write(json_text(facts) if as_json else as_text(facts))
                 output.write("\n")
                 output.flush()
             raise SystemExit(0)

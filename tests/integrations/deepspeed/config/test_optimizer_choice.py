@@ -27,12 +27,12 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_optimizer_type,
     choose_optimizer,
-    complaint_about_history,
     kernels_of,
     state_tensors,
     try_out,
     updates_in_place,
 )
+from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
 from ds_lgamp.runtime.measure import PeakMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
