@@ -27,8 +27,8 @@ FLOORS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-"""The rooms of ds_lgamp, lowest floor first. A room imports from lower floors, or from a room on its own floor that does
-not import it."""
+"""The rooms of ds_lgamp, lowest floor first. A room imports from lower floors, and from a room on its own floor if that
+room does not import it."""
 STRANGERS = (
     *(("config", room) for room in ("cost", "view", "partition", "runtime", "checkpoint")),
     ("integrations.megatron", "integrations.deepspeed"),
