@@ -31,7 +31,7 @@ _undo = ExitStack()
 def install_schedules(job: Job) -> None:
     """From now on Megatron-core runs batches as ``job`` says, and takes several chunks on one pipeline rank.
 
-    Functions of Megatron-core are replaced where it lacks the changes in patches/.
+    Replaces functions of Megatron-core unless it has the changes in patches/.
     """
     forward_backward = ForwardBackward(job.settings, job.zero_stage)
     if _register is None:
