@@ -22,7 +22,7 @@ _GIGABYTE = 10**9
 
 
 def run_command(action: str, options: argparse.Namespace, output: TextIO) -> int:
-    """Does what the command line says; returns 0, or 1 after one sentence on standard error."""
+    """Runs the action. Returns 0, or 1 after one sentence on standard error."""
     actions: dict[str, Callable[[argparse.Namespace, TextIO], None]] = {
         "info": _info,
         "verify": _verify,
@@ -70,7 +70,8 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What the checkpoint ``folder`` is, as JSON can hold it; sizes in bytes. Raises CheckpointError if it is none."""
+    """A description of the checkpoint ``folder`` for JSON, with sizes in bytes. Raises CheckpointError if it is no
+    checkpoint."""
     state = folders.read_state(folder)
     tensors = folders.reader(folder, state).tensors
     optimizer, scheduler = state["optimizer"], state["lr_scheduler"]
@@ -124,14 +125,14 @@ def _as_text(described: dict[str, Any]) -> str:
 
 
 def _existing(source: Path) -> Path:
-    """``source`` if it is a checkpoint, or that which its ``latest`` names."""
+    """``source`` if it is a checkpoint, else the checkpoint that its file ``latest`` names."""
     source = source.resolve()
     tag = None if _is_checkpoint(source) else folders.read_latest(source)
     return source if tag is None else source / tag
 
 
 def _new(target: Path, tag: str) -> Path:
-    """``target``, or ``tag`` inside it if it is a folder of checkpoints already."""
+    """``target``, or ``tag`` inside it if ``target`` is already a folder of checkpoints."""
     target = target.resolve()
     folder = target / tag if target.is_dir() and not _is_checkpoint(target) else target
     if folder.exists():
@@ -144,7 +145,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _read_foreign(source: Path) -> tuple[WholeCheckpoint, str]:
-    """What another program wrote, and what to call it."""
+    """The weights or checkpoint that another program wrote, and a tag for it."""
     if source.suffix == ".safetensors" or any((source / name).is_file() for name in (SINGLE, INDEX)):
         return read_safetensors(source), source.resolve().name.removesuffix(".safetensors")
     folder = _existing(source)

@@ -1,4 +1,4 @@
-"""``ds_lgamp env``: what is installed, and whether ds_lgamp can work with it."""
+"""``ds_lgamp env``: reports what is installed, and whether ds_lgamp can work with it."""
 
 import importlib
 import importlib.metadata
@@ -25,23 +25,24 @@ _ABSENT = "not installed"
 
 @dataclass
 class Environment:
-    """What was found."""
+    """The report."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """By package; a few words where there is no version to give."""
+    """The version of every package; a few words if it has none."""
     accelerator: str = "unknown"
     communication_backend: str = "unknown"
-    """The one DeepSpeed chooses for the accelerator."""
+    """The backend that DeepSpeed chooses for the accelerator."""
     backends: dict[str, bool] = field(default_factory=dict)
-    """Whether torch was built with it."""
+    """For every backend, whether torch was built with it."""
     devices: list[str] = field(default_factory=list)
-    """GPUs, with their memory."""
+    """The GPUs with their memory."""
     seams: dict[str, bool] = field(default_factory=dict)
-    """Whether the installed DeepSpeed has what ds_lgamp overrides, calls or reads."""
+    """For every place in DeepSpeed that ds_lgamp overrides, calls or reads, whether the installed version has it."""
     missing_megatron_seams: list[str] | None = None
-    """What the installed Megatron-core lacks of what runs of Megatron-LM's scripts need; None without Megatron-core."""
+    """The places that runs of Megatron-LM's scripts need and the installed Megatron-core lacks; None without
+    Megatron-core."""
     problem: str | None = None
-    """What stands in the way, and what to do; None if nothing does."""
+    """The sentence that says why ds_lgamp is not ready, and the fix; None if it is ready."""
 
 
 def run_env(as_json: bool, output: TextIO) -> int:
@@ -55,7 +56,7 @@ def run_env(as_json: bool, output: TextIO) -> int:
 
 
 def inspect_environment() -> Environment:
-    """Looks at the interpreter's packages and the machine's devices; imports torch and DeepSpeed if they are there."""
+    """Examines the interpreter's packages and the machine's devices. Imports torch and DeepSpeed if they are there."""
     found = Environment()
     found.versions = {"python": platform.python_version(), "ds_lgamp": __version__}
     for name, distributions in _DISTRIBUTIONS.items():
@@ -79,7 +80,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _apex() -> str:
-    """NVIDIA's apex has fused optimizers; another project is called apex on PyPI."""
+    """The version of NVIDIA's apex, which has fused optimizers. PyPI has another project of the name apex."""
     if importlib.util.find_spec("apex") is None:
         return _ABSENT
     version = _version("apex") or "unknown version"
@@ -147,11 +148,12 @@ def _look_at_deepspeed(found: Environment) -> None:
 
 
 def _look_at_megatron(found: Environment) -> None:
-    """Who runs no scripts of Megatron-LM needs none of this, so that it is no problem of the environment."""
+    """Reports missing seams of Megatron-core. Only runs of Megatron-LM's scripts need them, so they are no problem of
+    the environment."""
     from ds_lgamp.integrations.megatron.loop.seams import missing_seams
 
     with warnings.catch_warnings():
-        # Of what Megatron-core could also use.
+        # Megatron-core warns of optional packages that are absent.
         warnings.simplefilter("ignore")
         found.missing_megatron_seams = missing_seams()
 

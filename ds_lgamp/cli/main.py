@@ -136,7 +136,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if config is not None:
         if options.explain or options.measure is not None:
             parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
-        # Which takes its rank from the environment, and no launcher's words.
+        # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
         return megatron.run_script(options.script, arguments, config)
     arguments = [*options.launcher_words, *arguments]
     from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
@@ -157,7 +157,7 @@ def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Every option belongs to the format; fills in defaults."""
+    """Checks that every option belongs to the format, and fills in defaults."""
     ranks, files = (options.pipeline_ranks, options.data_ranks), (options.dtype, options.max_shard_size)
     if options.format == "deepspeed":
         if files != (None, None):
@@ -182,7 +182,7 @@ def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 @contextmanager
 def _own_output() -> Iterator[TextIO]:
-    """Standard output for the command alone: what scripts and libraries print meanwhile goes to standard error."""
+    """Keeps standard output for the command. Whatever scripts and libraries print in between goes to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
