@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Record, begin, finish
+from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from testing.ranks import run_on_ranks
 
 NAME = "gpu"
@@ -100,8 +101,7 @@ def _prepare_process(rank: int) -> None:
 def _measure_on_device(
     contender: Contender, size: GptSize, recompute: tuple[str, ...], results: Path, trace: Path | None
 ) -> None:
-    # DeepSpeed would compile this CPU collective at start-up.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_no_collective()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

@@ -2,44 +2,45 @@
 
 from contextlib import AbstractContextManager
 
-__version__ = "0.1.0"
+from ds_lgamp.version import __version__ as __version__
 
 
 def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block of the configuration.
 
-    Once there are several ranks, an error that the script does not catch ends this one at once, with its traceback, so
+    If there are several ranks, an error that the script does not catch ends its rank at once, with the traceback, so
     that the launcher ends the job.
 
-    Raises ConfigError if the installed DeepSpeed lacks what the integration builds on.
+    Raises ConfigError if the installed DeepSpeed lacks something that the integration builds on.
     """
     from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
 
     check_seams()
-    # Only now: of another DeepSpeed, imports fail.
+    # This import fails with a DeepSpeed that check_seams refuses.
     from ds_lgamp.integrations.deepspeed.hook.install import install
 
     install()
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: no attribute of deepspeed differs afterwards, and errors end the script as ever."""
+    """Undoes :func:`install`. Afterwards every attribute of deepspeed is stock's, and errors end the script as
+    before."""
     from ds_lgamp.integrations.deepspeed.hook.install import uninstall
 
     uninstall()
 
 
 def deferred_init() -> AbstractContextManager[None]:
-    """Inside this context a ``PipelineModule`` is constructed without memory for the layers its LayerSpecs describe.
+    """Inside this context, a ``PipelineModule`` takes no memory for the layers that its LayerSpecs describe.
 
-    ``deepspeed.initialize`` builds them: on each rank those it keeps, a chunk at a time, which is sharded and freed
-    before the next. At ZeRO stage 3 a model may thus be larger than any rank. With ``seed_layers=True`` the weights
-    equal those of an ordinary construction; otherwise every layer has a seed of its own, counted from a number drawn
-    from torch's generator, and the weights depend neither on the ranks nor on the placement.
+    Later, ``deepspeed.initialize`` builds on each rank the layers that the rank keeps, one chunk at a time. Each chunk
+    is sharded and freed before the next is built, so at ZeRO stage 3 a model may be larger than the memory of any rank.
+    With ``seed_layers=True`` the weights equal those of an ordinary construction. Otherwise every layer has its own
+    seed, counted from a number that torch's generator draws, and the weights depend neither on ranks nor on placement.
 
-    Layers given as modules are kept as they are, and so are those whose LayerSpec passes modules or tensors on to them.
-    Before ``deepspeed.initialize``, parameters can be frozen and put into optimizers, but have no values: writing to
-    them raises ConfigError. Does what :func:`install` does, and raises what it raises.
+    Layers that are given as modules are built as usual, and so are layers whose LayerSpec passes modules or tensors to
+    them. Before ``deepspeed.initialize``, parameters can be frozen and put into optimizers, but they have no values,
+    and writing to them raises ConfigError. Calls :func:`install`, and raises what it raises.
     """
     install()
     from ds_lgamp.integrations.deepspeed.model.deferred_init import deferred_init

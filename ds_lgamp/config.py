@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
-from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_automatic, split_balanced, split_by_count
 from ds_lgamp.schedule.program import ProgramSpec
 
@@ -18,52 +18,54 @@ class ConfigError(ValueError):
 
 
 class LgampConfig(BaseModel):
-    """The block. ``{}`` means: layered, modular, automatic chunks, all micro-batches, 2 resident chunks, full
-    recomputation."""
+    """The block. ``{}`` asks for the layered schedule, modular placement, automatic chunks, all micro-batches in one
+    group, 2 resident chunks, and full recomputation."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     enabled: bool = True
     """false leaves stock DeepSpeed untouched, as if there were no block."""
     schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe"] = "layered"
-    """Order of compute."""
+    """The order in which a rank computes."""
     placement: Literal["modular", "contiguous"] | None = None
-    """Chunk to pipeline rank; modular unless the schedule takes one chunk per rank."""
+    """How chunks are placed on pipeline ranks. The default is modular, and contiguous for schedules with one chunk per
+    rank."""
     chunks_per_rank: PositiveInt | None = None
     """Cuts the layers into this many chunks per pipeline rank by the module's ``partition_method``."""
     layers_per_chunk: PositiveInt | None = None
-    """Cuts the layer list every so many entries. With neither this nor chunks_per_rank, every layer of the most
+    """Cuts the layers into chunks of this many. With neither this key nor chunks_per_rank, every layer of the most
     frequent class starts a chunk."""
     micro_batch_group: PositiveInt | Literal["all"] = "all"
-    """Micro-batches that go through the chunks together (layered): fewer need less memory for activations and more
+    """How many micro-batches go through the chunks together (layered). Fewer need less memory for activations, and more
     communication."""
     resident_chunks: PositiveInt = 2
-    """Chunks whose full weights a rank may hold at once under ZeRO stage 3, and whose full gradients under stages 1 to
-    3; stage 1 holds all of them where micro-batches go in several groups. 1 cannot hide gathers and reductions behind
-    compute."""
+    """How many chunks may have their full weights on a rank at once under ZeRO stage 3, and their full gradients under
+    stages 1 to 3. Stage 1 holds the gradients of all chunks if micro-batches go in several groups. With 1, gathers and
+    reductions cannot hide behind compute."""
     defer_gathers: bool = False
-    """When stages 1 and 2 gather what a step updated. false: behind the step; who reads a parameter meanwhile waits for
-    its gather. true: in the next step, one chunk ahead of the forwards; who reads a parameter before that gets an error
-    that says how to gather it."""
+    """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
+    parameter in between waits for its gather. true: in the next step, one chunk ahead of the forwards; code that reads
+    a parameter before that gets an error that says how to gather it."""
     recompute: Literal["full", "selective", "none"] = "full"
-    """full: chunks are recomputed in the backward pass from their stored input, but for the last one where its backward
-    follows its forward at once; selective: layers that offer it recompute a part of themselves, what else autograd
-    saves is kept until then; none: everything it saves is kept."""
+    """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
+    its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
+    autograd saves is kept; none: everything that autograd saves is kept."""
     reproducible: bool = False
-    """true: random numbers and orders of summation depend on step, layer, micro-batch and data-parallel rank alone. In
-    fp32 on CPU a run is then the same to the bit under every schedule, placement, cut into chunks, number of pipeline
-    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks. At stages 2 and 3
-    a smaller micro_batch_group adds up in another order."""
+    """true: random numbers and orders of summation depend only on step, layer, micro-batch and data-parallel rank. In
+    fp32 on CPU, a run is then equal to the bit under every schedule, placement, cut into chunks, number of pipeline
+    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks. At stages 2 and 3,
+    a smaller micro_batch_group sums in another order."""
 
     asynchronous_save: bool = True
-    """true: save_checkpoint copies the state to the host's memory and returns while a thread writes it; the next save,
-    a load and the end of the script wait for it. false: it returns when the checkpoint is on the disk."""
+    """true: save_checkpoint copies the state to the host's memory, and returns while a thread writes it. The next save,
+    a load and the end of the script wait for the thread. false: save_checkpoint returns when the checkpoint is on
+    disk."""
     keep_last: PositiveInt | None = None
-    """Checkpoints that stay in a directory when another was written; all, if not given."""
+    """How many checkpoints to keep in a directory; default all."""
 
     @property
     def one_chunk_per_rank(self) -> bool:
-        """Whether DeepSpeed's own cut into stages is the cut into chunks."""
+        """Whether chunks are DeepSpeed's own pipeline stages."""
         return self.chunks_per_rank == 1 or self.schedule in SINGLE_CHUNK_SCHEDULES
 
     @model_validator(mode="after")
@@ -109,13 +111,13 @@ def read_block(config: dict[str, Any]) -> LgampConfig | None:
 def chunk_bounds(
     settings: LgampConfig, pipeline_ranks: int, layer_types: Sequence[str], layer_weights: Sequence[float]
 ) -> list[int]:
-    """Bounds of the chunks in the layer list (C + 1 numbers), where a rank has more than one.
+    """The C + 1 bounds of the chunks in the layer list, for ranks with more than one chunk.
 
     Args:
-        layer_types: class names, for automatic chunks.
-        layer_weights: what ``chunks_per_rank`` balances.
+        layer_types: the class name of every layer, for automatic chunks.
+        layer_weights: the weight of every layer, which ``chunks_per_rank`` balances.
 
-    Raises ConfigError if a rank would go without a chunk, or the schedule would not take so many.
+    Raises ConfigError if a rank would get no chunk, or if the schedule does not take so many.
     """
     layers = len(layer_types)
     if layers < pipeline_ranks:
@@ -124,7 +126,7 @@ def chunk_bounds(
             "pipeline ranks as layers"
         )
     if settings.chunks_per_rank is not None:
-        return _bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
+        return bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
     if settings.layers_per_chunk is not None:
         bounds = split_by_count(layers, settings.layers_per_chunk)
         cut = f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}, which cuts {layers} layers"
@@ -145,7 +147,12 @@ def chunk_bounds(
     return bounds
 
 
-def _bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
+def bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
+    """Bounds of ``chunks_per_rank`` chunks for each pipeline rank, as equal in weight as possible. Of equal
+    layers, the first chunks take one more each.
+
+    Raises ConfigError if there are more chunks than layers.
+    """
     chunks, layers = pipeline_ranks * chunks_per_rank, len(layer_weights)
     if chunks > layers:
         raise ConfigError(
@@ -156,13 +163,12 @@ def _bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: 
 
 
 def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
-    """The pipeline rank of every chunk; there are as many chunks as ranks, or more."""
-    default = "contiguous" if settings.schedule in SINGLE_CHUNK_SCHEDULES else "modular"
-    return place_chunks(settings.placement or default, chunks, pipeline_ranks)
+    """The pipeline rank of every chunk. There must be at least as many chunks as ranks."""
+    return place_chunks(settings.placement or default_placement(settings.schedule), chunks, pipeline_ranks)
 
 
 def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:
-    """What the programs of a training step are derived from. Raises ConfigError if the batch does not fit the
+    """The spec from which the programs of a training step are built. Raises ConfigError if the batch does not fit the
     schedule."""
     group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
     pipeline_ranks = max(placement) + 1
@@ -186,7 +192,7 @@ def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int
 
 
 def _refuse_misspelt_block(config: dict[str, Any]) -> None:
-    """Without the block DeepSpeed would train as if nothing had been asked."""
+    """Raises ConfigError for a key that looks like a typo of the block, which DeepSpeed would silently ignore."""
     for key in config:
         plain = str(key).lower().replace("-", "_")
         if key != BLOCK and get_close_matches(plain, [BLOCK], cutoff=0.8):
@@ -194,7 +200,7 @@ def _refuse_misspelt_block(config: dict[str, Any]) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Without the name of the program, which whoever prints it puts first."""
+    """The first complaint in one sentence."""
     first = error.errors()[0]
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")

@@ -32,15 +32,14 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
+from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
 
 
 def start_distributed(args: argparse.Namespace) -> None:
-    """Joins the launcher's process group, on NCCL with GPUs and on gloo without."""
-    # DeepSpeed would compile this CPU collective at start-up, which needs a compiler and half a minute. gloo replaces
-    # it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar shows the state
+    """Joins the process group that the launcher described, on NCCL with GPUs and on gloo without."""
+    compile_no_collective()
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar says what happens
     get_accelerator().set_device(args.local_rank)
     deepspeed.init_distributed()
     # Megatron-core's layers look up their tensor-parallel group here. DeepSpeed makes its own groups of the same ranks.

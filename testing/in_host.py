@@ -81,8 +81,10 @@ def sample_index(sizes: Any, documents: Any, sequence: int, epochs: int, tokens_
 def _change_deepspeed(deepspeed: ModuleType) -> None:
     import torch
 
-    # DeepSpeed would compile a collective, fork workers with gloo's threads, and select a GPU.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+
+    compile_no_collective()
+    # It would fork workers with gloo's threads, and choose a GPU.
     loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
     construct = loader.__init__
     loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})

@@ -1,5 +1,6 @@
 """The files that readers, hosts and tools look for, and what every file of the repository must keep to."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from testing import ROOT
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 ELSEWHERE = ("http://", "https://", "mailto:", "#")
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|home|Users|tmp)/")
+PLACE = re.compile(r"`([\w/]+\.py): (\w+)`")
 UNFINISHED = re.compile(r"\bTO[D]O\b")
 
 
@@ -98,6 +100,25 @@ def test_every_relative_link_of_a_document_leads_to_a_file():
                 if not link.startswith(ELSEWHERE) and not target.exists():
                     dead.append(f"{path.relative_to(ROOT)}: {link}")
     assert not dead
+
+
+def names_at_the_top(path: str) -> set[str]:
+    """The functions, classes and variables that a module defines."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_where_is_names_twelve_places_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where is ...?")[2].partition("\n## ")[0]
+    found = PLACE.findall(text)
+    assert len(found) == len(set(found)) == 12
+    assert [f"{path}: {name}" for path, name in found if name not in names_at_the_top(path)] == []
 
 
 def test_no_file_mentions_a_path_of_the_machine_it_was_written_on():

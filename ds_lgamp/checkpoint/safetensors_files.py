@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.storage import VerifyingReader, sync, sync_folder, write_synced
 from ds_lgamp.checkpoint.units import BUFFERS, PARAMETERS
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
+from ds_lgamp.version import __version__
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS_KEY = "ds_lgamp.buffers"

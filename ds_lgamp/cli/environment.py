@@ -9,7 +9,7 @@ import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from ds_lgamp import __version__
+from ds_lgamp.version import __version__
 
 _DISTRIBUTIONS = {
     "torch": ("torch",),

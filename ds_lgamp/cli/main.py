@@ -11,7 +11,7 @@ from typing import TextIO
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import Program, ProgramSpec, build_program
 from ds_lgamp.schedule.simulate import Durations, Timeline, peak_live_activations, simulate
@@ -140,7 +140,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if config is not None:
         if options.explain or options.measure is not None:
             parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
-        # Which takes its rank from the environment, and no launcher's words.
+        # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
         return megatron.run_script(options.script, arguments, config)
     arguments = [*options.launcher_words, *arguments]
     from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
@@ -161,7 +161,7 @@ def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Every option belongs to the format; fills in defaults."""
+    """Checks that every option belongs to the format, and fills in defaults."""
     ranks, files = (options.pipeline_ranks, options.data_ranks), (options.dtype, options.max_shard_size)
     if options.format == "deepspeed":
         if files != (None, None):
@@ -186,7 +186,7 @@ def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 @contextmanager
 def _own_output() -> Iterator[TextIO]:
-    """Standard output for the command alone: what scripts and libraries print meanwhile goes to standard error."""
+    """Keeps standard output for the command. Whatever scripts and libraries print in between goes to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -229,7 +229,7 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 def _spec(options: argparse.Namespace) -> ProgramSpec:
     single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
     chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
-    placement = options.placement or ("contiguous" if single_chunk else "modular")
+    placement = options.placement or default_placement(options.schedule)
     micro_batches = options.micro_batches
     group = options.micro_batch_group or micro_batches
     return ProgramSpec(

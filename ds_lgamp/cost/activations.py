@@ -7,10 +7,7 @@ from dataclasses import dataclass, fields
 from ds_lgamp.cost.ledger import Ledger
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.orders import turns_at_once
-
-SENDS_IN_FLIGHT = 2
-"""Messages of a link and kind that may be under way, kept alive, before the oldest is awaited. The receiver holds
-more receives posted, so that wait is short."""
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 Tensor = tuple[Kind, int, int]
 """A tensor that crosses a chunk boundary: (FORWARD, chunk, micro-batch) is the chunk's result, (BACKWARD, chunk,

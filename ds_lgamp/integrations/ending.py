@@ -1,4 +1,4 @@
-"""How the process of a rank ends: at once where it fails, and without an abort where it is done."""
+"""Ends the process of a rank: at once if it fails, and without an abort if it is done."""
 
 import atexit
 import os
@@ -17,17 +17,23 @@ from ds_lgamp.config import ConfigError
 
 _FAILED, _REFUSED = 1, 2
 _GLOO_THREAD = "pt_gloo_runloop"
-"""What torch names the threads that run gloo's collectives."""
+"""The name that torch gives the threads that run gloo's collectives."""
 _THREADS = Path("/proc/self/task")
 _QUIET_LOOKS = 3
-"""So often in a row must all of gloo's threads sleep; a thread of the user's may hold the interpreter at one look."""
+"""How often in a row all of gloo's threads must be found asleep. At a single look, a user's thread may hold the
+interpreter, for which a gloo thread then waits."""
 _PATIENCE = 10.0
-"""Seconds that the end waits for collectives which nobody awaited."""
+"""Seconds to wait at the end for collectives that nobody awaited."""
 
 
 def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
-    """From now on, a rank that fails leaves at once, so that the launcher ends the job; and one that is done calls
-    ``finish``, which waits for its collectives, and most likely ends without an abort. ``undo`` takes both back."""
+    """From now on, a rank that fails leaves at once, so that the launcher ends the job. A rank that is done calls
+    ``finish`` and waits for its collectives, so that it most likely ends without an abort.
+
+    Args:
+        finish: waits for everything that the engines of this rank have begun.
+        undo: restores both endings when it is closed.
+    """
 
     def end() -> None:
         finish()
@@ -39,8 +45,8 @@ def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
 
 
 def leave() -> NoReturn:
-    """Ends the process of a script that is done: everything that an exit does for Python code, but the interpreter is
-    not taken down. A thread of gloo's that wants it meanwhile would abort the process."""
+    """Ends the process of a script that is done. Does everything that an exit does for Python code, but does not shut
+    the interpreter down: a gloo thread that needs the interpreter during the shutdown would abort the process."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _leave("", 0)
@@ -48,13 +54,15 @@ def leave() -> NoReturn:
 
 @contextmanager
 def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -> Iterator[None]:
-    """A ConfigError ends it with its sentence, any other error with its traceback and ``hint``.
+    """A ConfigError ends the process with its sentence, any other error with its traceback and ``hint``.
 
-    At once, without the interpreter's orderly exit, which could wait for ranks that wait for this one: so the launcher
-    notices and ends the job.
+    The process ends at once. The interpreter's orderly exit could wait for ranks that wait for this one, and the
+    launcher would not end the job.
 
     Args:
-        stock_refusal: words of an error of the host that is a sentence for the user already.
+        stock_refusal: words of an error of the host that is already a sentence for the user; it is printed without a
+            traceback.
+        hint: a line that follows the traceback.
     """
     try:
         yield
@@ -69,21 +77,21 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
 
 
 def await_gloo_threads() -> None:
-    """Until none of gloo's threads has anything left to do.
+    """Waits until none of gloo's threads has anything left to do, or for 10 seconds.
 
-    A thread reports that a collective is done before it lets go of the tensors, for which it needs the interpreter. An
-    interpreter that shuts down meanwhile ends the thread where it stands, which aborts the process, or leaves it with a
-    lock that the shutdown waits for.
+    A thread reports that a collective is done before it frees the tensors, and it needs the interpreter to free them.
+    An interpreter that shuts down in between ends the thread where it stands. That aborts the process, or leaves the
+    thread with a lock for which the shutdown waits.
     """
     quiet, deadline = 0, time.monotonic() + _PATIENCE
     while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
-        # Sleeping lends the interpreter to every thread that waits for it; one that still wants it is running now.
+        # Sleeping gives the interpreter to the threads that wait for it. A thread that still needs it is running now.
         time.sleep(0.001)
         quiet = 0 if any(_runs(thread) for thread in _gloo_threads()) else quiet + 1
 
 
 def _gloo_threads() -> list[Path]:
-    """The folders that describe them; none where the system has no such folders."""
+    """The folders under /proc that describe gloo's threads; none where the system has no /proc."""
     return [thread for thread in _THREADS.glob("*") if _read(thread / "comm").strip() == _GLOO_THREAD]
 
 
@@ -93,7 +101,7 @@ def _runs(thread: Path) -> bool:
 
 
 def _read(file: Path) -> str:
-    """Empty if the thread has ended."""
+    """The text of ``file``; "" if the thread has ended."""
     try:
         return file.read_text()
     except OSError:
@@ -101,7 +109,7 @@ def _read(file: Path) -> str:
 
 
 def _leave_at_unhandled_errors(undo: ExitStack) -> None:
-    """As :func:`failures_end_the_process` does around a whole script, for a script that runs on its own."""
+    """Does what :func:`failures_end_the_process` does, for a script that runs without ``ds_lgamp run``."""
     previous = sys.excepthook
     installed = True
 
@@ -111,7 +119,7 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
             return
         if isinstance(error, ConfigError):
             _leave(_sentence(error), _REFUSED)
-        # In one piece: other ranks may print at the same time.
+        # The message is written in one piece, because other ranks may print at the same time.
         with redirect_stderr(StringIO()) as printed:
             previous(kind, error, trace)
         _finish_checkpoints()
@@ -120,7 +128,7 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
     def take_back() -> None:
         nonlocal installed
         installed = False
-        # Otherwise a later hook calls this one, which only passes on.
+        # If another hook was set later, it still calls this one, which then only calls the previous hook.
         if sys.excepthook is leave:
             sys.excepthook = previous
 
@@ -129,7 +137,8 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
 
 
 def _script_is_over() -> bool:
-    """Whether the interpreter calls, which has nothing left to run but its exit; not the user's code, nor a prompt."""
+    """Whether the interpreter itself calls, with nothing left to run but its exit. False inside the user's code and at
+    a prompt."""
     if threading.current_thread() is not threading.main_thread() or sys.flags.interactive or hasattr(sys, "ps1"):
         return False
     frame: FrameType = sys._getframe()
@@ -146,7 +155,7 @@ def _has_peers() -> bool:
 
 
 def _finish_checkpoints() -> None:
-    """Those that threads write; leaving would end the threads."""
+    """Waits for checkpoints that threads still write. Leaving would end these threads."""
     from ds_lgamp.checkpoint.errors import CheckpointError
     from ds_lgamp.checkpoint.saver import wait_for_all
 
@@ -160,7 +169,7 @@ def _sentence(error: ConfigError) -> str:
 
 def _leave(message: str, status: int) -> NoReturn:
     sys.stdout.flush()
-    # torch's hook, which may have called this module's, collects in memory what others print: leaving would lose it.
+    # torch's hook may have called this module's. It collects in memory what others print, and leaving would lose that.
     stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
     if stream is not None:
         stream.write(message)

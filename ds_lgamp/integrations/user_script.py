@@ -1,4 +1,4 @@
-"""A user's script, run unedited."""
+"""Runs a user's script, unedited."""
 
 import runpy
 import sys
@@ -9,14 +9,15 @@ from ds_lgamp.config import ConfigError
 
 
 def find_modules_beside(script: str) -> None:
-    """Imports look beside ``script`` first, as when Python runs it."""
+    """Lets imports look beside ``script`` first, as when Python runs it. Raises ConfigError if there is no such
+    file."""
     if not Path(script).is_file():
         raise ConfigError(f"'{script}' is no file; name the script to run")
     sys.path[0] = str(Path(script).resolve().parent)
 
 
 def run_as_main(script: str, arguments: Sequence[str]) -> None:
-    """Runs ``script`` as Python would. Its failing exit is passed on."""
+    """Runs ``script`` as Python would. Raises SystemExit only if the script exits with a failing status."""
     sys.argv = [script, *arguments]
     find_modules_beside(script)
     try:

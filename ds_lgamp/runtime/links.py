@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.cost.activations import SENDS_IN_FLIGHT
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 _HEADER_ELEMENTS = 128
 _DTYPES = [

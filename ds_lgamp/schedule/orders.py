@@ -14,6 +14,11 @@ SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 """Schedules that need one chunk per pipeline rank, in rank order."""
 
 
+def default_placement(schedule: str) -> str:
+    """The placement of a schedule for which none is given."""
+    return "contiguous" if schedule in SINGLE_CHUNK_SCHEDULES else "modular"
+
+
 def micro_batch_groups(micro_batches: int, group: int) -> list[range]:
     """Splits the micro-batches of a step into groups of ``group``. The last group may be smaller."""
     return [range(start, min(start + group, micro_batches)) for start in range(0, micro_batches, group)]

@@ -20,6 +20,10 @@ RECEIVES_POSTED = 3
 flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
 permission (docs/performance.md)."""
 
+SENDS_IN_FLIGHT = 2
+"""How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank has more
+receives posted than that, so the wait is short."""
+
 
 @dataclass(frozen=True)
 class ProgramSpec:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_lgamp.schedule.orders import SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import place_chunks, split_automatic, split_balanced, split_by_count, split_evenly
 
 
@@ -58,3 +59,13 @@ def test_more_chunks_than_layers_are_refused():
 def test_automatic_split_starts_a_chunk_at_every_most_frequent_layer():
     layers = ["embedding", "dropout", "block", "block", "norm", "block", "norm", "head"]
     assert split_automatic(layers) == [0, 3, 5, 8]
+
+
+def test_schedules_with_one_chunk_per_rank_are_contiguous_by_default():
+    placements = {schedule: default_placement(schedule) for schedule in SCHEDULES}
+    assert placements == {
+        "layered": "modular",
+        "interleaved_1f1b": "modular",
+        "1f1b": "contiguous",
+        "gpipe": "contiguous",
+    }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
+from ds_lgamp.integrations.deepspeed.checkpoint.fields import PULLED
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
     KEYS,
     layer_files,
@@ -102,7 +103,7 @@ def _read(folder: Path) -> WholeCheckpoint:
         "counters": {
             **{name: ranks[0][name] for name in ("global_steps", "global_samples", "skipped_steps")},
             "micro_steps": 0,
-            "_pulled_of_training_data": 0,
+            PULLED: 0,
         },
         "micro_offset": 0,
         "data": None,

@@ -1,4 +1,4 @@
-"""What a ``ds_lgamp`` block makes of the other keys in ds_config.json, before anything is built from them."""
+"""Checks the keys of ds_config.json beside an enabled ``ds_lgamp`` block, before anything is built from them."""
 
 import math
 from collections.abc import Iterator
@@ -10,26 +10,27 @@ from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treat
 
 _ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
 _ALIASES = {"bfloat16": "bf16"}
-"""Sections that DeepSpeed reads under an old name too."""
+"""Sections by the old name under which DeepSpeed still reads them."""
 _AUTO_IS_A_VALUE = {"data_types.keep_in_fp32_modules", "pipeline.stages"}
-"""Keys for which DeepSpeed itself takes "auto"; elsewhere Hugging Face's Trainer replaces it by a value."""
+"""Keys whose value "auto" DeepSpeed itself understands. Elsewhere Hugging Face's Trainer replaces "auto" by a value."""
 _SWITCHES = {"enabled", "device", "autotp_size", "deepcompile"}
-"""Last names of refused keys without which the rest of their section does nothing in DeepSpeed either."""
+"""Last parts of keys that switch their section on. If such a key is refused, the rest of its section does nothing."""
 _TYPO = 0.8
-"""How similar, from 0 to 1, an unknown key at the top must be to a known one to be no key of the user's own."""
+"""How similar, from 0 to 1, an unknown key at the top must be to a known key to count as a typo of it. Less similar
+ones are the user's own keys."""
 _SIMILAR = 0.6
-"""The same inside a section, for an unknown key to be taken for a known one."""
+"""The same inside a section, where users have no keys of their own."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class _Setting(NamedTuple):
-    """A key the user gave a value.
+    """A key to which the user gave a value.
 
     Args:
-        name: as the user wrote it.
-        position: of its row in the table.
-        key: its row.
+        name: the key as the user wrote it.
+        position: the number of its row in the table.
+        key: its row in the table.
     """
 
     name: str
@@ -39,8 +40,8 @@ class _Setting(NamedTuple):
 
 
 def check_keys(config: dict[str, Any]) -> list[str]:
-    """The keys of a DeepSpeed configuration that are set and mean nothing with a ``ds_lgamp`` block, in the order of
-    the table. Keys beside a switch that is off are left out: they mean nothing in DeepSpeed either.
+    """Checks every key, and returns the keys that are set but mean nothing with a ``ds_lgamp`` block, in the order of
+    the table. Keys beside a switch that is off are left out, because they mean nothing in DeepSpeed either.
 
     Raises ConfigError for the first key, in the order of the configuration, that is refused, looks like a typo or is
     "auto".
@@ -84,12 +85,12 @@ def check_batch_sizes(config: dict[str, Any], data_ranks: int) -> None:
 def _settings(
     section: dict[str, Any], name: str = "", path: str = "", rest: _Setting | None = None
 ) -> Iterator[_Setting]:
-    """The keys of a section that have a value; sections that are refused as a whole count as one.
+    """Yields the keys of a section that have a value. A section that is refused as a whole counts as one key.
 
     Args:
-        name: of the section as the user wrote it, "" for the whole configuration.
-        path: its name in the table.
-        rest: what keys without a row of their own stand under; without it they are unknown.
+        name: the section as the user wrote it; "" for the whole configuration.
+        path: the section's name in the table.
+        rest: the setting that keys without a row of their own belong to; None if such keys are unknown.
     """
     if f"{path}.*" in _ROWS:
         rest = _Setting(name, *_ROWS[f"{path}.*"], section)
@@ -117,7 +118,7 @@ def _settings(
 
 
 def _members(path: str) -> set[str]:
-    """The keys and sections the table has inside a section."""
+    """The keys and sections that the table has inside a section."""
     prefix = f"{path}." if path else ""
     names = {key.name.removeprefix(prefix).split(".")[0] for key in KEYS if key.name.startswith(prefix)}
     return names - {"*"}
@@ -129,7 +130,7 @@ def _refused_whole(path: str) -> bool:
 
 
 def _has_switch(name: str) -> bool:
-    """Whether the rest of this key's section, or of one around it, hangs on a refused key."""
+    """Whether a refused key switches this key's section, or a section around it, on."""
     sections = name.split(".")[:-1]
     rows = [
         _ROWS.get(".".join([*sections[:depth], switch]))
@@ -168,7 +169,8 @@ def _refuse_typo(key: str, name: str, known: set[str], is_top: bool) -> None:
 
 
 def _refuse_auto(value: Any, name: str, path: str) -> None:
-    """Looks into the parameters of optimizers and schedulers too, but not into the block, which has its own checks."""
+    """Raises ConfigError for "auto". Searches the parameters of optimizers and schedulers too, but not the block, which
+    has its own checks."""
     if path == BLOCK or path in _AUTO_IS_A_VALUE:
         return
     if isinstance(value, dict):

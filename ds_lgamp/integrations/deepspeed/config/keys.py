@@ -1,4 +1,5 @@
-"""Every key of ds_config.json that DeepSpeed 0.19.8 reads, and what a ``ds_lgamp`` block makes of it."""
+"""A table of every key of ds_config.json that DeepSpeed 0.19.8 reads, with its treatment beside a ``ds_lgamp``
+block."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -8,24 +9,24 @@ from typing import Any, NamedTuple
 
 
 class Treatment(str, Enum):
-    """What becomes of a key."""
+    """How a key is treated beside a ``ds_lgamp`` block."""
 
     HONOURED = "honoured"
     MEANINGLESS = "meaningless"
-    """It tunes machinery that ds_lgamp replaces; results do not depend on it."""
+    """The key tunes machinery that ds_lgamp replaces. Results do not depend on it."""
     REFUSED = "refused"
-    """Ignoring it would change results, the place of memory or a feature the user counts on."""
+    """Ignoring the key would change results, move memory elsewhere, or drop a feature that the user relies on."""
 
 
 class Key(NamedTuple):
     """One row of the table.
 
     Args:
-        name: dotted path; ``section.*`` stands for all keys of a section that have no row of their own. A refused
-            section is refused as a whole, unless its ``enabled`` is false.
-        note: what it does or its limits; why it is meaningless; why it is refused and what to do instead.
-        harmless: the values at which a refused key changes nothing, or the only ones an honoured key may have.
-        takes: what values the key takes, one of :data:`VALUES`; "" for anything.
+        name: the dotted path. ``section.*`` stands for all keys of a section that have no row of their own; if it is
+            refused, the section is refused as a whole, unless its ``enabled`` is false.
+        note: the effect and the limits of an honoured key; why a key is meaningless; why a key is refused, and the fix.
+        harmless: the values at which a refused key changes nothing, or the only values that an honoured key may have.
+        takes: the kind of value that the key takes, one of :data:`VALUES`; "" for any value.
 
     A key that is null counts as absent.
     """
@@ -48,7 +49,7 @@ VALUES: dict[str, Callable[[Any], bool]] = {
     OBJECT: lambda value: isinstance(value, dict),
     STAGE: lambda value: _whole(value) and 0 <= value <= 3,
 }
-"""What a value must be like, in words and as a test."""
+"""The kinds of values, each with its test."""
 
 
 def _whole(value: Any) -> bool:
@@ -66,7 +67,7 @@ def _keys(
     harmless: tuple[Any, ...] = (),
     takes: str = "",
 ) -> list[Key]:
-    """Rows that differ in the name only; ``names`` is a list of words."""
+    """Rows that differ only in their names. ``names`` holds the names, separated by spaces."""
     prefix = f"{section}." if section else ""
     return [Key(prefix + name, treatment, note, harmless, takes) for name in names.split()]
 

@@ -1,4 +1,4 @@
-"""Which optimizers work on shards, and which class the ``optimizer`` of ds_config.json stands for."""
+"""Decides which optimizers work on shards, and which class the ``optimizer`` of ds_config.json stands for."""
 
 import importlib
 import inspect
@@ -27,12 +27,13 @@ ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.Rprop,
     }
 )
-"""torch's optimizers whose update of an element depends on that element alone, so that a shard gives the same result.
-Not their subclasses, which may scale by layer."""
+"""torch's optimizers that update each element from that element alone, so that a shard gives the same result as the
+whole tensor. Their subclasses are left out, because they may scale by layer."""
 ON_CPU: frozenset[type] = frozenset({DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion})
-"""The same among DeepSpeed's own, for parameters on the CPU. Making one may compile it, importing it does not."""
+"""DeepSpeed's optimizers of the same kind for parameters on the CPU. Instantiating one may compile it; importing it
+does not."""
 ON_ACCELERATOR: frozenset[type] = frozenset({FusedAdam, FusedLion})
-"""The same on an accelerator; FusedAdam has a kernel for the CPU too."""
+"""DeepSpeed's optimizers of the same kind for an accelerator. FusedAdam has a kernel for the CPU too."""
 WHOLE_TENSORS = {
     "adafactor": "keeps sums over rows and columns of whole matrices",
     "fusedlamb": "scales by the norms of whole tensors",
@@ -48,53 +49,54 @@ WHOLE_TENSORS = {
     "sparseadam": "takes sparse gradients, which shards do not have",
     "zerooneadam": "keeps errors of whole tensors, and which DeepSpeed has removed",
 }
-"""What cannot work on shards and why, by name in lower case."""
+"""Why each optimizer cannot work on shards, by its name in lower case."""
 JSON_NAMES = {"adam", "adamw", "adagrad", "lion", "DeepSpeedCPUAdam"} | {
     kind.__name__ for kind in ELEMENTWISE if kind.__name__.lower() not in ("adam", "adamw", "adagrad")
 }
-"""What ``optimizer.type`` may say. DeepSpeed writes the first four in lower case; the others are classes."""
+"""The values that ``optimizer.type`` may have. DeepSpeed writes the first four in lower case; the others are class
+names."""
 _NOT_IN_FUSED_ADAM = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"}
-"""Options of torch's Adam that DeepSpeed's and apex's lack or refuse."""
+"""Options of torch's Adam that DeepSpeed's and apex's FusedAdam lack or refuse."""
 
 
 class Kernels(NamedTuple):
-    """Fused optimizers that are ready to run, without compiling, on one device."""
+    """The fused optimizers that run on one device without compiling anything."""
 
     fused: frozenset[type]
-    """torch's classes that have a fused kernel for it."""
+    """torch's classes that have a fused kernel for the device."""
     apex_adam: type | None
-    """``apex.optimizers.FusedAdam`` of NVIDIA's apex, on CUDA."""
+    """``apex.optimizers.FusedAdam`` of NVIDIA's apex; None without it, and on other devices than CUDA."""
 
 
 class Choice(NamedTuple):
-    """An optimizer class and the options it is made with."""
+    """An optimizer class and its options."""
 
     kind: type
     options: dict[str, Any]
 
     @property
     def compiles(self) -> bool:
-        """Whether making one may compile it."""
+        """Whether instantiating the class may compile it."""
         return self.kind in ON_CPU | ON_ACCELERATOR
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """Probes this machine."""
+    """Tries out which fused optimizers this machine has for ``device``."""
     apex_adam = _apex_adam() if device.type == "cuda" else None
     return Kernels(frozenset(kind for kind in ELEMENTWISE if _has_fused_kernel(kind, device)), apex_adam)
 
 
 def choose_optimizer(name: str, options: dict[str, Any], device: torch.device, kernels: Kernels) -> Choice:
-    """What ``optimizer.type`` and ``optimizer.params`` stand for.
+    """The class and options that ``optimizer.type`` and ``optimizer.params`` stand for.
 
-    DeepSpeed's meaning is kept: "Adam" decays weights as AdamW unless ``adam_w_mode`` is false, and ``torch_adam`` is
-    torch's class as DeepSpeed makes it. Without that, DeepSpeed compiles its FusedAdam; here apex's, which is the same,
-    or torch's fused kernel stands for it, so that nothing is compiled. Only ``bias_correction: false``, which torch
-    does not have, still needs it where apex is missing.
+    They mean what they mean in DeepSpeed: "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false, and
+    ``torch_adam`` selects torch's class. Without ``torch_adam``, DeepSpeed compiles its FusedAdam. Here apex's
+    FusedAdam, which computes the same, or torch's fused kernel takes its place, so that nothing is compiled. torch has
+    no ``bias_correction: false``; where apex is missing, that option alone still needs DeepSpeed's FusedAdam.
 
     Args:
-        name: one of :data:`JSON_NAMES`, or of a class in ``torch.optim``.
-        device: where the shards are.
+        name: one of :data:`JSON_NAMES`, or the name of a class in ``torch.optim``.
+        device: the device of the shards.
 
     Raises ConfigError if the optimizer cannot run on ``device``.
     """
@@ -109,7 +111,7 @@ def choose_optimizer(name: str, options: dict[str, Any], device: torch.device, k
 
 
 def try_out(choice: Choice, device: torch.device) -> None:
-    """Raises what the class raises for these options, now or at the first step. Compiles nothing."""
+    """Raises whatever the class raises for these options when it is built or takes its first step. Compiles nothing."""
     if choice.compiles:
         inspect.signature(choice.kind).bind([], **choice.options)
     else:
@@ -117,7 +119,7 @@ def try_out(choice: Choice, device: torch.device) -> None:
 
 
 def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
-    """How many tensors of a parameter's shape the optimizer keeps; None if that is unknown."""
+    """How many tensors of each parameter's shape the optimizer keeps; None if that is unknown."""
     name = kind.__name__
     if name == "SGD":
         return int(bool(options.get("momentum")))
@@ -131,13 +133,14 @@ def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
 
 
 def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
-    """Whether a step takes no memory for temporaries."""
+    """Whether a step needs no memory for temporary tensors."""
     from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
     return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
 
 
 def check_optimizer_type(name: str, allow_untested: bool) -> None:
-    """As :func:`check_elementwise`, for an optimizer the JSON names: before it is made, which may compile it."""
+    """Does what :func:`check_elementwise` does for an optimizer that ds_config.json names, before instantiating
+    compiles it."""
     if name in JSON_NAMES:
         return
     reason = WHOLE_TENSORS.get(name.lower())
@@ -151,8 +154,8 @@ def check_optimizer_type(name: str, allow_untested: bool) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, device: torch.device) -> None:
-    """Raises ConfigError if ``optimizer`` is not known to work on shards on ``device`` and the user did not vouch for
-    it."""
+    """Raises ConfigError if ``optimizer`` is not known to work on shards on ``device``, and ``allow_untested`` is
+    false."""
     kind = type(optimizer)
     names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
     reason = WHOLE_TENSORS.get(kind.__name__.lower())
@@ -175,7 +178,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
 def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
     decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
     torch_kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    # FusedAdam's states are always those of the fp32 master weights.
+    # FusedAdam always keeps its states for the fp32 master weights.
     options.pop("fp32_optimizer_states", None)
     if options.pop("torch_adam", False):
         return Choice(torch_kind, options)
@@ -185,7 +188,7 @@ def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
         return Choice(kernels.apex_adam or FusedAdam, {**options, "adam_w_mode": decoupled})
     for key in ("bias_correction", "set_grad_none"):
         options.pop(key, None)
-    # torch's AdamW decays by 0.01 if nothing is said, FusedAdam does not.
+    # torch's AdamW decays by 0.01 by default; FusedAdam does not decay.
     options.setdefault("weight_decay", 0.0)
     if "betas" in options:
         options["betas"] = tuple(map(float, options["betas"]))
@@ -204,7 +207,7 @@ def _cpu_adam(options: dict[str, Any], device: torch.device) -> Choice:
 
 
 def _with_kernel(kind: type, options: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
-    """``options`` with the fused kernel, unless they choose an implementation themselves."""
+    """Adds ``fused`` to ``options`` if there is a fused kernel, unless they choose an implementation themselves."""
     decided = not {"fused", "foreach", "differentiable"}.isdisjoint(options)
     return {**options, "fused": True} if kind in kernels.fused and not decided else dict(options)
 
@@ -224,10 +227,10 @@ def _step_one_element(choice: Choice, device: torch.device) -> None:
 
 
 def _apex_adam() -> type | None:
-    """NVIDIA's, with its kernels; another project is called apex on PyPI."""
+    """FusedAdam of NVIDIA's apex if its kernels can be imported. PyPI has another project of the name apex."""
     try:
         importlib.import_module("amp_C")
         return importlib.import_module("apex.optimizers").FusedAdam
     except Exception:
-        # As ds_lgamp env does: whatever is wrong with it, it cannot be used.
+        # As in ds_lgamp env: whatever is wrong with apex, it cannot be used.
         return None

@@ -1,4 +1,4 @@
-"""What the engine cannot train as asked, refused before anything changes, alike on every rank."""
+"""Refuses what the engine cannot train as asked: before anything changes, and alike on every rank."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     try_out,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
-from ds_lgamp.integrations.deepspeed.engine.optimizer import complaint_about_history
+from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, announced_tensors, global_names
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
@@ -31,7 +31,7 @@ _SECTIONS = {
     "HybridEngineConfig": "hybrid_engine",
     "CompileConfig": "compile",
 }
-"""Where the keys of DeepSpeed's models stand in ds_config.json."""
+"""The section of ds_config.json that each of DeepSpeed's pydantic models reads."""
 
 _SHARED_KEYS = (
     BLOCK,
@@ -45,11 +45,11 @@ _SHARED_KEYS = (
     "data_types",
     "communication_data_type",
 )
-"""Keys that all ranks must agree on."""
+"""Keys on which all ranks must agree."""
 
 
 def refuse_differing_ranks(config: dict[str, Any]) -> None:
-    """Raises ConfigError if the configurations of two ranks would not work together and one has a block. Collective."""
+    """Raises ConfigError if two ranks differ in a shared key and a rank has a block. Collective over all ranks."""
     own = [repr(config.get(key)) for key in _SHARED_KEYS]
     ranks = everyone(own)
     if all(values[0] == repr(None) for values in ranks):
@@ -64,7 +64,8 @@ def refuse_differing_ranks(config: dict[str, Any]) -> None:
 
 
 def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> None:
-    """Raises ConfigError for modules and optimizers the engine cannot honour. Collective over all ranks."""
+    """Raises ConfigError for a module, optimizer, scheduler or precision that the engine cannot honour. Collective over
+    all ranks."""
     device = torch.device(get_accelerator().current_device_name())
     if isinstance(optimizer, torch.optim.Optimizer):
         check_elementwise(optimizer, config.zero_allow_untested_optimizer, device)
@@ -86,7 +87,8 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
 
 
 def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:
-    """Raises ConfigError for what ``reproducible`` cannot keep its word on. Collective over all ranks."""
+    """Raises ConfigError if ``reproducible`` is set and the run would depend on the layout. Collective over all
+    ranks."""
     if not settings.reproducible:
         return
     trains = {name for name, info in announced_tensors(module).items() if info.is_parameter and info.requires_grad}
@@ -111,7 +113,7 @@ def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineMo
 
 
 def _try_optimizer(name: str, options: dict[str, Any], device: torch.device) -> None:
-    """Raises ConfigError if the optimizer's class does not take its ``params``; DeepSpeed would find out later."""
+    """Raises ConfigError if the optimizer's class does not take its ``params``. DeepSpeed would notice only later."""
     if "max_grad_norm" in options:
         raise ConfigError(
             f"optimizer.params.max_grad_norm is {options['max_grad_norm']}, which DeepSpeed refuses; write "
@@ -134,7 +136,7 @@ def _try_scheduler(name: str, options: dict[str, Any] | None) -> None:
     if options is None:
         raise ConfigError("scheduler.params is missing; write an object such as {}")
     if any(isinstance(value, list) for value in options.values()):
-        return  # One value for each parameter group, which only the engine knows.
+        return  # There is one value for each parameter group, and only the engine knows the groups.
     try:
         kind(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]), **options)
     except Exception as error:
@@ -142,7 +144,7 @@ def _try_scheduler(name: str, options: dict[str, Any] | None) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """The first thing an error of DeepSpeed's configuration says, in one line."""
+    """The first complaint of an error of DeepSpeed's configuration, in one line."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         key = ".".join(map(str, (_SECTIONS.get(error.title, error.title), *first["loc"])))
@@ -175,7 +177,7 @@ def _refuse_differing_freezing(module: PipelineModule) -> None:
 
 
 def _complaint_about_tensors(module: PipelineModule) -> str | None:
-    """What is wrong with this rank's parameters."""
+    """The sentence that refuses this rank's parameters; None if nothing is wrong with them."""
     names: dict[int, str] = {}
     for name, tensor in global_names(module):
         if names.setdefault(id(tensor), name) != name:

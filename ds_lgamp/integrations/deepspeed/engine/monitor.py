@@ -1,6 +1,8 @@
 """What a training step did, for DeepSpeed's monitors and its log."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.logging import log_dist
 
+from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.runtime.stopwatch import EXPOSED_WAITS, Stopwatch
 
 
@@ -73,7 +76,27 @@ class StepMonitor:
         )
 
 
-def publish(engine: Any, report: StepReport) -> None:
+def monitor_if_asked(engine: Any, loader: BatchLoader, stopwatch: Stopwatch) -> StepMonitor | None:
+    """Returns a monitor on all ranks if one of them reports steps: often only rank 0 does, but all ranks measure.
+    Collective over all ranks."""
+    asked = loader.largest(int(engine.monitor.enabled or engine.wall_clock_breakdown()))
+    return StepMonitor(stopwatch) if asked else None
+
+
+@contextmanager
+def monitored(engine: Any, monitor: StepMonitor | None, loader: BatchLoader) -> Iterator[None]:
+    """Measures the training step inside the block and publishes the report; does nothing without a ``monitor``, and
+    publishes nothing if the step fails."""
+    if monitor is None:
+        yield
+        return
+    loader.tokens = 0
+    monitor.begin()
+    yield
+    _publish(engine, monitor.finish(loader.tokens, engine.device))
+
+
+def _publish(engine: Any, report: StepReport) -> None:
     """Writes to the monitors on rank 0, and where ``wall_clock_breakdown`` asks for it, to the log."""
     if engine.global_rank == 0 and engine.monitor.enabled:
         engine.monitor.write_events(report.events(engine))

@@ -1,8 +1,6 @@
 """The ZeRO partition policy as DeepSpeed's optimizer object, and the user's parameter groups on shards."""
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -10,12 +8,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
-from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.module import global_names, over_data, over_pipeline
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -235,20 +230,6 @@ def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, A
     partition.gather_stale()
 
 
-def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
-    """What is wrong with an optimizer that has taken steps: it keeps what it learnt by whole parameter."""
-    if type(optimizer) is torch.optim.Adagrad:
-        stepped = any(bool(state["step"]) for state in optimizer.state.values())
-    else:
-        stepped = any(optimizer.state.values())
-    if not stepped:
-        return None
-    return (
-        f"optimizer is {type(optimizer).__name__} with state for whole parameters, which shards cannot take over; pass "
-        "one that has taken no step and loaded none"
-    )
-
-
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
     """The state before the first step, for the parameters the groups have now: Adagrad makes it when it is built, all
     others then."""
@@ -257,80 +238,3 @@ def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor
     value = optimizer.defaults["initial_accumulator_value"]
     groups = [dict(group) for group in optimizer.param_groups]
     return torch.optim.Adagrad(groups, initial_accumulator_value=value).state
-
-
-_OF_PARAMETERS = ("params", "param_names")
-"""What of a group lists its parameters; the rest are options."""
-
-
-class ParameterGroups:
-    """The optimizer's groups by global parameter name, known on every rank before layers move.
-
-    Raises ConfigError on all ranks if the groups of one do not fit.
-
-    Args:
-        groups: the optimizer's ``param_groups`` or the user's ``model_parameters``.
-    """
-
-    def __init__(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
-        names = {id(tensor): name for name, tensor in global_names(module)}
-        own: dict[str, Any] = {}
-        options = [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
-        complaint = None
-        for index, group in enumerate(groups):
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    complaint = (
-                        f"parameter group {index} holds a tensor of shape {list(parameter.shape)} that belongs to no "
-                        "layer of the PipelineModule; make its owner a layer, or leave it out"
-                    )
-                elif own.setdefault(name, index) != index:
-                    complaint = f"parameter {name} is in parameter groups {own[name]} and {index}; keep it in one"
-        raise_everywhere(complaint, ConfigError)
-        trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
-        everyone = over_pipeline(module, (own, repr(options), trains))
-        if len({described for _, described, _ in everyone}) > 1:
-            raise ConfigError(
-                "the optimizer's parameter groups differ between pipeline ranks; give every rank the same groups in "
-                "the same order, empty ones included"
-            )
-        if not any(trains for _, _, trains in everyone):
-            raise ConfigError("the optimizer holds no parameter that trains; unfreeze one, or give it others")
-        self.by_name: dict[str, int] = {name: index for names, _, _ in everyone for name, index in names.items()}
-        fingerprint = hashlib.sha256(repr((sorted(self.by_name.items()), options)).encode()).hexdigest()
-        if len(set(over_data(module, fingerprint))) > 1:
-            raise ConfigError(
-                "the optimizer's parameter groups differ between data-parallel ranks; give every rank the same ones"
-            )
-
-    def rewrite(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
-        """Puts the parameters this rank has now into ``groups``, in place. A group that has none here gets an empty
-        placeholder: DeepSpeed drops empty groups, and schedulers count them."""
-        for group in groups:
-            group["params"] = []
-            group.pop("param_names", None)
-        for name, tensor in global_names(module):
-            if name in self.by_name:
-                groups[self.by_name[name]]["params"].append(tensor)
-        for group in groups:
-            group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
-
-
-def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
-    """``model_parameters`` as groups, and whether the user wrote groups rather than plain parameters."""
-    listed = list(parameters)
-    if listed and isinstance(listed[0], dict):
-        return [{**group, "params": _without_names(group["params"])} for group in listed], True
-    return [{"params": _without_names(listed)}], False
-
-
-def _without_names(parameters: Any) -> list[nn.Parameter]:
-    """What torch takes as the parameters of a group: a tensor, or tensors, by themselves or with their names."""
-    listed: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
-
-
-def trainable_parameters(module: PipelineModule) -> list[nn.Parameter]:
-    """What DeepSpeed trains if the user names nothing."""
-    return [tensor for _, tensor in global_names(module) if isinstance(tensor, nn.Parameter) and tensor.requires_grad]

@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles when a job starts, and jobs that wait for a compilation which nobody does."""
+"""Keeps DeepSpeed from compiling at the start of a job, and names the lock of a compilation that no process does."""
 
 import logging
 import os
@@ -11,22 +11,24 @@ from pathlib import Path
 import deepspeed.ops
 from torch.utils.file_baton import FileBaton
 
+from ds_lgamp.integrations.replacing import replace_attribute
+
 logger = logging.getLogger(__name__)
 _LOOKS_EVERY = 5.0
-"""Seconds between two looks at a lock that this process waits for."""
+"""Seconds between two looks at a lock."""
 
 
 def compile_no_collective() -> None:
-    """Keeps ``deepspeed.init_distributed`` from compiling a collective for the CPU, which takes a compiler and half a
-    minute. Training does not call it."""
+    """Keeps ``deepspeed.init_distributed`` from compiling a collective for the CPU. Training does not call that
+    collective, and compiling it takes half a minute and needs a compiler."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def name_forgotten_locks(undo: ExitStack) -> None:
-    """From now on, a process that waits for the lock of a compilation that has ended says which file to remove.
+    """From now on, a process that waits for a forgotten lock logs which file to remove.
 
-    torch locks the folder of an extension with a file. Of a process that is killed while it compiles, the file stays,
-    and every later one waits for it, in silence.
+    torch locks the folder of an extension with a file. A process that is killed while it compiles leaves the file
+    behind, and every later process waits for it in silence.
     """
     stock = FileBaton.wait
 
@@ -41,12 +43,11 @@ def name_forgotten_locks(undo: ExitStack) -> None:
             over.set()
             watch.join()
 
-    undo.callback(setattr, FileBaton, stock.__name__, stock)
-    setattr(FileBaton, stock.__name__, wait)
+    replace_attribute(FileBaton, stock.__name__, wait, undo)
 
 
 def _watch(lock: Path, over: threading.Event) -> None:
-    """Names ``lock`` once, as soon as nobody seems to compile. One rank of a machine speaks for all of them."""
+    """Logs ``lock`` once, as soon as no process has it open. One rank of a machine logs for all of them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     while not over.wait(_LOOKS_EVERY):
@@ -61,8 +62,8 @@ def _watch(lock: Path, over: threading.Event) -> None:
 
 
 def _is_open(file: Path) -> bool:
-    """Whether a process of this machine has ``file`` open, as one that compiles has its lock; as far as this user can
-    see. True where the system does not tell."""
+    """Whether a process of this machine has ``file`` open, as far as this user can see. A process that compiles keeps
+    its lock open. True where the system has no /proc."""
     if not Path("/proc/self/fd").exists():
         return True
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):

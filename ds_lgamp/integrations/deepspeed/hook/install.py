@@ -1,7 +1,7 @@
 """Puts the engine behind ``deepspeed.initialize``, and takes it away again.
 
-Where DeepSpeed has a registry of engines (patches/), it is registered there; otherwise, classes of the same names stand
-in for those that ``deepspeed.initialize`` instantiates.
+A DeepSpeed with the changes in patches/ has a registry of engines, and the engine is entered there. For any other
+DeepSpeed, stand-ins take the places of the classes that ``deepspeed.initialize`` instantiates.
 """
 
 from collections.abc import Callable
@@ -21,62 +21,30 @@ from deepspeed.utils.logging import log_dist
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.refusals import refuse_differing_ranks, sentence_of
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine, finish_engines
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
 from ds_lgamp.integrations.ending import end_well
+from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
 
 _registry = resolve("deepspeed.runtime.engine_registry")
-"""Of a patched DeepSpeed, which also remembers how a PipelineModule cuts its layers; else None."""
+"""The registry of a patched DeepSpeed, whose PipelineModule also remembers its ``partition_method``; else None."""
 _METHOD = "_ds_lgamp_partition_method" if _registry is None else "partition_method"
 _stock_partition_layers = PipelineModule._partition_layers
 _PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
-"""What ``deepspeed.initialize`` builds for other modules than PipelineModule."""
+"""The engines that ``deepspeed.initialize`` builds for modules other than PipelineModule."""
 _stock_destroy = dist.destroy_process_group
 _installed: list[type] = []
 """``deepspeed.PipelineEngine`` as :func:`install` left it; empty while nothing is installed."""
 _undo = ExitStack()
 
 
-class _StandIn(type):
-    """The class of classes that stand where ``deepspeed.initialize`` looks up another: instantiating one calls a
-    function, everything else, such as checks against it and changes to it, means the class it stands for."""
-
-    def __call__(cls, *positional: Any, **arguments: Any) -> Any:
-        own = vars(cls)
-        if "_stands_for" not in own:
-            return super().__call__(*positional, **arguments)
-        return own["_instantiate"](own["_stands_for"], *positional, **arguments)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        stands_for = vars(cls).get("_stands_for")
-        return isinstance(instance, stands_for) if stands_for else super().__instancecheck__(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        stands_for = vars(cls).get("_stands_for")
-        return issubclass(subclass, stands_for) if stands_for else super().__subclasscheck__(subclass)
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        stands_for = vars(cls).get("_stands_for")
-        setattr(stands_for, name, value) if stands_for else super().__setattr__(name, value)
-
-    def __delattr__(cls, name: str) -> None:
-        stands_for = vars(cls).get("_stands_for")
-        delattr(stands_for, name) if stands_for else super().__delattr__(name)
-
-
-def standing_in(stock: Any, instantiate: Callable[..., Any]) -> type:
-    """A class that stands for ``stock`` and whose instantiation calls ``instantiate(stock, ...)``."""
-    names = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return _StandIn(
-        stock.__name__, (stock,), {**names, "_stands_for": stock, "_instantiate": staticmethod(instantiate)}
-    )
-
-
 def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) -> DeepSpeedConfig:
-    """DeepSpeed's configuration; with an enabled block, refused in one sentence where the engine cannot honour it."""
+    """Builds DeepSpeed's configuration. If the block is enabled, raises ConfigError for what the engine cannot
+    honour."""
     if not isinstance(config, dict) or read_block(config) is None:
         return stock(config, mpu, **options)
     if deepspeed.PipelineEngine not in _installed:
@@ -97,11 +65,11 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
 
 
 def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> PipelineEngine:
-    """The engine the configuration asks for."""
+    """Builds the engine that the configuration asks for: LgampEngine with an enabled block, else ``stock``."""
     config, module = arguments.get("config"), arguments.get("model")
     if not isinstance(config, dict) or not isinstance(module, PipelineModule):
         return stock(*positional, **arguments)
-    # As the engine does a little later: ranks must not talk to each other from one device.
+    # The engine sets the device a little later. Until it is set, all ranks would use the same one to communicate.
     get_accelerator().set_device(module.local_rank)
     refuse_differing_ranks(config)
     settings = read_block(config)
@@ -118,12 +86,12 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
 
 
 def partition_method_of(module: PipelineModule) -> str:
-    """How ``module`` cuts its layers; modules built before :func:`install` count as cutting by parameters."""
+    """The ``partition_method`` of ``module``; "parameters" if the module was built before :func:`install`."""
     return getattr(module, _METHOD, "parameters")
 
 
 def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
-    """Stock's engine for other modules; with a block, refused."""
+    """Builds stock's engine for a module that is no PipelineModule. Raises ConfigError if the block is enabled."""
     if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
         raise ConfigError(
             f"deepspeed.initialize got a {type(arguments['model']).__name__}, but a {BLOCK} block works on a "
@@ -133,7 +101,8 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
 
 
 def registered(pipeline: Callable[..., Any]) -> Callable[..., Any]:
-    """What DeepSpeed's registry asks for an engine, with ``pipeline`` for a PipelineModule; None means stock's."""
+    """The factory to enter into DeepSpeed's registry. It calls ``pipeline`` for a PipelineModule, and returns None to
+    leave the engine to DeepSpeed."""
 
     def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
         if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule):
@@ -156,7 +125,7 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
 
 @wraps(_stock_destroy)
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Waits for what engines began, for which ranks have yet to talk to each other."""
+    """Lets engines finish first: their ranks may still have to communicate."""
     try:
         if group in (None, dist.group.WORLD):
             finish_engines()
@@ -165,10 +134,13 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
-    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block; without one it stays stock DeepSpeed. A rank
-    that fails leaves at once, and one that waits for a compilation that nobody does says so.
+    """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block. Without a block it stays stock DeepSpeed.
 
-    ``pipeline`` is called for the engine of a PipelineModule, with stock's class and its arguments.
+    A rank that fails leaves at once, so that the launcher ends the job. A rank that waits for a compilation that no
+    process does names the file to remove.
+
+    Args:
+        pipeline: builds the engine of a PipelineModule, from stock's class and its arguments.
     """
     if _installed:
         return
@@ -181,13 +153,13 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
     _installed.append(deepspeed.PipelineEngine)
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
-        _replace(module, _stock_destroy.__name__, _destroy_process_group)
+        replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
     end_well(_undo, finish_engines)
     name_forgotten_locks(_undo)
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`; engines built meanwhile go on working."""
+    """Undoes :func:`install`. Engines that were built in between go on working."""
     _undo.close()
 
 
@@ -195,11 +167,6 @@ def _replace_engines(pipeline: Callable[..., Any]) -> None:
     instantiations: dict[str, Callable[..., Any]] = {"DeepSpeedConfig": checked_config, "PipelineEngine": pipeline}
     instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain_engine)
     for name, instantiate in instantiations.items():
-        _replace(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate))
-    _replace(PipelineModule, _stock_partition_layers.__name__, _partition_layers)
-    _replace(PipelineModule, "__init__", whole_construction(PipelineModule.__init__))
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+        replace_attribute(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate), _undo)
+    replace_attribute(PipelineModule, _stock_partition_layers.__name__, _partition_layers, _undo)
+    replace_attribute(PipelineModule, "__init__", whole_construction(PipelineModule.__init__), _undo)

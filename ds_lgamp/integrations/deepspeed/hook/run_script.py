@@ -1,9 +1,7 @@
-"""``ds_lgamp run``: a user's script, unedited, with the engine installed."""
+"""``ds_lgamp run`` of a DeepSpeed script, unedited, with the engine installed."""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -14,15 +12,19 @@ from ds_lgamp.integrations.ending import failures_end_the_process, leave
 from ds_lgamp.integrations.user_script import run_as_main
 
 _STOCK_REFUSAL = "must divide distributed world size"
-"""What PipelineModule says of a number of stages that does not fit, before any engine is asked for."""
+"""Words of PipelineModule's own error for a number of stages that does not divide the number of ranks."""
 
 
 def run_script(script: str, arguments: Sequence[str], measure: str | None = None) -> NoReturn:
-    """Runs ``script`` as ``__main__``, and ends the process with it."""
+    """Runs ``script`` as ``__main__``, and ends the process with it.
+
+    Args:
+        measure: the file for losses, times, traffic and memory; None measures nothing.
+    """
     with failures_end_the_process(_STOCK_REFUSAL):
         check_seams()
         _check_config(arguments)
-        # Only now: of another DeepSpeed, imports fail.
+        # These imports fail with a DeepSpeed that check_seams refuses.
         from ds_lgamp.integrations.deepspeed.explain.measured import TrainingMeasurement
         from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
         from ds_lgamp.integrations.deepspeed.hook.install import install
@@ -39,12 +41,12 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
 
 
 def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_json: bool, output: TextIO) -> int:
-    """Runs ``script`` up to ``deepspeed.initialize``, in this process alone, and writes to ``output`` what its block
-    would do; returns the exit status.
+    """Runs ``script`` in this process alone up to ``deepspeed.initialize``, writes to ``output`` what the block would
+    do, and returns the exit status. No engine is built.
 
     Args:
-        ranks: how many the job would have; None takes ``WORLD_SIZE``, else 1.
-        as_json: the same facts for a program to read.
+        ranks: the number of ranks to imagine; None takes ``WORLD_SIZE``, else 1.
+        as_json: writes JSON instead of text.
     """
     world_size = ranks if ranks is not None else int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
@@ -57,23 +59,32 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
     with failures_end_the_process(_STOCK_REFUSAL, hint):
         check_seams()
         _check_config(arguments)
-        from ds_lgamp.integrations.deepspeed.explain.explain import Explanation, as_text, explain_engines, imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.explain import explain
+        from ds_lgamp.integrations.deepspeed.explain.facts import json_text
+        from ds_lgamp.integrations.deepspeed.explain.imagined import imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.text import as_text
+        from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+        from ds_lgamp.integrations.deepspeed.hook.install import install, partition_method_of
 
-        explained = []
+        explained = False
 
-        def show(explanation: Explanation) -> None:
-            explained.append(explanation)
+        def explain_pipeline(_stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
+            nonlocal explained
+            facts = explain(model, config, config_class, rest.get("optimizer"), partition_method_of(model))
+            explained = True
             if rank == 0:
-                output.write(json.dumps(asdict(explanation)) if as_json else as_text(explanation))
+                output.write(json_text(facts) if as_json else as_text(facts))
                 output.write("\n")
                 output.flush()
+            raise SystemExit(0)
 
+        compile_no_collective()
         imagine_ranks(world_size, rank)
-        explain_engines(show)
+        install(explain_pipeline)
         try:
             run_as_main(script, arguments)
         except (Exception, SystemExit):
-            # What a script does on its way out, without an engine, is of no interest.
+            # The script cannot go on without an engine. Once the explanation is written, its errors do not matter.
             if not explained:
                 raise
         if not explained:
@@ -82,7 +93,10 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
 
 
 def _check_config(arguments: Sequence[str]) -> None:
-    """Refuses a faulty block in a ``--deepspeed_config`` on the command line before anything starts."""
+    """Checks the file that ``--deepspeed_config`` on the command line names, before anything starts.
+
+    Raises ConfigError if the file cannot be read, or if its block is enabled and faulty.
+    """
     for index, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--deepspeed_config":

@@ -1,16 +1,21 @@
-"""The places in DeepSpeed that the integration overrides, calls or reads; whether the installed version has them."""
+"""The seams: the places in DeepSpeed that the integration overrides, calls or reads.
+
+:func:`check_seams` looks for ``NAMES`` before anything is installed. ``LOOKUPS`` and ``ATTRIBUTES`` are about the
+inside of DeepSpeed's functions, and tests/integrations/test_seams.py compares them with the installed version.
+"""
 
 import importlib
-import inspect
-from collections.abc import Iterator
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.seams import label, lookup_label, missing_lookups, missing_names, resolve
+from ds_lgamp.integrations.seams import label, missing_names
 
 TESTED_VERSION = "0.19.8"
 
+LOOKUPS = ("DeepSpeedConfig", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
+"""Global names that ``deepspeed.initialize`` must look up when it is called: ``install`` replaces them."""
+
 NAMES: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("initialize",),
+    "deepspeed": ("initialize", *LOOKUPS),
     "deepspeed.accelerator": ("get_accelerator",),
     "deepspeed.runtime.config": ("DeepSpeedConfig", "DtypeEnum"),
     "deepspeed.ops": ("__compatible_ops__",),
@@ -107,7 +112,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.utils.logging": ("log_dist", "logger"),
 }
-"""By module or class, what must exist in it."""
+"""The names that must exist in each module or class."""
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.dataloader.RepeatingLoader": ("data_iter", "loader"),
@@ -167,16 +172,11 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "partition",
     ),
 }
-"""By class, what its methods must set or use on their instances."""
-
-
-LOOKUPS = ("DeepSpeedConfig", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
-"""Module-global names that ``deepspeed.initialize`` must look up when it is called."""
-_INITIALIZE = "deepspeed.initialize"
+"""The attributes that the methods of each class must set or use on their instances."""
 
 
 def check_seams() -> None:
-    """Raises ConfigError if DeepSpeed is absent or of a version the integration does not fit."""
+    """Raises ConfigError if DeepSpeed cannot be imported, or lacks a seam."""
     try:
         deepspeed = importlib.import_module("deepspeed")
     except ImportError as error:
@@ -190,25 +190,10 @@ def check_seams() -> None:
 
 
 def missing_seams() -> list[str]:
-    """The seams the installed DeepSpeed lacks, by class or module and name."""
-    missing = missing_names(NAMES)
-    for owner, names in ATTRIBUTES.items():
-        used = set(_names_in_methods(resolve(owner)))
-        missing += [label(owner, name) for name in names if name not in used]
-    return missing + missing_lookups({_INITIALIZE: LOOKUPS})
+    """The seams that the installed DeepSpeed lacks, such as ``PipelineEngine.train_batch``."""
+    return missing_names(NAMES)
 
 
 def all_seams() -> list[str]:
     """Every seam that :func:`missing_seams` looks for."""
-    seams = [label(owner, name) for table in (NAMES, ATTRIBUTES) for owner, names in table.items() for name in names]
-    return [*seams, *(lookup_label(name, _INITIALIZE) for name in LOOKUPS)]
-
-
-def _names_in_methods(owner: object) -> Iterator[str]:
-    """Every attribute name the methods of a class and of its bases in DeepSpeed mention."""
-    for base in inspect.getmro(owner) if isinstance(owner, type) else ():
-        if base.__module__.startswith("deepspeed"):
-            for member in vars(base).values():
-                function = member.fget if isinstance(member, property) else member
-                code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-                yield from code.co_names if code is not None else ()
+    return [label(owner, name) for owner, names in NAMES.items() for name in names]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import undisturbed
 
 _SEED = "_ds_lgamp_deferred_seed"

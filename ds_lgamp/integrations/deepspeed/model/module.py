@@ -3,7 +3,6 @@
 Layers are moved with their values, never initialised anew: users load weights before ``deepspeed.initialize``.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,33 +16,11 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
+from ds_lgamp.integrations.deepspeed.model.layout import Layout
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.random_state import undisturbed
-from ds_lgamp.schedule.orders import chunks_of
-from ds_lgamp.schedule.placement import Placement
-
-
-class Layout(NamedTuple):
-    """Which layers form a chunk and where chunks live."""
-
-    bounds: list[int]
-    placement: Placement
-
-    def chunk_of(self, layer: int) -> int:
-        """The chunk that ``layer`` is part of."""
-        return bisect_right(self.bounds, layer) - 1
-
-    def owner(self, layer: int) -> int:
-        """The pipeline rank of ``layer``."""
-        return self.placement[self.chunk_of(layer)]
-
-    def layers(self, chunk: int) -> range:
-        return range(self.bounds[chunk], self.bounds[chunk + 1])
-
-    def chunks_of(self, rank: int) -> list[int]:
-        return chunks_of(self.placement, rank)
 
 
 class TensorInfo(NamedTuple):
@@ -91,25 +68,6 @@ class PlacedModule(PipelineModule):
             result = super().load_state_dict(*arguments, **options)
             self.adopt_parameters()
             return result
-
-
-def layer_types(module: PipelineModule) -> list[str]:
-    """Class or function names of the layers, for automatic chunks."""
-    return [_type_name(layer) for layer in module._layer_specs]
-
-
-def layer_weights(module: PipelineModule, method: str) -> list[float]:
-    """What DeepSpeed's ``partition_method`` balances, per layer. Consumes no random numbers."""
-    method = method.lower()
-    if method == "parameters":
-        device = torch.device(get_accelerator().current_device_name())
-        sources = layer_sources(device)
-        with undisturbed(sources):
-            return [float(count) for count in module._count_layer_params()]
-    if method.startswith("type:"):
-        chosen = set(module._find_layer_type(method.split(":", 1)[1]))
-        return [float(layer in chosen) for layer in range(module._num_layers)]
-    return [1.0] * module._num_layers
 
 
 def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
@@ -321,9 +279,3 @@ def empty_extra_states(module: PipelineModule) -> list[str]:
 
 def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
-
-
-def _type_name(layer: Any) -> str:
-    if isinstance(layer, LayerSpec):
-        return layer.typename.__name__
-    return getattr(layer, "__name__", type(layer).__name__)

@@ -1,4 +1,4 @@
-"""What one token sees of the others: masks, and attention through PyTorch's fused kernels."""
+"""Masks between tokens, and attention through PyTorch's fused kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ds_lgamp.runtime.reproducible import hashed_seed
 class ScaledDotProductAttention(nn.Module):
     """Core attention through PyTorch's fused kernels.
 
-    It stands in for Megatron-core's DotProductAttention, which runs on CUDA only: that one keeps a CUDA scratch buffer
-    and draws its dropout from CUDA's random state.
+    It stands in for Megatron-core's DotProductAttention, which runs on CUDA only, because it keeps a CUDA scratch
+    buffer and draws its dropout from CUDA's random state.
     """
 
     def __init__(
@@ -44,8 +44,13 @@ class ScaledDotProductAttention(nn.Module):
         *_unused: object,
         **_unused_too: object,
     ) -> Tensor:
-        """Query [s, b, heads, channels], key and value [s, b, groups, channels], attention mask (True: hidden), which
-        broadcasts to [b, heads, s, s], or none, to context [s, b, heads * channels]."""
+        """Returns the context [s, b, heads * channels].
+
+        Args:
+            query: [s, b, heads, channels].
+            key: [s, b, groups, channels]; ``value`` has the same shape.
+            attention_mask: broadcasts to [b, heads, s, s], True hides; None hides nothing.
+        """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, channels]
         dropout = self.dropout if self.training else 0.0
         with random_numbers(self.draws_alone and dropout > 0, query.device):
@@ -63,37 +68,42 @@ class ScaledDotProductAttention(nn.Module):
 
 
 def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:
-    """The document of each token [b, s], counted within the sample: an end token is the last of its document."""
+    """The number of each token's document [b, s], counted within the sample. An end token is the last of its
+    document."""
     ends = (tokens == end_of_document).int()
     return ends.cumsum(dim=1, dtype=torch.int32) - ends
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """The position of each token [b, s] within its document, from the documents [b, s]."""
+    """The position of each token within its document [b, s], from the documents [b, s]."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """From the documents [b, s], what is hidden from each token, [b, 1, s, s]: later tokens and other documents."""
+    """The attention mask [b, 1, s, s] from the documents [b, s]. It hides later tokens and other documents."""
     sequence = documents.shape[1]
     future = torch.ones(sequence, sequence, dtype=torch.bool, device=documents.device).triu(diagonal=1)
     return ((documents[:, :, None] != documents[:, None, :]) | future)[:, None]
 
 
 def random_numbers(own: bool, device: torch.device) -> AbstractContextManager[None]:
-    """Where tensor-parallel ranks compute the same, they draw the same numbers, from torch's generators; where each
-    computes another part, it draws its ``own``."""
+    """A context for random numbers under tensor parallelism.
+
+    Args:
+        own: whether ranks compute different parts, so that each rank draws numbers of its own. Otherwise all ranks draw
+            the same numbers from torch's generators.
+    """
     return _own_random_numbers(device) if own else nullcontext()
 
 
 @contextmanager
 def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Numbers of this tensor-parallel rank alone.
+    """Draws numbers of this tensor-parallel rank alone.
 
-    Their seed is drawn from torch's generator of the CPU, so that whatever restores or seeds that one, as recomputation
-    does, gets them again. Megatron-core's tracker would be a state of its own, of CUDA only, that scripts must seed.
+    Their seed comes from torch's generator of the CPU. Recomputation restores that generator, and so it draws the same
+    numbers again. Megatron-core's tracker would be another state, on CUDA only, which scripts would have to seed.
     """
     sources = default_sources(device)
     seed = hashed_seed(int(torch.randint(2**62, ())), get_tensor_model_parallel_rank())

@@ -4,12 +4,12 @@ A pipeline can be cut between any two of them:
 
     tokens [b, s] -> WordEmbedding -> PositionEmbedding -> TransformerBlock x L -> FinalNorm -> head -> logits [s, b, v]
 
-Between layers travels the hidden state [s, b, h] (sequence, micro-batch, hidden size: Megatron's order). What else a
-transformer layer needs, causal masking and rotary angles, it derives from the sequence length. Only where documents are
-kept apart, their numbers [b, s] travel along, as far as a layer needs them.
+The hidden state [s, b, h] travels between layers (sequence, micro-batch, hidden size: Megatron's order). A transformer
+layer derives its causal mask and rotary angles from the sequence length. If attention stays inside documents, the
+numbers of the documents [b, s] travel along, up to the last layer that needs them.
 
-With tensor parallelism over T ranks, weights and logits are slices: logits [s, b, v / T]. With sequence parallelism,
-each rank has a part of the sequence between the layers, [s / T, b, h], from PositionEmbedding on.
+With tensor parallelism over T ranks, each rank has slices of the weights and of the logits, [s, b, v / T]. With
+sequence parallelism, each rank has a part of the sequence, [s / T, b, h], between the layers from PositionEmbedding on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from ds_lgamp.integrations.megatron.layers.transformer_block import (
 )
 
 PositionType = Literal["rope", "learned_absolute"]
-TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"  # the weight's name inside WordEmbedding
+TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"
+"""The key of the tied module, and the name of its weight inside WordEmbedding."""
 
 _REFUSED = {
     "num_moe_experts": (None, "pipelines take dense layers"),
@@ -57,8 +58,8 @@ _REFUSED_LOCALLY = {
     "softmax_type": ("vanilla", "PyTorch's attention has one softmax"),
     "layernorm_zero_centered_gamma": (False, "PyTorch's norms have no such weight"),
 }
-"""Fields of TransformerConfig by name: the value that works, and why others do not, with any implementation and with
-the local one."""
+"""For fields of TransformerConfig, the value that works and why others do not: with any implementation, and with the
+local implementation."""
 
 
 def gpt_layer_specs(
@@ -75,18 +76,18 @@ def gpt_layer_specs(
     reset_position_ids: bool = False,
     transformer_impl: TransformerImpl = "local",
 ) -> list[LayerSpec]:
-    """The layers of a GPT model, not yet built: DeepSpeed builds each on the pipeline rank that owns it.
+    """The layers of a GPT model, not yet built. DeepSpeed builds each on the pipeline rank that owns it.
 
     Args:
-        tie_embeddings: the first and the last layer share one weight, and DeepSpeed keeps its copies equal.
+        tie_embeddings: lets the first and the last layer share one weight. DeepSpeed keeps the copies equal.
         end_of_document: the token that ends a document.
-        reset_attention_mask: tokens see their own document only.
-        reset_position_ids: learned positions restart with every document. As in Megatron-core, rotary ones do not: they
-            tell tokens of one document apart by their distance.
+        reset_attention_mask: lets tokens see only their own document.
+        reset_position_ids: restarts learned positions with every document. As in Megatron-core, rotary positions do not
+            restart, because attention uses only the distance between two tokens of a document.
         transformer_impl: ``local`` for layers of plain PyTorch parts, ``transformer_engine`` for NVIDIA's.
 
-    Raises ConfigError for what these layers cannot do, among it mixtures of experts, and gated layers under tensor
-    parallelism.
+    Raises ConfigError for settings that these layers cannot honour, such as mixtures of experts, or gated layers under
+    tensor parallelism.
     """
     _refuse_unsupported(config, transformer_impl)
     if end_of_document is None and (reset_attention_mask or reset_position_ids):
@@ -116,8 +117,8 @@ def gpt_layer_specs(
 
 
 class WordEmbedding(nn.Module):
-    """Tokens [b, s] to hidden state [s, b, h], and the documents [b, s] if ``end_of_document`` is given. Only this part
-    of the embedding can be tied to the head."""
+    """Turns tokens [b, s] into the hidden state [s, b, h], and into the documents [b, s] if ``end_of_document`` is
+    given. Only this part of the embedding can be tied to the head."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, end_of_document: int | None):
         super().__init__()
@@ -133,12 +134,12 @@ class WordEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Hidden state [s, b, h] to the same plus learned positions, then dropout. Rotary positions enter in the layers.
+    """Adds learned positions to the hidden state [s, b, h], then applies dropout. Rotary positions enter in the layers.
 
     Args:
-        max_positions: None without learned positions.
-        restarts: whether positions begin anew with every document.
-        passes_documents: whether the layers that follow take the documents.
+        max_positions: the number of learned positions; None without them.
+        restarts: whether positions restart with every document.
+        passes_documents: whether the following layers take the documents.
     """
 
     def __init__(self, config: TransformerConfig, max_positions: int | None, restarts: bool, passes_documents: bool):
@@ -167,7 +168,7 @@ class PositionEmbedding(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The normalisation after the last transformer layer, hidden state [s, b, h] to [s, b, h]. Documents end here."""
+    """Normalises the hidden state [s, b, h] after the last transformer layer. Documents do not travel further."""
 
     def __init__(self, config: TransformerConfig, transformer_impl: TransformerImpl):
         super().__init__()
@@ -179,7 +180,7 @@ class FinalNorm(nn.Module):
 
 
 class LanguageModelHead(nn.Module):
-    """Hidden state [s, b, h] to logits [s, b, v] with a weight of its own."""
+    """Turns the hidden state [s, b, h] into logits [s, b, v] with a weight of its own."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int):
         super().__init__()
@@ -193,7 +194,7 @@ class LanguageModelHead(nn.Module):
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
-    """Hidden state [s, b, h] to logits [s, b, v] with the weight of the word embedding."""
+    """The logits [s, b, v] of the hidden state [s, b, h], with the weight of the word embedding."""
     if embedding.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
     else:
@@ -202,7 +203,12 @@ def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
 
 
 def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of logits [s, b, v]; labels are (target tokens [b, s], loss mask [b, s]: 1 if one counts)."""
+    """The mean cross entropy over the tokens that count.
+
+    Args:
+        logits: [s, b, v].
+        labels: target tokens [b, s], and the loss mask [b, s], which is 1 for tokens that count.
+    """
     targets, loss_mask = (tensor.transpose(0, 1).contiguous() for tensor in labels)
     losses = vocab_parallel_cross_entropy(logits.float(), targets)
     return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
@@ -215,7 +221,7 @@ def _refuse_unsupported(config: TransformerConfig, transformer_impl: Transformer
         if value != works:
             raise ConfigError(f"{key} is {value!r}, but {reason}; set it to {works!r}")
     if config.gated_linear_unit and config.tensor_model_parallel_size > 1:
-        # A rank's slice of the first matrix is a slice of each half, which a checkpoint would put behind one another.
+        # A rank's slice of the first matrix has a slice of each half. A checkpoint would put them in the wrong order.
         raise ConfigError(
             f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, which "
             "checkpoints cannot tell from one whole matrix; set one of them to False or 1"

@@ -1,9 +1,9 @@
-"""Weights of a pipeline by the names of Megatron-core's GPTModel, and back: a change of names, to the bit.
+"""Renames the weights of a pipeline to those of Megatron-core's GPTModel, and back. Values stay equal to the bit.
 
-The pipeline's names are those of its ``state_dict()``, of its checkpoints and of the safetensors files made from them:
-the number of the layer, or ``tied_modules`` and the key, then the name inside the layer. GPTModel's are those of its
-``state_dict()``. Where a side is of Transformer Engine, norms are parts of the linear layers they precede. Extra
-states, the scales of its 8-bit numbers, are no weights and left out.
+A pipeline's names are those of its ``state_dict()``, of its checkpoints, and of the safetensors files made from them:
+the number of the layer, or ``tied_modules`` and the key, then the name inside the layer. GPTModel's names are those of
+its ``state_dict()``. With Transformer Engine, norms are parts of the linear layers that follow them. Its extra states,
+the scales of 8-bit numbers, are no weights and are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-"""Norms in layers of plain parts, and in those of Transformer Engine."""
+"""The names of norms in layers of plain parts, each with its name in layers of Transformer Engine."""
 _IN_EVERY_LAYER = {
     *("input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"),
     *("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
@@ -36,18 +36,18 @@ _IN_SOME_MODELS = {name.replace("weight", "bias") for name in _IN_EVERY_LAYER} |
 
 
 def to_gpt_model(weights: Mapping[str, T], transformer_impl: TransformerImpl = "local") -> dict[str, T]:
-    """The ``weights`` of a pipeline by the names that a GPTModel of ``transformer_impl`` has for them.
+    """The ``weights`` of a pipeline by their names in a GPTModel of ``transformer_impl``.
 
-    Raises ConfigError if some are missing, or left over.
+    Raises ConfigError if weights are missing or left over.
     """
     given = _plain(weights)
     return _renamed(given, _names(given, _PIPELINE_LAYER, tied=_TIED in given), transformer_impl)
 
 
 def from_gpt_model(state: Mapping[str, T], transformer_impl: TransformerImpl = "local") -> dict[str, T]:
-    """The weights in a GPTModel's ``state`` by the names that a pipeline of ``transformer_impl`` has for them.
+    """The weights of a GPTModel's ``state`` by their names in a pipeline of ``transformer_impl``.
 
-    Raises ConfigError if weights are missing, or left over.
+    Raises ConfigError if weights are missing or left over.
     """
     given = _plain(state)
     names = _names(given, _MODEL_LAYER, tied=_OUTPUT not in given)
@@ -55,7 +55,7 @@ def from_gpt_model(state: Mapping[str, T], transformer_impl: TransformerImpl = "
 
 
 def _names(given: Iterable[str], layer_name: re.Pattern[str], tied: bool) -> dict[str, str]:
-    """The name of every weight in a pipeline, and in the GPTModel, of the layers and kinds that ``given`` has."""
+    """The name of every weight in a pipeline, with its name in the GPTModel, for the layers and kinds in ``given``."""
     matches = [match for match in map(layer_name.fullmatch, given) if match]
     layers = max(1, len({match[1] for match in matches}))
     parts = _IN_EVERY_LAYER | (_IN_SOME_MODELS & {match[2] for match in matches})

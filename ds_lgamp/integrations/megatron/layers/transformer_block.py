@@ -20,11 +20,12 @@ from ds_lgamp.integrations.megatron.layers.attention import ScaledDotProductAtte
 
 TransformerImpl = Literal["local", "transformer_engine"]
 Hidden = Tensor | tuple[Tensor, Tensor]
-"""What travels between layers: the hidden state and, where attention stays inside documents, their numbers [b, s]."""
+"""The tensors that travel between layers: the hidden state, and the documents [b, s] if attention stays inside them."""
 
 
 class Rotary(NamedTuple):
-    """Rotary positions: of ``percent`` of a head's channels, with angles that fall from 1 to 1 / ``base`` per token."""
+    """Rotary positions of a share ``percent`` of a head's channels. The angles per token fall from 1 to 1 /
+    ``base``."""
 
     channels: int
     percent: float
@@ -33,12 +34,13 @@ class Rotary(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
-    """One transformer layer, hidden state [s, b, h] to [s, b, h]. Layers are numbered from 1.
+    """One transformer layer: takes and returns the hidden state [s, b, h].
 
     Args:
-        rotary: None without rotary positions.
-        attn_mask_type: ``causal``; ``no_mask``, where every token sees all; ``arbitrary``, where the documents [b, s]
-            travel with the hidden state and a token sees the earlier ones of its document.
+        layer_number: the number of the layer in the whole model, from 1.
+        rotary: the rotary positions; None without them.
+        attn_mask_type: ``causal``; ``no_mask`` lets every token see all others; ``arbitrary`` takes documents [b, s]
+            with the hidden state, and lets a token see only earlier tokens of its document.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ def packed(hidden: Tensor, documents: Tensor | None) -> Hidden:
 def transformer_layer_spec(
     config: TransformerConfig, attn_mask_type: AttnMaskType, transformer_impl: TransformerImpl
 ) -> ModuleSpec:
-    """Megatron-core's transformer layer: ``local`` is of plain PyTorch parts, which run on any device, with apex's
-    norms on a GPU if apex can be imported."""
+    """Megatron-core's specification of a transformer layer. With ``local``, it has plain PyTorch parts, which run on
+    any device, and apex's norms on a GPU if apex can be imported."""
     if transformer_impl == "transformer_engine":
         spec = megatron_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
@@ -110,7 +112,7 @@ def refuse_missing_engine(transformer_impl: TransformerImpl) -> None:
 
 
 def final_norm_of(config: TransformerConfig, transformer_impl: TransformerImpl) -> nn.Module:
-    """The normalisation after the last layer. Transformer Engine's layers have theirs inside linear layers."""
+    """Builds the normalisation after the last layer."""
     if transformer_impl == "transformer_engine":
         norm = megatron_specs.TENorm
     else:
@@ -119,9 +121,11 @@ def final_norm_of(config: TransformerConfig, transformer_impl: TransformerImpl) 
 
 
 class TorchNorm:
-    """PyTorch's norm, where Megatron-core's choice does not run: apex's has no kernel for the CPU, and WrappedTorchNorm
-    refuses sequence parallelism, under which each rank has partial gradients of the weights. A class, because that is
-    what a layer's specification takes."""
+    """PyTorch's norm, for places where Megatron-core's choice does not run.
+
+    Apex's norm has no kernel for the CPU. WrappedTorchNorm refuses sequence parallelism, under which each rank has
+    partial gradients of the weights. This is a class, because a layer's specification takes classes.
+    """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
@@ -138,7 +142,8 @@ def _usable_norm(config: TransformerConfig, norm: type) -> type:
 
 
 def _mark_partial_gradients(layer: nn.Module) -> None:
-    """Norms of queries and keys are whole on every tensor-parallel rank, but each has the gradient of its heads."""
+    """Marks the norms of queries and keys. Every tensor-parallel rank has them whole, but only the gradient of its own
+    heads."""
     for name, parameter in layer.named_parameters():
         if "q_layernorm" in name or "k_layernorm" in name:
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
@@ -146,11 +151,12 @@ def _mark_partial_gradients(layer: nn.Module) -> None:
 
 @functools.lru_cache
 def rotary_angles(rotary: Rotary, sequence_length: int, device: torch.device) -> Tensor:
-    """The angles by which attention turns queries and keys, [s, 1, 1, channels]; constant, so all layers share them."""
+    """The angles by which attention turns queries and keys [s, 1, 1, channels]. They are constant, and all layers share
+    them."""
     embedding = RotaryEmbedding(
         rotary.channels, rotary_percent=rotary.percent, rotary_base=rotary.base, use_cpu_initialization=True
     )
-    # Not embedding(sequence_length): that call moves the angles to a CUDA device whatever the machine has.
+    # embedding(sequence_length) would move the angles to a CUDA device, even on a machine without one.
     half = embedding.get_freqs_non_repeated(sequence_length)
     angles = half.repeat_interleave(2, dim=-1) if rotary.interleaved else torch.cat((half, half), dim=-1)
     return angles[:, None, None, :].to(device)

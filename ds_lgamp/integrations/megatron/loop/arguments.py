@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments and the configuration file: what the block adds to the former, and where both must agree."""
+"""Adds the block to Megatron-LM's arguments, and compares the arguments with the rest of the configuration file."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -6,36 +6,39 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, bounds_by_weight, program_spec
+from ds_lgamp.integrations.megatron.loop.batch import placement_of
 from ds_lgamp.integrations.megatron.loop.flags import option_of, refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
-from ds_lgamp.schedule.placement import place_chunks, split_evenly
+from ds_lgamp.schedule.placement import split_by_count
 
 SHARED_KEYS = {
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_clipping": "clip_grad",
 }
-"""Keys of the configuration file whose values must be those of Megatron-LM's flags."""
+"""Keys of the configuration file, each with the argument of Megatron-LM that must have the same value."""
 ACCUMULATION = "gradient_accumulation_steps"
 PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
-"""Keys of the block for what Megatron-LM does in its own way."""
+"""Keys of the block that have no effect, because Megatron-LM has its own way."""
 _UNBOUNDED = 2**62
+"""A bucket size that no chunk exceeds."""
 
 
 class Job(NamedTuple):
-    """What a configuration file asks for."""
+    """The job that a configuration file asks for."""
 
     settings: LgampConfig
     zero_stage: int
     others: dict[str, Any]
-    """The whole file."""
+    """Every key of the file."""
 
 
 def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
-    """The job a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot honour."""
+    """The job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot
+    honour."""
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if stage not in (0, 1):
         raise ConfigError(
@@ -50,10 +53,14 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
 
 
 def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) -> list[str]:
-    """Megatron-LM's own validation of its arguments, with what the block adds to them; keys of the file that nobody
-    reads.
+    """Adds the block to the arguments, lets Megatron-LM validate them, and returns the keys of the file that have no
+    effect.
 
-    Raises ConfigError where flags and the file disagree.
+    Args:
+        args: Megatron-LM's arguments; changed in place.
+        validate: Megatron-LM's own validation of ``args``.
+
+    Raises ConfigError if the flags and the file disagree.
     """
     refuse_flags(args, arguments=True)
     refuse_together(args)
@@ -72,20 +79,20 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
     if ranks == 1 and layout is not None and chunks > 1:
         _validate_one_rank(args, layout, chunks, validate)
     else:
-        # Megatron-core's own interleaved schedule would want it; here, links never wait for each other.
+        # Megatron-core requires this for its own interleaved schedule. The links of ds_lgamp never wait for each other.
         args.overlap_p2p_comm = True
         args.pipeline_model_parallel_layout = layout
         validate()
     _refuse_disagreement(args, job)
     _check_batches(args, job)
     if chunks > ranks and args.ddp_bucket_size is None and args.ddp_num_buckets is None:
-        # A chunk is gathered and reduced as a whole.
+        # Without bounds, a chunk is one bucket, which is gathered and reduced as a whole.
         args.ddp_bucket_size = _UNBOUNDED
     return _unread_keys(job)
 
 
 def _cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
-    """How many chunks there are, and their layout; None where Megatron-LM needs none to cut the layers alike."""
+    """The number of chunks, and their layout; None as the layout if Megatron-LM cuts the layers alike without one."""
     layout, ranks = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
     if layout is not None:
         _refuse_two_cuts(args, settings)
@@ -96,36 +103,35 @@ def _cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
 
 
 def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:
-    """Transformer layers of every chunk; the same number of chunks on every pipeline rank, larger ones first.
+    """The number of transformer layers of every chunk, larger ones first. Every pipeline rank gets as many chunks.
 
-    Raises ConfigError if a chunk would have none, or if ranks would have different numbers of chunks.
+    Raises ConfigError if a chunk would have no layer, or if ranks would have different numbers of chunks.
     """
     if settings.layers_per_chunk is not None:
-        chunks = -(-layers // settings.layers_per_chunk)
+        bounds = split_by_count(layers, settings.layers_per_chunk)
+        chunks = len(bounds) - 1
         if chunks % pipeline_ranks:
             raise ConfigError(
                 f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
                 f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or "
                 "cut them unevenly with --pipeline-model-parallel-layout"
             )
-        return [min(settings.layers_per_chunk, layers - start) for start in range(0, layers, settings.layers_per_chunk)]
-    if layers < pipeline_ranks:
-        raise ConfigError(f"{layers} layers cannot occupy {pipeline_ranks} pipeline ranks; use fewer ranks")
-    per_rank = settings.chunks_per_rank
-    if per_rank is None:
-        per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
-    if per_rank * pipeline_ranks > layers:
-        raise ConfigError(
-            f"{BLOCK}.chunks_per_rank is {per_rank}: {pipeline_ranks} pipeline ranks would need "
-            f"{per_rank * pipeline_ranks} layers, the model has {layers}; use at most {layers // pipeline_ranks}"
-        )
-    bounds = split_evenly(layers, per_rank * pipeline_ranks)
+    else:
+        if layers < pipeline_ranks:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size is {pipeline_ranks}, but the model has {layers} layers; use at most "
+                f"{layers}"
+            )
+        per_rank = settings.chunks_per_rank
+        if per_rank is None:
+            per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
+        bounds = bounds_by_weight(per_rank, pipeline_ranks, [1.0] * layers)
     return [end - start for start, end in zip(bounds, bounds[1:])]
 
 
 def layout_of(sizes: list[int]) -> str:
-    """Megatron-core's text form of chunks: ``Ett|tt|tL`` are three, with the embedding in the first and the loss in
-    the last."""
+    """Chunks in Megatron-core's text form. ``Ett|tt|tL`` stands for three chunks: the first has the embedding, the last
+    has the loss."""
     return "E" + "|".join("t" * size for size in sizes) + "L"
 
 
@@ -147,7 +153,7 @@ def _refuse_another_stage(args: Namespace, job: Job) -> None:
 
 
 def _refuse_disagreement(args: Namespace, job: Job) -> None:
-    """Of what both say, Megatron-LM's defaults filled in."""
+    """Raises ConfigError if a key and its flag have different values, once Megatron-LM has filled in its defaults."""
     for key, name in SHARED_KEYS.items():
         value, flag = job.others.get(key), getattr(args, name)
         if value not in (None, "auto") and value != flag:
@@ -170,7 +176,7 @@ def _refuse_disagreement(args: Namespace, job: Job) -> None:
 
 
 def _set_recomputation(args: Namespace, settings: LgampConfig) -> None:
-    """Recomputation is Megatron-core's own. The block may ask for it in place of the flags, not against them."""
+    """Sets Megatron-core's own recomputation from the block. Raises ConfigError if the flags ask for another kind."""
     if "recompute" not in settings.model_fields_set:
         return
     asked = None if settings.recompute == "none" else settings.recompute
@@ -185,7 +191,7 @@ def _set_recomputation(args: Namespace, settings: LgampConfig) -> None:
 
 
 def _validate_one_rank(args: Namespace, layout: str, chunks: int, validate: Callable[[], Any]) -> None:
-    """Megatron-LM would refuse several chunks on one pipeline rank."""
+    """Hides the chunks from Megatron-LM's validation, which refuses several chunks on one pipeline rank."""
     aligned = args.align_param_gather
     args.pipeline_model_parallel_layout = None
     validate()
@@ -195,9 +201,10 @@ def _validate_one_rank(args: Namespace, layout: str, chunks: int, validate: Call
 
 
 def _check_batches(args: Namespace, job: Job) -> None:
-    """Whether the schedule takes so many micro-batches, all those of a ramp-up included."""
+    """Raises ConfigError if the schedule does not take the number of micro-batches of any batch, during a ramp-up
+    too."""
     ranks = args.pipeline_model_parallel_size
-    placement = place_chunks("modular", ranks * (args.virtual_pipeline_model_parallel_size or 1), ranks)
+    placement = placement_of(args.virtual_pipeline_model_parallel_size or 1, ranks)
     ramp = range(0)
     if args.rampup_batch_size:
         start, increment, _samples = map(int, args.rampup_batch_size)
@@ -211,7 +218,7 @@ def _micro_batches(args: Namespace, batch: int) -> int:
 
 
 def _unread_keys(job: Job) -> list[str]:
-    """By section where a part of one is read."""
+    """The keys of the file that have no effect. Keys of a section are named one by one if another key of it is read."""
     read = {"zero_optimization": "stage", **dict.fromkeys(PRECISIONS, "enabled")}
     unread = sorted(set(job.others) - {BLOCK, ACCUMULATION, *read, *SHARED_KEYS})
     for section, key in read.items():

@@ -1,4 +1,4 @@
-"""One batch of Megatron-core's loop, as the loop describes it."""
+"""One batch, as Megatron-core's loop describes it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,18 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from ds_lgamp.schedule.placement import Placement, place_chunks
+
 
 @dataclass
 class Batch:
-    """What a rank is told of a batch, and what its chunks find out on their way."""
+    """A batch on one rank: the arguments of the loop, and what the chunks add while they run."""
 
     forward_step: Callable[..., Any]
     iterators: Sequence[Iterator[Any] | None]
-    """Of micro-batches, for every chunk."""
+    """The iterator over micro-batches of every chunk."""
     models: list[torch.nn.Module]
-    """The chunks of this rank, in order."""
+    """The chunks of this rank, in the order of the model."""
     micro_batches: int
     groups: ProcessGroupCollection
     forward_only: bool
@@ -27,13 +29,13 @@ class Batch:
     first_validation_step: bool | None
     force_all_reduce: bool | None
     reports: list[Any] = field(default_factory=list)
-    """What the loss function reports, by micro-batch."""
+    """The reports of the loss function, by micro-batch."""
 
     def __post_init__(self) -> None:
         self.config: Any = get_model_config(self.models[0])
         self.device = next(parameter.device for model in self.models for parameter in model.parameters())
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
-        """How many count in the loss, where the loss function says so."""
+        """How many tokens count in the loss, if the loss function reports it."""
         self._finalizes = not self.forward_only and self.config.finalize_model_grads_func is not None
         self._deferring = None
         if self._finalizes:
@@ -45,7 +47,7 @@ class Batch:
 
     @property
     def rank(self) -> int:
-        """Of the pipeline."""
+        """The pipeline rank."""
         return self.groups.pp.rank()
 
     @property
@@ -59,17 +61,23 @@ class Batch:
 
     @property
     def backward_passes(self) -> int:
-        """Of every chunk."""
+        """The number of backward passes of each chunk."""
         return 0 if self.forward_only else self.micro_batches
 
+    @property
+    def placement(self) -> Placement:
+        """The pipeline rank of every chunk of the whole model."""
+        return placement_of(len(self.models), self.pipeline_ranks)
+
     def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
-        """Of the scaled loss; Megatron-core has divided by the number of micro-batches or will by that of tokens."""
+        """The gradient of the scaled loss. Megatron-core has divided the loss by the number of micro-batches, or
+        divides the gradients by the number of tokens later."""
         ones = torch.ones_like(loss)
-        # A scale of shape [1] would stretch a loss without dimensions.
+        # The scale may have shape [1], while the loss has no dimension.
         return ones if self.config.grad_scale_func is None else self.config.grad_scale_func(ones).reshape(loss.shape)
 
     def finalize(self) -> None:
-        """After the last backward pass, with every reduction launched."""
+        """Calls Megatron-core's own end of the backward passes. Every reduction must have been launched."""
         if self._finalizes:
             schedules.finish_embedding_wgrad_compute(self.config, self._deferring, self.on_last_rank, self.groups.tp)
             self.config.finalize_model_grads_func(
@@ -78,3 +86,8 @@ class Batch:
                 pg_collection=self.groups,
                 force_all_reduce=self.force_all_reduce,
             )
+
+
+def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
+    """The pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
+    return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)

@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron-LM that fit only where layers are cut into the same chunks.
+"""Refuses checkpoints of Megatron-LM that were cut into other chunks.
 
-Elsewhere it would load some of the weights into wrong layers, or leave them out, without a word. The format ``torch``
-numbers layers within their chunk. ``torch_dist`` numbers them in the whole model, but the optimizer state of the
-distributed optimizer, unless it is fully reshardable, by the buckets of the chunks.
+Megatron-LM would silently load some weights into the wrong layers, or leave them out. The format ``torch`` numbers
+layers within their chunk. The format ``torch_dist`` numbers layers in the whole model, but it saves the state of the
+distributed optimizer by the buckets of the chunks, unless the state is fully reshardable.
 """
 
 import re
@@ -19,15 +19,15 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import layers_of
 
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 _CUTS = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size", "ddp_bucket_size", "ddp_num_buckets")
-"""Arguments that decide which parameters share a bucket. Megatron-LM compares the ranks itself."""
+"""Arguments that decide which parameters share a bucket. Megatron-LM itself compares the numbers of ranks."""
 _FULLY_RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 _RESHARD = "or save the weights with --ckpt-format torch_dist, which loads at any number of chunks"
 
 
 def guarded(load: Callable[..., Any], read: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Replacements of Megatron-LM's ``load_checkpoint`` and of the ``_load_base_checkpoint`` that it reads files with.
+    """Replacements for Megatron-LM's ``load_checkpoint``, and for ``_load_base_checkpoint``, with which it reads files.
 
-    They raise ConfigError for a checkpoint that was cut into other chunks.
+    The replacements raise ConfigError for a checkpoint that was cut into other chunks.
     """
     loading: list[Sequence[torch.nn.Module]] = []
 
@@ -43,9 +43,9 @@ def guarded(load: Callable[..., Any], read: Callable[..., Any]) -> tuple[Callabl
     def _load_base_checkpoint(load_dir: Any, args: Namespace, rank0: bool = False, **options: Any) -> Any:
         found = read(load_dir, args, rank0=rank0, **options)
         state, kind = found[0], found[3]
-        # Outside of load_checkpoint, only the arguments are read.
+        # Outside of load_checkpoint, Megatron-LM reads only the arguments.
         if loading and state and kind is not None:
-            # With rank0, the file is not that of this rank.
+            # With rank0, the file is the first rank's.
             if kind.name == "LEGACY" and not rank0:
                 refuse_other_chunks(loading[-1], state, load_dir)
             if kind.name == "GLOBAL" and "content_metadata" in state:
@@ -68,7 +68,7 @@ def refuse_other_chunks(models: Sequence[torch.nn.Module], state: Mapping[str, A
 
 
 def _layers_held(state: Mapping[str, Any]) -> list[int]:
-    """By chunk."""
+    """The number of layers of every chunk in a file of the format ``torch``."""
     chunks = [state["model"]] if "model" in state else []
     while f"model{len(chunks)}" in state:
         chunks.append(state[f"model{len(chunks)}"])

@@ -1,5 +1,5 @@
-"""Every flag of Megatron that decides how gradients are reduced and scaled, and how parameters are updated, with what
-becomes of it beside a ``ds_lgamp`` block."""
+"""A table of Megatron's flags, with the treatment of each beside a ``ds_lgamp`` block. It has every flag that decides
+how gradients are reduced and scaled, and how parameters are updated."""
 
 from enum import Enum
 from typing import Any, NamedTuple
@@ -8,27 +8,28 @@ from ds_lgamp.config import BLOCK, ConfigError
 
 
 class Treatment(str, Enum):
-    """What becomes of a flag."""
+    """How a flag is treated beside a ``ds_lgamp`` block."""
 
     HONOURED = "honoured"
-    """Losses and gradients are those of Megatron-core's own schedules (``loop/test_flags.py``)."""
+    """With the flag, losses and gradients equal those of Megatron-core's own schedules (``loop/test_flags.py``)."""
     OUTSIDE = "outside"
-    """It concerns what happens before or after a batch, in which ds_lgamp has no part."""
+    """The flag acts before or after a batch, where ds_lgamp does nothing."""
     UNREAD = "unread"
-    """Megatron reads it only beside a flag that is refused."""
+    """Megatron reads the flag only beside a flag that is refused."""
     REFUSED = "refused"
-    """Nobody has shown that it works, or it cannot."""
+    """The flag cannot work, or nobody has shown that it works."""
 
 
 class Flag(NamedTuple):
     """One row of the table.
 
     Args:
-        name: in Megatron-core's configurations and in Megatron-LM's arguments; "" if only the latter have it.
-        treatment: what becomes of it.
-        argument: Megatron-LM's name, if it has another.
-        option: how it is written on a command line, if that does not follow from the name.
-        note: why it is refused.
+        name: the name in Megatron-core's configurations and in Megatron-LM's arguments; "" if only the arguments have
+            it.
+        treatment: one of :class:`Treatment`.
+        argument: the name in Megatron-LM's arguments, if it is another.
+        option: the spelling on a command line, if it does not follow from the name.
+        note: why a flag is refused, and the fix.
         harmless: the values at which a refused flag changes nothing.
     """
 
@@ -44,7 +45,7 @@ HONOURED, OUTSIDE, UNREAD, REFUSED = Treatment.HONOURED, Treatment.OUTSIDE, Trea
 
 
 def _flags(names: str, treatment: Treatment, note: str = "", harmless: tuple[Any, ...] = (None, False)) -> list[Flag]:
-    """Rows that differ in the name only; ``names`` is a list of words."""
+    """Rows that differ only in their names. ``names`` holds the names, separated by spaces."""
     return [Flag(name, treatment, note=note, harmless=harmless) for name in names.split()]
 
 
@@ -153,7 +154,7 @@ TOGETHER = {
     ("defer_embedding_wgrad_compute", "overlap_grad_reduce"): "the output layer's gradient would come after it was "
     "reduced; remove one of them",
 }
-"""Why flags that are honoured are refused together."""
+"""Pairs of honoured flags that are refused together, and why."""
 
 FLAGS: tuple[Flag, ...] = (*_DATA_PARALLELISM, *_PARALLELISM, *_OPTIMIZER, *_MODEL)
 
@@ -163,7 +164,7 @@ def refuse_flags(settings: Any, arguments: bool = False) -> None:
 
     Args:
         settings: one of Megatron-core's configurations, or Megatron-LM's arguments.
-        arguments: whether it is the latter.
+        arguments: whether ``settings`` are Megatron-LM's arguments.
     """
     for flag in FLAGS:
         if flag.treatment is not REFUSED:
@@ -176,11 +177,10 @@ def refuse_flags(settings: Any, arguments: bool = False) -> None:
 
 
 def refuse_together(*settings: Any) -> None:
-    """Raises ConfigError for two flags that are honoured, but not together.
+    """Raises ConfigError for two flags that are honoured alone but not together.
 
     Args:
-        settings: the configurations of one model, or Megatron-LM's arguments; where several have a flag, the last
-            decides.
+        settings: the configurations of one model, or Megatron-LM's arguments. If several have a flag, the last decides.
     """
     given = {name: value for part in settings for name, value in vars(part).items()}
     for names, note in TOGETHER.items():
@@ -189,5 +189,5 @@ def refuse_together(*settings: Any) -> None:
 
 
 def option_of(argument: str) -> str:
-    """How one of Megatron-LM's arguments is written on a command line."""
+    """The spelling of one of Megatron-LM's arguments on a command line."""
     return "--" + argument.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Megatron-core's ``forward_backward_func``, with the programs and the executor of ds_lgamp."""
+"""A ``forward_backward_func`` for Megatron-core that runs the programs of ds_lgamp."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,16 +12,15 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ds_lgamp.config import LgampConfig, program_spec
-from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.placement import Placement, place_chunks
 from ds_lgamp.schedule.program import build_rank_program
 
 
 class ForwardBackward:
-    """Runs a batch as the block of the configuration says, with the interface of Megatron-core's schedules.
+    """Runs batches as the block says, with the interface of Megatron-core's schedules.
 
     Args:
         settings: the block.
@@ -52,14 +51,14 @@ class ForwardBackward:
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Forward and backward passes of a batch; what the loss function reports of each micro-batch, on the last
-        pipeline rank, by micro-batch.
+        """Runs the forward and backward passes of a batch. Returns the reports of the loss function by micro-batch on
+        the last pipeline rank, and an empty list on the others.
 
         The arguments are those of ``megatron.core.pipeline_parallel.schedules.get_forward_backward_func``. Shapes
         travel with the first tensor of a link, so that ``adjust_tensor_shapes_fn`` has nothing to adjust.
 
-        Raises ConfigError for what the configuration of the model asks for and this order of work cannot honour, and
-        ActionError, naming rank and action, if anything fails.
+        Raises ConfigError if the configuration of the model asks for something that another order of work cannot
+        honour. Raises ActionError, which names rank and action, if an action fails.
         """
         models = model if isinstance(model, list) else [model]
         batch = Batch(
@@ -89,23 +88,23 @@ class ForwardBackward:
         )
         key = batch.groups.pp, chunks_per_rank
         if key not in self._pipelines:
-            self._pipelines[key] = Pipeline(batch, _placement(batch.pipeline_ranks, chunks_per_rank), shapes)
+            self._pipelines[key] = Pipeline(batch, shapes)
         self._pipelines[key].run(batch, program, shapes)
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
     ) -> list[Action]:
-        placement = _placement(pipeline_ranks, chunks_per_rank)
-        # Evaluation takes any number of micro-batches, training under some schedules only a multiple of the ranks.
+        placement = placement_of(chunks_per_rank, pipeline_ranks)
+        # Evaluation takes any number of micro-batches. Some schedules train with a multiple of the ranks only.
         trained = pipeline_ranks if forward_only else micro_batches
         spec = program_spec(self._settings, placement, trained, self._zero_stage)
-        # Megatron-core's loop steps the optimizer when the program is over.
+        # Megatron-core's loop steps the optimizer after the program, so nothing can be gathered behind the step.
         spec = replace(spec, defers_gathers=True)
         return build_rank_program(spec.evaluation(micro_batches) if forward_only else spec, rank)
 
 
 def global_groups() -> ProcessGroupCollection:
-    """Those of ``parallel_state``, as Megatron-core's schedules collect them."""
+    """The groups of ``parallel_state``, as Megatron-core's schedules collect them."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
@@ -117,11 +116,7 @@ def global_groups() -> ProcessGroupCollection:
 
 
 def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
-    """Ranks that read no data may pass None for all chunks."""
+    """The iterator of every chunk. A rank that reads no data may pass None for all of them."""
     if iterators is None:
         return [None] * chunks
     return iterators if isinstance(iterators, list) else [iterators]
-
-
-def _placement(pipeline_ranks: int, chunks_per_rank: int) -> Placement:
-    return place_chunks("modular", pipeline_ranks * chunks_per_rank, pipeline_ranks)

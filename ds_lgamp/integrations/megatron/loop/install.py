@@ -1,7 +1,8 @@
-"""Puts the schedules of the block behind Megatron-core's ``get_forward_backward_func`` and Megatron-LM's arguments."""
+"""Puts the block behind Megatron-core's ``get_forward_backward_func`` and behind Megatron-LM's arguments."""
 
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -20,25 +21,27 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import (
     host_cuts_one_rank,
     share_embedding,
 )
-from ds_lgamp.integrations.replacing import replace_everywhere, restore_all
+from ds_lgamp.integrations.replacing import replace_everywhere
 
 _register = getattr(schedules, "register_forward_backward_func", None)
-"""Of a Megatron-core with patches/ applied; else None."""
+"""Registers a function in a Megatron-core that has patches/ applied; else None."""
+_undo = ExitStack()
 
 
 def install_schedules(job: Job) -> None:
     """From now on Megatron-core runs batches as ``job`` says, and takes several chunks on one pipeline rank.
 
-    Functions of Megatron-core are replaced where it lacks the changes in patches/.
+    Replaces functions of Megatron-core unless it has the changes in patches/.
     """
     forward_backward = ForwardBackward(job.settings, job.zero_stage)
     if _register is None:
         _replace_schedule(forward_backward)
     else:
         _register(forward_backward)
+        _undo.callback(_register, None)
     if not host_cuts_one_rank():
         for function, replacement in REPLACEMENTS.items():
-            replace_everywhere(function, replacement)
+            _replace(function, replacement)
 
 
 def _replace_schedule(forward_backward: ForwardBackward) -> None:
@@ -48,11 +51,11 @@ def _replace_schedule(forward_backward: ForwardBackward) -> None:
     def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
         return forward_backward
 
-    replace_everywhere(stock, get_forward_backward_func)
+    _replace(stock, get_forward_backward_func)
 
 
 def install_training(job: Job) -> None:
-    """Does the same inside Megatron-LM's ``megatron.training``, whose flags need not say anything of chunks then."""
+    """Does the same inside Megatron-LM's ``megatron.training``, where the block then sets the flags for chunks."""
     arguments, training = import_module("megatron.training.arguments"), import_module("megatron.training.training")
     checkpointing = import_module("megatron.training.checkpointing")
     stock_validate, stock_get_model = arguments.validate_args, training.get_model
@@ -104,18 +107,20 @@ def install_training(job: Job) -> None:
         (stock_load, load),
         (stock_read, read),
     ):
-        replace_everywhere(stock, replacement)
+        _replace(stock, replacement)
 
 
 def uninstall() -> None:
-    """Undoes both."""
-    restore_all()
-    if _register is not None:
-        _register(None)
+    """Undoes :func:`install_schedules` and :func:`install_training`."""
+    _undo.close()
+
+
+def _replace(stock: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    replace_everywhere("megatron", stock, replacement, _undo)
 
 
 class Chunks(list[torch.nn.Module]):
-    """The chunks of one pipeline rank, where Megatron-LM expects one model and sets its type."""
+    """The chunks of one pipeline rank. Megatron-LM takes them for one model, and sets its ``model_type``."""
 
     @property
     def model_type(self) -> Any:
@@ -128,9 +133,9 @@ class Chunks(list[torch.nn.Module]):
 
 
 def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
-    """Builds ``count`` chunks where ``provider`` would build one model of a single pipeline rank.
+    """A provider that builds ``count`` chunks where ``provider`` would build the whole model of a single pipeline rank.
 
-    Raises ConfigError if its model cannot be built in chunks.
+    Raises ConfigError if the model cannot be built in chunks.
     """
     parameters = signature(provider).parameters.values()
     if not any(parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -10,10 +10,10 @@ from ds_lgamp.runtime.chunk import Chunk, Tensors
 
 
 class ModelChunk(Chunk):
-    """One of the models that a rank has under a virtual pipeline. Recomputation is the model's own.
+    """One of the models that a rank has under a virtual pipeline. The model does its own recomputation.
 
     Args:
-        own: its number on this rank.
+        own: the number of the chunk on this rank.
         batch: gives the batch that runs.
     """
 
@@ -41,5 +41,5 @@ class ModelChunk(Chunk):
             is_last_stage=is_last,
         )
         batch.tokens += tokens
-        # In evaluation it may be of any kind and size, and what counts of it is among the reports.
+        # In evaluation the output may be of any kind and size. The reports hold whatever the loop needs of it.
         return None if is_last and batch.forward_only else output

@@ -15,7 +15,6 @@ from ds_lgamp.runtime.batch import Batch as ExecutorBatch
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.placement import Placement
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
 """Where shapes change unexpectedly."""
@@ -26,18 +25,17 @@ class Pipeline:
 
     Args:
         first: that batch.
-        placement: pipeline rank of every chunk.
         shapes: whatever the shapes of tensors derive from.
     """
 
-    def __init__(self, first: Batch, placement: Placement, shapes: Any) -> None:
+    def __init__(self, first: Batch, shapes: Any) -> None:
         pipelines = _all_pipelines(first.groups.pp) if first.pipeline_ranks > 1 else [[dist.get_rank()]]
         self._links = ring_links(pipelines, first.device, first.config.variable_seq_lengths, _ADVICE)
         self._shapes = shapes
         self._data, self._timing = DistributedData(), MegatronTiming()
         self._batch: Batch | None = None
         self._executor = Executor(
-            placement,
+            first.placement,
             first.rank,
             {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(first.chunks)},
             self._data,

@@ -1,4 +1,4 @@
-"""What Megatron-core offers and another order of work cannot honour."""
+"""Refuses settings of Megatron-core that another order of work cannot honour."""
 
 from argparse import Namespace
 from typing import Any
@@ -10,11 +10,11 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import has_two_embedding
 
 
 def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
-    """Raises ConfigError for what needs a single model on the only pipeline rank.
+    """Raises ConfigError for settings that need the whole model in one chunk on the only pipeline rank.
 
     Args:
         settings: Megatron-LM's arguments, or a TransformerConfig.
-        chunks_on_one_rank: whether there are several chunks, and one pipeline rank.
+        chunks_on_one_rank: whether one pipeline rank has all chunks, and there are several.
     """
     if chunks_on_one_rank and getattr(settings, "perform_rl_step", False):
         raise ConfigError(
@@ -29,8 +29,8 @@ def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
 
 
 def refuse_unsupported(batch: Batch) -> None:
-    """Raises ConfigError for settings of the model, for chunks that share one iterator, and for chunks of one pipeline
-    rank that would train two embeddings where the model has one."""
+    """Raises ConfigError for settings of the model that cannot be honoured, for chunks that share one iterator, and for
+    chunks of one pipeline rank that would train two embeddings although the model has one."""
     several = len(batch.models) > 1
     parts = [batch.config, getattr(batch.models[0], "ddp_config", Namespace())]
     for part in parts:

@@ -14,7 +14,7 @@ OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
 
 
 def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file that a command line or the environment names, and the rest of the command line.
+    """The configuration file that the command line or the environment names, and the rest of the command line.
 
     Raises ConfigError if the option has no value.
     """
@@ -31,13 +31,13 @@ def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def run_script(script: str, arguments: Sequence[str], path: str) -> NoReturn:
-    """Runs ``script`` as ``__main__`` with the block in the file at ``path`` heeded, and ends the process with it."""
+    """Runs ``script`` as ``__main__`` with the block of the file at ``path``, and ends the process with it."""
     with failures_end_the_process():
         config = _read(path)
         settings = read_block(config)
         find_modules_beside(script)
         if settings is not None:
-            # Only now: megatron.core may lie beside the script.
+            # These imports come late, because megatron.core may lie beside the script.
             from ds_lgamp.integrations.megatron.loop.seams import check_seams, check_training_seams
 
             check_seams()

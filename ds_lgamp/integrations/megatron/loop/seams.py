@@ -1,11 +1,15 @@
-"""The places in Megatron-core, and in Megatron-LM's training loop, that the integration replaces, calls or reads."""
+"""The seams: what the integration replaces, calls or reads in Megatron-core and in Megatron-LM's training loop.
+
+``TRAINING_LOOKUPS`` is about the inside of Megatron-LM's functions, and tests/integrations/test_seams.py compares it
+with a tree of Megatron-LM. The other tables are checked before anything is installed.
+"""
 
 import dataclasses
 import importlib
 import inspect
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.seams import missing_lookups, missing_names, missing_parameters, resolve
+from ds_lgamp.integrations.seams import missing_names, missing_parameters, resolve
 
 TESTED_VERSION = "0.16.1"
 
@@ -28,7 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "megatron.core.utils": ("get_model_config", "get_model_type", "unwrap_model"),
 }
-"""By module or class, what must exist in it."""
+"""The names that must exist in each module or class."""
 
 _STAGE = ("config", "vp_stage", "pp_rank")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -56,14 +60,14 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.transformer_block.get_num_layers_to_build": _STAGE,
     "megatron.core.transformer.transformer_layer.get_transformer_layer_offset": _STAGE,
 }
-"""By function, its parameters."""
+"""The parameters of each function, in order."""
 
 _INTERFACE = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
-"""Schedules that take what ours takes, no less and no more."""
+"""Megatron-core's schedules. Their parameters must be those of ``ForwardBackward``, no less and no more."""
 
 CONFIG_FIELDS = (
     "account_for_embedding_in_pipeline_split",
@@ -82,7 +86,7 @@ CONFIG_FIELDS = (
     "variable_seq_lengths",
     "virtual_pipeline_model_parallel_size",
 )
-"""What is read of a TransformerConfig."""
+"""The fields of TransformerConfig that the integration reads."""
 
 TRAINING_PARAMETERS = {
     "megatron.training.checkpointing._load_base_checkpoint": (
@@ -102,6 +106,7 @@ TRAINING_PARAMETERS = {
         "pg_collection",
     ),
 }
+"""The parameters of each function of Megatron-LM, in order."""
 TRAINING_LOOKUPS = {
     "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
     "megatron.training.initialize.initialize_megatron": ("validate_args",),
@@ -116,10 +121,12 @@ TRAINING_LOOKUPS = {
         "param_sync_func",
     ),
 }
+"""The names that each function of Megatron-LM must look up when it is called: ``install_training`` replaces the
+functions, and the executor takes the work of the hooks."""
 
 
 def check_seams() -> None:
-    """Raises ConfigError if Megatron-core is absent or of a version the integration does not fit."""
+    """Raises ConfigError if Megatron-core cannot be imported, or lacks a seam."""
     try:
         core = importlib.import_module("megatron.core")
     except ImportError as error:
@@ -130,19 +137,21 @@ def check_seams() -> None:
 
 
 def check_training_seams() -> None:
-    """Raises ConfigError if there is no Megatron-LM beside the script, or one the integration does not fit."""
+    """Raises ConfigError if there is no Megatron-LM beside the script, or if it lacks a seam."""
     try:
         importlib.import_module("megatron.training.training")
     except ImportError as error:
         raise ConfigError(
             f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree, which no package has"
         ) from None
-    missing = missing_parameters(TRAINING_PARAMETERS) + missing_lookups(TRAINING_LOOKUPS)
-    _refuse(missing, f"the Megatron-LM of megatron-core {importlib.import_module('megatron.core').__version__}")
+    _refuse(
+        missing_parameters(TRAINING_PARAMETERS),
+        f"the Megatron-LM of megatron-core {importlib.import_module('megatron.core').__version__}",
+    )
 
 
 def missing_seams() -> list[str]:
-    """The seams the installed Megatron-core lacks."""
+    """The seams that the installed Megatron-core lacks."""
     missing = missing_names(NAMES) + missing_parameters(PARAMETERS)
     config = resolve("megatron.core.transformer.TransformerConfig")
     fields = {field.name for field in dataclasses.fields(config)} if config is not None else set()
@@ -153,7 +162,7 @@ def missing_seams() -> list[str]:
 
 
 def _ours() -> type:
-    """Imported only where everything it imports is there."""
+    """ForwardBackward, imported late: without the other seams, the import would fail."""
     from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
 
     return ForwardBackward

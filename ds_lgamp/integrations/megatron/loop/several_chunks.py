@@ -1,8 +1,9 @@
-"""Several chunks on one pipeline rank: what Megatron-core 0.16 refuses there, or builds wrongly without a word.
+"""Lets Megatron-core 0.16 build several chunks on one pipeline rank.
 
-``parallel_state`` refuses a virtual pipeline on one rank; every chunk would get all layers (``transformer_block``), all
-numbered from the first (``transformer_layer``); and the two ends of a model with tied embeddings would have a weight
-each. patches/ has the first three as changes of Megatron-core.
+Megatron-core refuses a virtual pipeline on one rank (``parallel_state``). Without that refusal, it would silently give
+all layers to every chunk (``transformer_block``), and number the layers of every chunk from the first
+(``transformer_layer``). In a model with tied embeddings, both ends would have a weight of their own. patches/ mends the
+first three in Megatron-core.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def host_cuts_one_rank() -> bool:
-    """Whether Megatron-core itself cuts the layers of one pipeline rank into chunks, as a patched one does."""
+    """Whether Megatron-core itself cuts the layers of one pipeline rank into chunks. With patches/ it does."""
     config = TransformerConfig(
         num_layers=2, hidden_size=1, num_attention_heads=1, virtual_pipeline_model_parallel_size=2
     )
@@ -66,28 +67,28 @@ def host_cuts_one_rank() -> bool:
 
 
 def share_embedding(models: Sequence[torch.nn.Module]) -> None:
-    """Lets the last of a rank's chunks compute with the embedding of the first, where the model ties them.
+    """Lets the last chunk of a rank compute with the embedding of the first, if the model ties them.
 
-    Called before the chunks are given to DistributedDataParallel: the first one's gradients then include both uses.
+    Call it before the chunks go to DistributedDataParallel. The gradients of the first chunk then include both uses.
     """
     first, last = unwrap_model(models[0]), unwrap_model(models[-1])
     if has_two_embeddings(models):
         last.output_layer.register_parameter("weight", None)
-        # Asked for every time: building on the meta device replaces parameters.
+        # The weight is looked up at every call, because building on the meta device replaces parameters.
         last.shared_embedding_or_output_weight = lambda: first.embedding.word_embeddings.weight
-        # Checkpoints have the weight from the first.
+        # A checkpoint takes the weight from the first chunk.
         last.tie_embeddings_and_output_weights_state_dict = lambda *positional, **arguments: None
 
 
 def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether the chunks of a whole model have two weights where it has one."""
+    """Whether the chunks of a model with one tied embedding have two weights for it."""
     last = unwrap_model(models[-1])
     tied = getattr(last, "share_embeddings_and_output_weights", False)
     return len(models) > 1 and tied and last.output_layer.weight is not None
 
 
 def check_layers(models: Sequence[torch.nn.Module]) -> None:
-    """Raises ConfigError unless every layer of the model is in one of the chunks, and only there."""
+    """Raises ConfigError unless every layer of the model is in exactly one chunk."""
     members = [unwrap_model(model) for model in models]
     built = sum(len(layers_of(member)) for member in members)
     wanted = members[0].config.num_layers
@@ -99,7 +100,7 @@ def check_layers(models: Sequence[torch.nn.Module]) -> None:
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """Of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
+    """The layers of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
     blocks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
@@ -115,7 +116,7 @@ def _on_one_rank(config: Any) -> bool:
 
 
 def _layer_count(config: Any, stage: int) -> int:
-    """How many layers a chunk has, as Megatron-core counts where there are more pipeline ranks."""
+    """The number of layers of a chunk, counted as Megatron-core does on several pipeline ranks."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.layout[0][stage].count(LayerType.decoder)
     chunks = config.virtual_pipeline_model_parallel_size

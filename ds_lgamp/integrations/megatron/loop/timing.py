@@ -1,4 +1,4 @@
-"""Megatron-core's timers, told by the executor. Those of forward passes ``forward_step`` starts itself."""
+"""Runs Megatron-core's timers around the executor's work. ``forward_step`` runs those of forward passes itself."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,14 +6,14 @@ from typing import Any
 
 _NAMES = {"backward": "backward-compute", "activation": "forward-recv", "gradient": "backward-recv"}
 _LEVEL = 2
-"""Of the timers of single passes, as in Megatron-core's schedules."""
+"""The log level of timers of single passes, as in Megatron-core's schedules."""
 
 
 class MegatronTiming:
-    """Lets the timers of the batch that runs follow the executor."""
+    """Times the executor's work with the timers of the batch that runs."""
 
     timers: Any = None
-    """``config.timers``; None if nobody wants to know."""
+    """``config.timers``; None times nothing."""
 
     def time(self, kind: str) -> AbstractContextManager[Any]:
         if self.timers is None or kind not in _NAMES:

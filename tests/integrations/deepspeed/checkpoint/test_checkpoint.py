@@ -16,7 +16,7 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.checkpoint.training_run import micro_batches_here
+from ds_lgamp.integrations.deepspeed.checkpoint.data_position import micro_batches_here
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import mean_square, whole_state

@@ -32,7 +32,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     try_out,
     updates_in_place,
 )
-from ds_lgamp.integrations.deepspeed.engine.optimizer import complaint_about_history
+from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
 from ds_lgamp.runtime.measure import PeakMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -26,8 +26,8 @@ from deepspeed.utils import (
 )
 
 import ds_lgamp
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.checkpoint.training_run import CheckpointError
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.models import (
     MICRO_BATCHES,

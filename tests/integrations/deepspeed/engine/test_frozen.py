@@ -19,6 +19,7 @@ from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
 from ds_lgamp.cost.storage import aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
+from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
 from ds_lgamp.runtime.executor import ActionError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program
@@ -274,7 +275,7 @@ def explained(stage):
     """What is said before the step, and what the step moves and the ranks hold."""
     case = Case("tied adapted", 1, stage, "json", {})
     module, config = module_of(case.model, 1), config_of(case)
-    facts = explain(module, config, DeepSpeedConfig(config, module.mpu()), None).ranks[0]
+    facts = explain(module, config, DeepSpeedConfig(config, module.mpu()), None, partition_method_of(module)).ranks[0]
     engine = engine_of(case, module)
     for step in range(2):
         with CollectiveCounter() as counter:

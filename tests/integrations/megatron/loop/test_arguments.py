@@ -157,7 +157,7 @@ REFUSED = [
     ({}, {"placement": "contiguous"}, {}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({}, {"chunks_per_rank": 5}, {}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
     ({}, {"layers_per_chunk": 3}, {}, "is 3: 8 layers make 3 chunks, but .* 2 .*-parallel-layout"),
-    ({}, {}, {"num_layers": 1}, "1 layers cannot occupy 2 pipeline ranks"),
+    ({}, {}, {"num_layers": 1}, "--pipeline-model-parallel-size is 2, but the model has 1 layers; use at most 1"),
     ({}, {"recompute": "none"}, {"recompute_activations": True}, "recompute is 'none', but the flags say selective"),
     ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank is 2: the"),
     ({}, {}, {"decoder_first_pipeline_num_layers": 3}, "unevenly with --pipeline-model-parallel-layout"),

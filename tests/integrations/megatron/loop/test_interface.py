@@ -17,7 +17,7 @@ from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 from ds_lgamp.runtime.executor import ActionError, Executor
-from ds_lgamp.runtime.links import SENDS_IN_FLIGHT
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 
@@ -105,7 +105,7 @@ def collecting(training):
 
 
 def batches_and_executors_alive(training):
-    """What a batch allocates ends with it, without the garbage collector; the executor is that of the batches before."""
+    """A batch frees what it allocates without the garbage collector, and runs on the executor of the batches before."""
     gc.collect()
     gc.disable()
     try:
@@ -422,7 +422,7 @@ def test_chunks_that_share_an_iterator_are_refused():
 
 def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_refused():
     models = [model(), model()]
-    with pytest.raises(ConfigError, match="a weight each; before DistributedDataParallel, call share_embedding of .*several_chunks"):
+    with pytest.raises(ConfigError, match="a weight each; before DistributedDataParallel, call share_embedding"):
         refuse_unsupported(batch_of(*models))
     share_embedding(models)
     refuse_unsupported(batch_of(*models))

@@ -1,0 +1,86 @@
+"""Describes a run in state.json: what is no tensor and alike on all ranks. state.py checks it when it is read."""
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import TiedLayerSpec
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.values import UnsupportedValue, encode
+from ds_lgamp.integrations.deepspeed.checkpoint.data_position import epoch_of
+from ds_lgamp.integrations.deepspeed.checkpoint.fields import COUNTERS, PULLED, TOP_LEVEL, read_fields
+from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
+from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
+from ds_lgamp.integrations.deepspeed.model.layout import layer_types
+from ds_lgamp.integrations.deepspeed.model.module import global_names
+from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.version import __version__
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Returns the content of state.json, without what all ranks have to gather. Raises CheckpointError if the optimizer
+    or the scheduler holds what no checkpoint can."""
+    optimizer, scheduler = run.optimizer, run.lr_scheduler
+    groups = [
+        {key: encoded(f"optimizer.param_groups: {key}", value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
+        "layout": describe_layout(run),
+        "layers": _layers(run),
+        "counters": {**read_fields(run, COUNTERS), PULLED: 0 if run.own_data is None else run.own_data.pulled},
+        **read_fields(run, TOP_LEVEL),
+        "data": epoch_of(run),
+        "loss_scaler": scaler_state(optimizer.loss_scaler),
+        "lr_scheduler": None if scheduler is None else _scheduler(scheduler),
+        "optimizer": {"class": optimizer.class_name, "groups": groups},
+    }
+
+
+def describe_layout(run: Run) -> dict[str, Any]:
+    """Returns the layout of the run. A run of any other layout may load the checkpoint."""
+    spec, layout = run.program_spec, run.module.layout
+    return {
+        "pipeline_ranks": spec.pipeline_ranks,
+        "data_ranks": run.dp_world_size,
+        "tensor_ranks": run.grid.get_slice_parallel_world_size(),
+        "zero_stage": run.zero_stage,
+        "schedule": spec.schedule,
+        "chunk_bounds": layout.bounds,
+        "placement": layout.placement,
+        "data_type": str(parameter_dtype(run._config)).removeprefix("torch."),
+    }
+
+
+def describe_parameters(run: Run) -> dict[str, dict[str, Any]]:
+    """Returns shape and optimizer group of this pipeline rank's parameters, by name, in the module's order."""
+    infos = {
+        part.name: {"shape": list(part.whole_shape), "group": part.group}
+        for unit in run.optimizer.partition.units
+        for part in parts_of(unit)
+    }
+    return {name: infos[name] for name, _ in global_names(run.module) if name in infos}
+
+
+def encoded(name: str, value: Any) -> Any:
+    """Returns ``value`` as JSON can hold it. Raises CheckpointError, which names it ``name``, if that cannot be."""
+    try:
+        return encode(value)
+    except UnsupportedValue as error:
+        raise CheckpointError(f"{name} holds {error}") from None
+
+
+def _scheduler(scheduler: Any) -> dict[str, Any]:
+    return {"class": type(scheduler).__name__, "state": encoded("lr_scheduler", scheduler.state_dict())}
+
+
+def _layers(run: Run) -> dict[str, Any]:
+    """Returns what the parameters do not show: the types of layers, which of them use a tied module, and how DeepSpeed
+    cuts them."""
+    tied: dict[str, list[int]] = {}
+    for layer, spec in enumerate(run.module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append(layer)
+    return {"types": layer_types(run.module), "tied": tied, "partition_method": run.partition_method}

@@ -1,0 +1,106 @@
+"""Goes on with a training run where a checkpoint was written, at the same layout or another."""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils.logging import logger
+
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
+from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.storage import VerifyingReader
+from ds_lgamp.checkpoint.units import Loading
+from ds_lgamp.checkpoint.values import decode
+from ds_lgamp.integrations.deepspeed.checkpoint.buffers import buffers_to_read, commit_buffers
+from ds_lgamp.integrations.deepspeed.checkpoint.data_position import seek_data
+from ds_lgamp.integrations.deepspeed.checkpoint.description import describe_layout, describe_parameters
+from ds_lgamp.integrations.deepspeed.checkpoint.fields import COUNTERS, PULLED, TOP_LEVEL, write_fields
+from ds_lgamp.integrations.deepspeed.checkpoint.fitting import Parts, check_fit
+from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
+    decode_rank_state,
+    rank_state_to_read,
+    write_random_states,
+)
+from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
+from ds_lgamp.integrations.deepspeed.config.precision import load_scaler_state
+from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
+from ds_lgamp.partition.agreement import everyone
+
+
+def find_checkpoint(directory: Path, tag: Any) -> Path | None:
+    """Returns the folder of the checkpoint ``tag``, or of the last one if that is None; None, with a warning, if there
+    is none. Collective over all ranks: the first one looks."""
+    if tag is None:
+        tag = everyone(everywhere(partial(folders.read_latest, directory)))[0]
+    if tag is None:
+        logger.warning(f"{directory} has no file '{folders.LATEST}'; pass a tag, or save a checkpoint first")
+        return None
+    return directory / str(tag)
+
+
+def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
+    """Goes on with ``parts`` of the checkpoint ``folder`` and returns its client state. Collective over all ranks;
+    raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
+    state, reader = everywhere(partial(_open, folder))
+    sizes = {name: entry.size for name, entry in reader.tensors.items()}
+    dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
+    parameters = everywhere(partial(describe_parameters, run))
+    own = {name: info for rank in over_pipeline(run.module, parameters) for name, info in rank.items()}
+
+    def memory() -> tuple[Loading, dict[str, FlatShard], dict[str, FlatShard]]:
+        check_fit(run, folder, state, parts, own, sizes)
+        loading = Loading(run.optimizer.partition, dtypes)
+        loading.add_weights()
+        if parts.optimizer:
+            loading.add_optimizer()
+        buffers = buffers_to_read(run, describe_layout(run), state["layout"], sizes)
+        return loading, buffers, rank_state_to_read(run, state["layout"], sizes)
+
+    loading, buffers, text = everywhere(memory)
+    run.saver.load(reader, {**loading.targets, **buffers, **text})
+    mine = everywhere(partial(decode_rank_state, folder, text))
+    if parts.scheduler and run.lr_scheduler is not None:
+        _load_scheduler(folder, run.lr_scheduler, decode(state["lr_scheduler"]["state"]))
+
+    def commit() -> None:
+        loading.commit_weights()
+        commit_buffers(run.module, buffers)
+        if parts.optimizer:
+            written = state["optimizer"]
+            loading.commit_optimizer(run.optimizer.optimizer, decode(written["groups"]), written["scalars"])
+        if parts.progress:
+            _resume(run, state, mine["random"])
+
+    everywhere(commit)
+    run.optimizer.partition.gather_stale()
+    return mine["client_state"]
+
+
+def _open(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
+    state = folders.read_state(folder)
+    return state, folders.reader(folder, state)
+
+
+def _load_scheduler(folder: Path, scheduler: Any, state: dict[str, Any]) -> None:
+    """Loads the ``state`` of the scheduler. Only the scheduler can tell that a state does not fit, half-way: then all
+    ranks restore it and raise CheckpointError."""
+    before = deepcopy(scheduler.state_dict())
+    try:
+        everywhere(partial(scheduler.load_state_dict, state))
+    except CheckpointError as error:
+        scheduler.load_state_dict(before)
+        raise CheckpointError(
+            f"{folder} has the state of another {type(scheduler).__name__} ({error}); build it as it was, or pass "
+            "load_lr_scheduler_states=False"
+        ) from None
+
+
+def _resume(run: Run, state: dict[str, Any], random: dict[str, Any]) -> None:
+    """Restores the counters, the loss scale, the position in the engine's own data, and the random states."""
+    write_fields(run, COUNTERS, state["counters"])
+    write_fields(run, TOP_LEVEL, state)
+    load_scaler_state(run.optimizer.loss_scaler, state["loss_scaler"])
+    seek_data(run, state["counters"][PULLED], state["data"])
+    write_random_states(run.random_sources, random)

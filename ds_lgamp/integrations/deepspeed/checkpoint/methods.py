@@ -1,0 +1,66 @@
+"""The engine's ``save_checkpoint`` and ``load_checkpoint``, with the signatures of DeepSpeed's."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds_lgamp.checkpoint.saver import wait_for_all
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.checkpoint.fitting import Parts
+from ds_lgamp.integrations.deepspeed.checkpoint.loading import find_checkpoint, load
+from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
+from ds_lgamp.integrations.deepspeed.checkpoint.saving import save
+
+
+class Engine(Run, Protocol):
+    """An engine that saves and loads checkpoints."""
+
+    @property
+    def global_steps(self) -> int: ...
+
+    def refuse_inside_block(self, call: str) -> None:
+        """Raises ConfigError where ``call`` would interfere with parameters that are gathered for the user."""
+
+
+def save_checkpoint(
+    engine: Engine,
+    save_dir: str,
+    tag: Any = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """As PipelineEngine's, with random states and the position in ``training_data``; loads at any layout. Raises
+    CheckpointError on every rank if it cannot be written; an asynchronous save raises it in the next call."""
+    if exclude_frozen_parameters:
+        raise ConfigError(f"exclude_frozen_parameters is True, but a {BLOCK} block does not support it; remove it")
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    save(engine, Path(save_dir), tag, {} if client_state is None else client_state, save_latest)
+    return True
+
+
+def load_checkpoint(
+    engine: Engine,
+    load_dir: str,
+    tag: Any = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """As PipelineEngine's, for what :func:`save_checkpoint` wrote, at any layout. Raises CheckpointError on every rank,
+    and changes nothing, if the checkpoint does not fit."""
+    if custom_load_fn is not None:
+        raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
+    engine.refuse_inside_block("load_checkpoint")
+    wait_for_all()
+    folder = find_checkpoint(Path(load_dir), tag)
+    if folder is None:
+        return None, None
+    parts = Parts(
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only,
+        scheduler=load_lr_scheduler_states and not load_module_only,
+        progress=not load_module_only,
+    )
+    return str(folder), load(engine, folder, parts)

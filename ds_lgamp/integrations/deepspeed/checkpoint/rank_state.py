@@ -1,0 +1,62 @@
+"""The random states and client state of one rank, which a checkpoint keeps as JSON text in a tensor of bytes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.state import decode_text
+from ds_lgamp.checkpoint.units import RANKS
+from ds_lgamp.checkpoint.values import encode
+from ds_lgamp.integrations.deepspeed.checkpoint.description import encoded
+from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
+from ds_lgamp.runtime.random_state import RandomSource, read_states
+
+
+def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, FlatShard]:
+    """Returns the text of this rank, by its name in the checkpoint. Raises CheckpointError if ``client_state`` holds
+    what no checkpoint can."""
+    sources = run.random_sources
+    random = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
+    content = {"random": random, "client_state": encoded("client_state", dict(client_state))}
+    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    return {_name(*ranks_of(run)): FlatShard(text.shape, 0, text)}
+
+
+def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> dict[str, FlatShard]:
+    """Returns memory for the text of this rank, by its name in the checkpoint.
+
+    Ranks beyond those of the checkpoint's ``layout`` take the text of a rank that had the same numbers modulo the
+    numbers of ranks there. So what all ranks drew alike they draw alike from then on.
+    """
+    pipeline_rank, data_rank, tensor_rank = ranks_of(run)
+    name = _name(
+        pipeline_rank % layout["pipeline_ranks"],
+        data_rank % layout["data_ranks"],
+        tensor_rank % layout["tensor_ranks"],
+    )
+    if name not in sizes:
+        # One process wrote the checkpoint for all ranks.
+        name = _name(0, 0, 0)
+    return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
+
+
+def decode_rank_state(folder: Path, text: Mapping[str, FlatShard]) -> dict[str, Any]:
+    """Returns ``random``, states by generator, and ``client_state`` of this rank. Raises CheckpointError if the text
+    holds something else."""
+    ((name, shard),) = text.items()
+    return decode_text(folder, name, shard.values)
+
+
+def write_random_states(sources: Sequence[RandomSource], states: Mapping[str, Any]) -> None:
+    """Sets the generators to ``states``. One without a state, as on another kind of device, stays as it is."""
+    for source in sources:
+        if source.name in states:
+            source.write(states[source.name])
+
+
+def _name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
+    return f"{RANKS}/{pipeline_rank}-{data_rank}" + (f"-{tensor_rank}" if tensor_rank else "")

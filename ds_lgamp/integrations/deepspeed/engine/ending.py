@@ -1,0 +1,29 @@
+"""Finishes what living engines have under way, before process groups end."""
+
+from typing import Protocol
+from weakref import WeakSet
+
+from ds_lgamp.checkpoint.saver import wait_for_all
+
+
+class Gathering(Protocol):
+    """An engine that gathers parameters in the background."""
+
+    def finish_gathers(self) -> None:
+        """Waits until no parameters are on their way to this rank."""
+
+
+_engines: WeakSet[Gathering] = WeakSet()
+
+
+def finish_at_the_end(engine: Gathering) -> None:
+    """Lets :func:`finish_engines` wait for ``engine`` as long as it lives."""
+    _engines.add(engine)
+
+
+def finish_engines() -> None:
+    """Waits for the gathers and saves that engines have under way. Collective over all ranks; raises CheckpointError
+    on every rank if a save failed."""
+    for engine in _engines:
+        engine.finish_gathers()
+    wait_for_all()

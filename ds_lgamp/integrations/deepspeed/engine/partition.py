@@ -1,0 +1,102 @@
+"""Partitions the parameters of a pipeline rank: assigns each to its chunk or tied module and to an optimizer group."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import TiedLayerSpec
+
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
+from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
+from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+from ds_lgamp.runtime.random_state import undisturbed
+
+
+def partition_parameters(
+    module: PlacedModule,
+    optimizer: torch.optim.Optimizer,
+    settings: LgampConfig,
+    config: Any,
+    zero_stage: int,
+    data_group: dist.ProcessGroup,
+    device: torch.device,
+    deferred: DeferredLayers | None,
+) -> ZeroPartition:
+    """Partitions the parameters of this pipeline rank over ``data_group``. Collective over all ranks.
+
+    Args:
+        module: its layers are placed already.
+        optimizer: holds whole parameters still.
+        config: the DeepSpeedConfig.
+        zero_stage: the stage the user asked for, 0 to 3.
+        deferred: builds the layers that have no memory yet; None if all have.
+    """
+    chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
+    build = partial(
+        build_partition,
+        chunks,
+        # Every rank goes through the keys in the same order: deferred tied modules are broadcast as they are built.
+        [TiedParameters(key, tied[key], _users(module, key), _tie_group(module, key)) for key in sorted(tied)],
+        data_group,
+        zero_stage,
+        device,
+        accumulation_dtype(config),
+        in_rank_order=settings.reproducible,
+        communication_dtype=config.communication_data_type,
+        tensor_group=tensor_group(module),
+    )
+    if deferred is None:
+        return build()
+    with undisturbed(layer_sources(device)):
+        partition = build(materialise=deferred.with_values)
+        deferred.build_rest()
+    return partition
+
+
+def _group_of_parameters(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Returns the index of every parameter's optimizer group, by the parameter's id. Names would not do: a callable
+    may have made groups of its own from the parameters it was given."""
+    return {id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+
+
+def _parameters_by_unit(
+    module: PlacedModule, groups: dict[int, int]
+) -> tuple[dict[int, list[UnitParameter]], dict[str, list[UnitParameter]]]:
+    """Returns the parameters of this pipeline rank's chunks, by chunk, and those of its tied modules, by key."""
+    layout = module.layout
+    is_tensor_parallel = tensor_group(module) is not None
+    chunks: dict[int, list[UnitParameter]] = {chunk: [] for chunk in layout.chunks_of(module.stage_id)}
+    tied: dict[str, list[UnitParameter]] = {key: [] for key in module.tied_modules}
+    for name, tensor in global_names(module):
+        if isinstance(tensor, torch.nn.Parameter):
+            group = groups.get(id(tensor)) if tensor.requires_grad else None
+            sharing = sharing_of(name, tensor) if is_tensor_parallel else Sharing()
+            entry = UnitParameter(name, tensor, group, *sharing)
+            first = name.split(".")
+            if first[0] == "tied_modules":
+                tied[first[1]].append(entry)
+            else:
+                chunks[layout.chunk_of(int(first[0]))].append(entry)
+    return chunks, tied
+
+
+def _users(module: PlacedModule, key: str) -> list[int]:
+    """Returns the chunks of this pipeline rank that use the tied module ``key``."""
+    layout, specs = module.layout, module._layer_specs
+    return [
+        chunk
+        for chunk in layout.chunks_of(module.stage_id)
+        if any(isinstance(specs[i], TiedLayerSpec) and specs[i].key == key for i in layout.layers(chunk))
+    ]
+
+
+def _tie_group(module: PlacedModule, key: str) -> dist.ProcessGroup | None:
+    """Returns the pipeline ranks that hold the tied module ``key``; None if there is one."""
+    tied = module.tied_comms.get(key)
+    return tied["group"] if tied is not None and len(tied["ranks"]) > 1 else None

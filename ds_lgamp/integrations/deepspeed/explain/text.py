@@ -1,0 +1,119 @@
+"""Writes the explanation for a person to read."""
+
+import itertools
+from collections.abc import Container, Sequence
+
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+
+
+def as_text(facts: Explanation) -> str:
+    """Returns the explanation as tables and sentences."""
+    parts = (_header, _chunk_table, _traffic_table, _memory_table, _words)
+    return "\n\n".join(part(facts) for part in parts)
+
+
+def _header(facts: Explanation) -> str:
+    together = facts.micro_batch_group >= facts.micro_batches
+    group = "all together" if together else f"in groups of {facts.micro_batch_group}"
+    return (
+        f"{facts.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel ranks, schedule {facts.schedule}, "
+        f"placement {facts.placement}, ZeRO stage {facts.zero_stage}, {facts.precision}\n"
+        f"{facts.micro_batches} micro-batches {group}, {facts.resident_chunks} resident chunks, "
+        f"recompute {facts.recompute}, optimizer {facts.optimizer}\n"
+        f"{facts.layers} layers in {facts.chunks} chunks, {facts.parameters:,} parameters"
+    )
+
+
+def _chunk_table(facts: Explanation) -> str:
+    rows = []
+    for rank in facts.ranks:
+        for chunk in rank.chunks:
+            layers = f"{chunk.first_layer}-{chunk.last_layer}" if len(chunk.layer_types) > 1 else str(chunk.first_layer)
+            types = ", ".join(_compressed(chunk.layer_types))
+            rows.append([rank.pipeline_rank, f"chunk {chunk.chunk}", layers, types, chunk.parameters])
+        for tied in rank.tied:
+            users = "chunk " + ", ".join(map(str, tied.chunks))
+            rows.append([rank.pipeline_rank, f"tied {tied.key}", users, tied.layer_type, tied.parameters])
+        rows.append([rank.pipeline_rank, "all", "", "", rank.parameters])
+    return _table(["rank", "part", "layers", "types", "parameters"], rows, left={1, 2, 3})
+
+
+def _compressed(names: Sequence[str]) -> list[str]:
+    runs = [(name, len(list(members))) for name, members in itertools.groupby(names)]
+    return [name if count == 1 else f"{name} x {count}" for name, count in runs]
+
+
+def _traffic_table(facts: Explanation) -> str:
+    titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
+    rows = []
+    for rank in facts.ranks:
+        moved = rank.traffic
+        of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
+        counts = [*of_chunks, *of_tied, moved.frozen_gathers, moved.sends]
+        rows.append([rank.pipeline_rank, *counts, _bytes(rank.collective_bytes_sent)])
+    return "Each step, each rank\n" + _table([*titles, "collectives send"], rows)
+
+
+def _memory_table(facts: Explanation) -> str:
+    titles = [
+        *("rank", "weights", "resident", "master", "optimizer", "gradients", "gradient buffers", "tied copies", "peak"),
+        "stored activations",
+    ]
+    rows = []
+    for rank in facts.ranks:
+        held = rank.memory
+        before = [held.weights, held.resident_weights, held.master_weights]
+        after = [held.gradients, held.gradient_buffers, held.tied_copies, held.peak]
+        state = "unknown" if held.optimizer_state is None else _bytes(held.optimizer_state)
+        sizes = [*map(_bytes, before), state, *map(_bytes, after)]
+        rows.append([rank.pipeline_rank, *sizes, held.stored_activations])
+    return "Memory, each rank\n" + _table(titles, rows)
+
+
+def _words(facts: Explanation) -> str:
+    formula = "" if facts.bubble_formula is None else f"; (P-1)/(N*M) is {100 * facts.bubble_formula:.1f}%"
+    sentences = [f"Pipeline bubble, simulated: {100 * facts.bubble:.1f}%{formula}."]
+    if facts.data_ranks == 1:
+        sentences.append("One data-parallel rank: nothing is gathered or reduced.")
+    if facts.micro_batch_outer_gathers is not None:
+        chunks = max(sum(chunk.parameters > 0 for chunk in rank.chunks) for rank in facts.ranks)
+        gathers = max(rank.traffic.gathers for rank in facts.ranks)
+        sentences.append(
+            "ZeRO-3 with micro-batches outermost would gather about "
+            f"2*N*M = 2*{chunks}*{facts.micro_batches} = {facts.micro_batch_outer_gathers} times per step and rank, "
+            f"not {gathers}."
+        )
+    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with what autograd saves of them"
+    passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
+    sentences.append(
+        f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen. The peak leaves "
+        f"them out, and what {passing} take for the moment."
+    )
+    if facts.pipeline_ranks > 1:
+        sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
+    if any(rank.memory.optimizer_state is None for rank in facts.ranks):
+        sentences.append("The optimizer's state is unknown and left out of the peak.")
+    return "\n".join(sentences)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
+    """Returns aligned columns. Those with an index in ``left`` align to the left, others to the right."""
+    cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _bytes(number: float) -> str:
+    """Returns ``number`` bytes in decimal units, with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

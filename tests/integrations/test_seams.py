@@ -1,0 +1,84 @@
+"""The tables of seams that run time does not check: the names that functions of the installed hosts look up."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType
+
+import deepspeed
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from ds_lgamp.integrations.deepspeed.hook.seams import ATTRIBUTES, LOOKUPS
+from ds_lgamp.integrations.megatron.loop.seams import TRAINING_LOOKUPS
+from ds_lgamp.integrations.seams import resolve
+from testing.pretraining import megatron_tree
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Every global and attribute that a function mentions, functions inside it included."""
+    yield from code.co_names
+    for inner in code_inside(code):
+        yield from names_in(inner)
+
+
+def code_inside(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def names_in_methods(owner: type) -> set[str]:
+    """Every attribute that the methods of a class and of its bases in DeepSpeed mention."""
+    members = [
+        member.fget if isinstance(member, property) else member
+        for base in inspect.getmro(owner)
+        if base.__module__.startswith("deepspeed")
+        for member in vars(base).values()
+    ]
+    codes = [getattr(inspect.unwrap(member), "__code__", None) for member in members if callable(member)]
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
+def lookups_missing_in_initialize() -> list[str]:
+    return missing(LOOKUPS, names_in(inspect.unwrap(deepspeed.initialize).__code__))
+
+
+def missing_attributes() -> list[str]:
+    return [f"{path}.{name}" for path, names in ATTRIBUTES.items() for name in missing(names, methods_at(path))]
+
+
+def methods_at(path: str) -> set[str]:
+    return names_in_methods(resolve(path))
+
+
+def missing(wanted: Iterable[str], found: Iterable[str]) -> list[str]:
+    known = set(found)
+    return [name for name in wanted if name not in known]
+
+
+def test_initialize_looks_up_what_install_replaces():
+    assert lookups_missing_in_initialize() == []
+
+
+def test_a_deepspeed_whose_initialize_looks_up_other_names_is_noticed(monkeypatch):
+    monkeypatch.setattr(deepspeed, "initialize", lambda: deepspeed.PipelineEngine)
+    assert lookups_missing_in_initialize() == [name for name in LOOKUPS if name != "PipelineEngine"]
+
+
+def test_the_methods_of_deepspeed_set_or_use_every_attribute():
+    assert missing_attributes() == []
+
+
+def test_a_deepspeed_whose_methods_no_longer_set_an_attribute_is_noticed(monkeypatch):
+    for name, member in list(vars(PipelineModule).items()):
+        if "tied_comms" in getattr(getattr(member, "__code__", None), "co_names", ()):
+            monkeypatch.setattr(PipelineModule, name, lambda self: None)
+    assert "deepspeed.runtime.pipe.module.PipelineModule.tied_comms" in missing_attributes()
+
+
+def test_the_functions_of_megatron_lm_look_up_what_install_replaces():
+    """Reads the sources: Megatron-LM's training loop cannot be imported on a machine without CUDA."""
+    tree, lacking = megatron_tree(), []
+    for path, names in TRAINING_LOOKUPS.items():
+        module, _, function = path.rpartition(".")
+        file = tree / (module.replace(".", "/") + ".py")
+        functions = {code.co_name: code for code in code_inside(compile(file.read_text(), str(file), "exec"))}
+        lacking += [f"{path}: {name}" for name in missing(names, names_in(functions[function]))]
+    assert lacking == []
