@@ -127,7 +127,7 @@ def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> Non
         for layer, function in zip(module.layout.layers(chunk), functions):
             spec = module._layer_specs[layer]
             new = layers.get(prefix_of(layer, spec))
-            built[layer] = function if new is None else _function(spec, new)
+            built[layer] = function if new is None else function_of(spec, new)
             if new is not None and isinstance(spec, TiedLayerSpec):
                 module.tied_modules[spec.key] = new
     for key, tied in module.tied_comms.items():
@@ -167,11 +167,11 @@ def _obtain(
             module.tied_modules[spec.key] = built
             module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
         built = module.tied_modules[spec.key]
-    return spec if built is None else _function(spec, built)
+    return spec if built is None else function_of(spec, built)
 
 
-def _function(spec: Any, layer: nn.Module) -> Callable:
-    """What is called in the place of ``spec``, once its ``layer`` is built."""
+def function_of(spec: Any, layer: nn.Module) -> Callable:
+    """Returns what a pipeline calls for ``spec``, once its ``layer`` is built."""
     applies = isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
     return partial(spec.forward_fn, layer) if applies else layer
 
