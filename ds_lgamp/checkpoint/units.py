@@ -9,7 +9,8 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.parts import Part, parts_of
-from ds_lgamp.partition.unit import Segment, Unit
+from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
@@ -40,12 +41,12 @@ def held(unit: Unit) -> Iterator[Range]:
 def written(unit: Unit) -> Iterator[Range]:
     """What this rank writes to a checkpoint: every element of the model is written by one rank, also at stage 0, where
     all data-parallel ranks hold it, and of a tied unit, which several pipeline ranks hold."""
-    if not unit.counts_in_norm:
+    if not unit.master.counts_in_norm:
         return
-    ranks, rank = unit.data_group.size(), unit.data_group.rank()
-    share = unit.flat.numel() // ranks
-    first = rank * share - unit.shard_start
-    first_slice = unit.tensor_group is None or unit.tensor_group.rank() == 0
+    ranks, rank = unit.policy.data_group.size(), unit.policy.data_group.rank()
+    share = unit.storage.flat.numel() // ranks
+    first = rank * share - unit.storage.shard_start
+    first_slice = unit.policy.is_first_tensor_rank
     for part, in_shard, start in held(unit):
         if not first_slice and part.shape == part.whole_shape:
             continue
@@ -57,7 +58,7 @@ def written(unit: Unit) -> Iterator[Range]:
 def weights(partition: ZeroPartition) -> dict[str, FlatShard]:
     """What this rank writes of the parameters: master weights where there are any. The weights in a smaller type are
     these rounded."""
-    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master) for unit in partition.units for r in written(unit)}
+    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in partition.units for r in written(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
@@ -112,13 +113,13 @@ class Loading:
     def add_weights(self) -> None:
         """Parameters the checkpoint does not have keep their values."""
         for unit in self._partition.units:
-            values = unit.master.detach().to("cpu", copy=True)
+            values = unit.master.values.detach().to("cpu", copy=True)
             self._masters.append((unit, values))
             self._add(PARAMETERS, held(unit), values)
 
     def add_optimizer(self) -> None:
         for unit in self._partition.units:
-            for segment in unit.segments:
+            for segment in unit.master.segments:
                 ranges = [r for r in held(unit) if segment.start <= r.in_shard.start < segment.end]
                 self._states.append({key: self._add_state(key, segment, ranges) for key in self._keys(ranges)})
 
@@ -144,7 +145,7 @@ class Loading:
     def commit_weights(self) -> None:
         """What was read becomes the weights."""
         for unit, values in self._masters:
-            unit.load(values)
+            unit.replace_shard(values)
 
     def commit_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]

@@ -8,7 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.unit import Segment, Unit, UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.unit import Unit
 
 
 class TiedParameters(NamedTuple):
@@ -45,10 +48,10 @@ class ZeroPartition:
         self.units = list(dict.fromkeys(unit for members in units.values() for unit in members))
         for members in units.values():
             for unit in members:
-                unit.users += 1
+                unit.reduction.count_user()
         self.trace = trace
         self.device = device
-        self.frees_weights = any(unit.frees_weights for unit in self.units)
+        self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
         self._gradient_buffers = gradient_buffers
         self._reducing: deque[Unit] = deque()
@@ -57,27 +60,24 @@ class ZeroPartition:
         """Launches the gathers ``chunk`` needs. A unit that is complete and current, as at stages 1 and 2 before the
         first step, moves nothing."""
         for unit in self.chunk_units[chunk]:
-            unit.holders.add(chunk)
-            unit.start_gather()
+            unit.storage.hold(chunk)
 
     def wait_gathered(self, chunk: int) -> None:
         """Waits for the gathers of ``chunk`` that are still in flight."""
         for unit in self.chunk_units[chunk]:
-            if unit.gathering is not None:
+            if unit.storage.gathering is not None:
                 self._record("WAIT_GATHER", unit)
-                unit.finish_gather()
+                unit.storage.finish_gather()
 
     def release(self, chunk: int) -> None:
         """Frees what ``chunk`` held, except units another resident chunk uses."""
         for unit in self.chunk_units[chunk]:
-            unit.holders.discard(chunk)
-            if not unit.holders:
-                unit.release()
+            unit.storage.drop(chunk)
 
     def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the parameters ``chunk`` uses."""
         address = tensor.untyped_storage().data_ptr()
-        return any(unit.flat.untyped_storage().data_ptr() == address for unit in self.chunk_units[chunk])
+        return any(unit.storage.flat.untyped_storage().data_ptr() == address for unit in self.chunk_units[chunk])
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -89,22 +89,22 @@ class ZeroPartition:
     def wait_room(self, chunk: int) -> None:
         """Before a backward of ``chunk``: awaits reductions until there is room for its gradients."""
         for unit in self.chunk_units[chunk]:
-            if unit.trains and not unit.accumulating:
+            if unit.trains and not unit.reduction.accumulating:
                 self._make_room(unit)
 
     def begin_backward(self, chunk: int) -> None:
         """Before a backward of ``chunk``: lets its gradients accumulate."""
         for unit in self.chunk_units[chunk]:
-            if unit.trains and not unit.accumulating:
-                unit.begin_accumulation()
+            if unit.trains and not unit.reduction.accumulating:
+                unit.reduction.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of the units whose last user is ``chunk``."""
         for unit in self.chunk_units[chunk]:
             if not unit.trains:
                 _refuse_thawed(unit)
-            elif unit.user_done():
-                unit.start_reduce()
+            elif unit.reduction.user_done():
+                unit.reduction.start()
                 self._reducing.append(unit)
 
     def wait_reductions(self) -> None:
@@ -121,12 +121,13 @@ class ZeroPartition:
     def counted_gradients(self) -> list[torch.Tensor]:
         """This rank's share of the gradient of what the optimizer owns: all ranks' together are the whole, copies
         once."""
-        return [gradient for unit in self.units for gradient in unit.counted_gradients()]
+        return [gradient for unit in self.units for gradient in unit.master.counted_gradients()]
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         for unit in self.units:
-            if unit.shard_gradient is not None:
-                unit.shard_gradient.mul_(factor)
+            gradient = unit.reduction.shard_gradient
+            if gradient is not None:
+                gradient.mul_(factor)
 
     def follow_update(self) -> None:
         """The optimizer has changed the master weights: weights follow, and what is gathered counts as old."""
@@ -144,23 +145,21 @@ class ZeroPartition:
         """Launches the gathers of all old values, after shards were loaded. All data-parallel ranks call it
         together."""
         for unit in self.units:
-            if unit.stale:
-                unit.start_gather()
+            unit.storage.refresh()
 
     def finish_gathers(self) -> None:
         """Waits for all gathers in flight."""
         for unit in self.units:
-            unit.finish_gather()
+            unit.storage.finish_gather()
 
     def segments(self) -> Iterator[Segment]:
         """What the optimizer owns, in a fixed order."""
         for unit in self.units:
-            yield from unit.segments
+            yield from unit.master.segments
 
     def release_all(self) -> None:
         for unit in self.units:
-            unit.holders.clear()
-            unit.release()
+            unit.storage.release()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -168,17 +167,14 @@ class ZeroPartition:
         together."""
         block = object()
         for unit in self.units:
-            unit.holders.add(block)
-            unit.start_gather()
+            unit.storage.hold(block)
         for unit in self.units:
-            unit.finish_gather()
+            unit.storage.finish_gather()
         try:
             yield
         finally:
             for unit in self.units:
-                unit.holders.discard(block)
-                if not unit.holders:
-                    unit.release()
+                unit.storage.drop(block)
 
     def _make_room(self, unit: Unit) -> None:
         while unit in self._reducing:
@@ -188,12 +184,12 @@ class ZeroPartition:
                 self._finish_oldest_reduction()
 
     def _gradients_held(self) -> int:
-        return sum(unit.holds_gradient for unit in self.units if unit.partitioned and not unit.tied)
+        return sum(unit.reduction.holds_gradient for unit in self.units if unit.storage.partitioned and not unit.tied)
 
     def _finish_oldest_reduction(self) -> None:
         unit = self._reducing.popleft()
         self._record("WAIT_REDUCE", unit)
-        unit.finish_reduce()
+        unit.reduction.finish()
 
     def _record(self, event: str, unit: Unit) -> None:
         if self.trace is not None:
@@ -203,15 +199,10 @@ class ZeroPartition:
 def build_partition(
     chunk_parameters: Mapping[int, Sequence[UnitParameter]],
     tied: Sequence[TiedParameters],
-    data_group: dist.ProcessGroup,
-    zero_stage: int,
+    policy: ZeroPolicy,
     gradient_buffers: int,
     device: torch.device,
-    gradient_dtype: torch.dtype | None = None,
     trace: list[str] | None = None,
-    in_rank_order: bool = False,
-    communication_dtype: torch.dtype | None = None,
-    tensor_group: dist.ProcessGroup | None = None,
     materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
     """One unit for every chunk's own parameters and one for every tied module, which travels beside its users; the
@@ -229,25 +220,10 @@ def build_partition(
             (name, [entry for entry in made if entry.parameter.requires_grad], tie_group),
             (f"{name} frozen", [entry for entry in made if not entry.parameter.requires_grad], None),
         )
-        units = [
-            Unit(
-                kind,
-                members,
-                data_group,
-                zero_stage,
-                gradient_dtype,
-                tied,
-                group,
-                in_rank_order,
-                communication_dtype,
-                tensor_group,
-            )
-            for kind, members, group in kinds
-            if members
-        ]
+        units = [Unit(kind, members, policy, tied, group) for kind, members, group in kinds if members]
         if materialise is not None:
             for unit in units:
-                unit.release()
+                unit.storage.release()
         return units
 
     units = {chunk: build(f"chunk {chunk}", parameters) for chunk, parameters in chunk_parameters.items()}
@@ -259,6 +235,6 @@ def build_partition(
 
 
 def _refuse_thawed(unit: Unit) -> None:
-    for entry in unit.parameters:
+    for entry in unit.storage.parameters:
         if entry.parameter.requires_grad:
             raise ValueError(f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that")

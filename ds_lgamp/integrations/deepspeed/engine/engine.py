@@ -53,7 +53,8 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 )
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
@@ -231,19 +232,22 @@ class LgampEngine(PipelineEngine):
                     tied[first[1]].append(entry)
                 else:
                     chunks[layout.chunk_of(int(first[0]))].append(entry)
+        policy = ZeroPolicy(
+            self.data_parallel_group,
+            self.zero_stage,
+            accumulation_dtype(self._config),
+            self._config.communication_data_type,
+            self.lgamp_settings.reproducible,
+            tensor_ranks,
+        )
         build = partial(
             build_partition,
             chunks,
             # In the order of all ranks: deferred tied modules are broadcast as they are built.
             [TiedParameters(key, tied[key], self._users(key), self._tie_group(key)) for key in sorted(tied)],
-            self.data_parallel_group,
-            self.zero_stage,
+            policy,
             self.lgamp_settings.resident_chunks,
             self.device,
-            accumulation_dtype(self._config),
-            in_rank_order=self.lgamp_settings.reproducible,
-            communication_dtype=self._config.communication_data_type,
-            tensor_group=tensor_ranks,
         )
         if self._deferred is None:
             return build()

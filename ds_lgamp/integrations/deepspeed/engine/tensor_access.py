@@ -15,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.partition.flat_storage import FlatStorage
 from ds_lgamp.partition.parts import Part, parts_of
-from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _ids = count()
@@ -26,8 +26,8 @@ _ids = count()
 class CurrentStatus:
     """``ds_status`` of the parameters of a unit: compares equal to the ZeroParamStatus they have at that moment."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, storage: FlatStorage) -> None:
+        self._storage = storage
 
     def __eq__(self, other: object) -> bool:
         return self.now is getattr(other, "now", other)
@@ -42,9 +42,9 @@ class CurrentStatus:
     def now(self) -> ZeroParamStatus:
         """AVAILABLE only where every element is there and current. At stages 1 and 2 it is INFLIGHT behind a step,
         until somebody needs the values, or NOT_AVAILABLE where gathers are deferred."""
-        if self._unit.gathering is not None:
+        if self._storage.gathering is not None:
             return ZeroParamStatus.INFLIGHT
-        complete = self._unit.resident and not self._unit.stale
+        complete = self._storage.resident and not self._storage.stale
         return ZeroParamStatus.AVAILABLE if complete else ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -75,8 +75,8 @@ class TensorAccess:
             "ds_id": next(_ids),
             "ds_shape": part.shape,
             "ds_numel": part.shape.numel(),
-            "ds_status": CurrentStatus(part.unit),
-            "ds_process_group": part.unit.data_group,
+            "ds_status": CurrentStatus(part.unit.storage),
+            "ds_process_group": part.unit.policy.data_group,
             "all_gather": partial(_all_gather, part.parameter),
             "partition": partial(_partition, part.parameter),
             "_z3_optimizer": self,
@@ -115,7 +115,7 @@ class TensorAccess:
     ) -> None:
         part = self._writable(self._local(parameter), value, local=True)
         if optim_state_key is None:
-            if part.unit.frees_weights and part.unit.resident:
+            if part.unit.storage.frees_weights and part.unit.storage.resident:
                 raise ConfigError(
                     f"safe_set_local_fp32_param is called for {part.name} inside a block of "
                     "deepspeed.zero.GatheredParameters; leave it first, or use safe_set_full_fp32_param"
@@ -152,13 +152,12 @@ class TensorAccess:
 
     # GatheredParameters
 
-    def gather(self, parameter: torch.nn.Parameter) -> Unit:
-        """Starts the gather of the parameter's unit and holds it until :meth:`release`."""
-        unit = self._parts[parameter].unit
-        self._in_blocks.add(self._parts[parameter].name)
-        unit.holders.add(self._parts[parameter].name)
-        unit.start_gather()
-        return unit
+    def gather(self, parameter: torch.nn.Parameter) -> FlatStorage:
+        """Starts the gather of the storage around the parameter, holds it until :meth:`release` and returns it."""
+        part = self._parts[parameter]
+        self._in_blocks.add(part.name)
+        part.unit.storage.hold(part.name)
+        return part.unit.storage
 
     def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
         """``changed`` says that the parameter's values, the same on all data-parallel ranks, are to be kept."""
@@ -166,9 +165,7 @@ class TensorAccess:
         if changed:
             part.adopt_weights()
         self._in_blocks.discard(part.name)
-        part.unit.holders.discard(part.name)
-        if not part.unit.holders:
-            part.unit.release()
+        part.unit.storage.drop(part.name)
 
     def refuse_inside_block(self, call: str) -> None:
         """Raises ConfigError inside GatheredParameters, whose end would undo what ``call`` does to the weights."""
@@ -182,12 +179,12 @@ class TensorAccess:
         data-parallel ranks ask and are refused together; one without elements cannot tell by itself."""
         segment = part.segment
         if key is None:
-            return part.unit.master[part.in_shard]
+            return part.unit.master.values[part.in_shard]
         state = None if segment is None else self._optimizer.state.get(segment.shard, {}).get(key)
         absent = segment is not None and (not isinstance(state, torch.Tensor) or state.shape != segment.shard.shape)
-        if together and part.unit.partitioned:
-            flag = torch.tensor(int(absent), device=part.unit.flat.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=part.unit.data_group)
+        if together and part.unit.storage.partitioned:
+            flag = torch.tensor(int(absent), device=part.unit.storage.flat.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=part.unit.policy.data_group)
             absent = bool(flag)
         if absent:
             raise ConfigError(
@@ -195,22 +192,24 @@ class TensorAccess:
                 "engine.optimizer.state after its first step"
             )
         if segment is None or state is None:
-            return part.unit.master[part.in_shard]
+            return part.unit.master.values[part.in_shard]
         return state[part.in_shard.start - segment.start : part.in_shard.stop - segment.start]
 
     def _gradient(self, part: Part) -> torch.Tensor:
-        if part.unit.shard_gradient is None or not part.unit.gradient_is_final:
+        reduction = part.unit.reduction
+        if reduction.shard_gradient is None or not reduction.is_final:
             raise ConfigError(
                 f"the gradient of {part.name} exists only while the optimizer steps; call this in a function put in "
                 "the place of engine.optimizer.step, before the step it wraps, or in a hook of the optimizer's"
             )
-        return part.unit.shard_gradient[part.in_shard]
+        return reduction.shard_gradient[part.in_shard]
 
     def _local(self, parameter: torch.nn.Parameter) -> Part:
         part = self._parts[parameter]
-        if part.unit.zero_stage < 3:
+        zero_stage = part.unit.policy.zero_stage
+        if zero_stage < 3:
             raise ConfigError(
-                f"zero_optimization.stage is {part.unit.zero_stage}, but safe_get_local_* and safe_set_local_* are for "
+                f"zero_optimization.stage is {zero_stage}, but safe_get_local_* and safe_set_local_* are for "
                 "stage 3; use safe_get_full_* and safe_set_full_*"
             )
         return part
@@ -230,8 +229,8 @@ def _all_gather(
     parameter: torch.nn.Parameter, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
 ) -> None:
     """Completes the parameters, of any engines. All data-parallel ranks call it together."""
-    for unit in [each._z3_optimizer.gather(each) for each in param_list or [parameter]]:
-        unit.finish_gather()
+    for storage in [each._z3_optimizer.gather(each) for each in param_list or [parameter]]:
+        storage.finish_gather()
 
 
 def _partition(
