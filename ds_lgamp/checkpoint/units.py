@@ -1,4 +1,4 @@
-"""The weights and optimizer state of a partition under the global names of parameters, at every layout."""
+"""Names the weights and optimizer state of a partition by the global names of parameters, which every layout shares."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,33 +14,36 @@ from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
-"""What the names of tensors in a checkpoint begin with."""
+"""Prefixes of the names of tensors in a checkpoint."""
 
 
 class Range(NamedTuple):
-    """Elements of a parameter that lie one after another in this rank's shard."""
+    """Consecutive elements of a parameter in this rank's shard."""
 
     part: Part
     in_shard: slice
     start: int
-    """Of the first in the flattened parameter."""
+    """Where the first element lies in the flattened parameter."""
 
     def of(self, values: torch.Tensor, first: int = 0) -> FlatShard:
-        """The range in ``values``, which hold the shard from element ``first`` on."""
+        """Returns the range of ``values``, which hold the shard from element ``first`` on."""
         part, within = self.part, slice(self.in_shard.start - first, self.in_shard.stop - first)
         return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
 
 
 def held(unit: Unit) -> Iterator[Range]:
-    """All this rank's shard has."""
+    """Yields every element of this rank's shard, by parameter."""
     for part in parts_of(unit):
         if part.numel:
             yield Range(part, part.in_shard, part.in_parameter.start)
 
 
 def written(unit: Unit) -> Iterator[Range]:
-    """What this rank writes to a checkpoint: every element of the model is written by one rank, also at stage 0, where
-    all data-parallel ranks hold it, and of a tied unit, which several pipeline ranks hold."""
+    """Yields the elements that this rank writes to a checkpoint.
+
+    One rank writes each element of the model, even if several hold it: all data-parallel ranks at stage 0, or the
+    pipeline ranks of a tied unit.
+    """
     if not unit.master.counts_in_norm:
         return
     ranks, rank = unit.policy.data_group.size(), unit.policy.data_group.rank()
@@ -56,13 +59,13 @@ def written(unit: Unit) -> Iterator[Range]:
 
 
 def weights(partition: ZeroPartition) -> dict[str, FlatShard]:
-    """What this rank writes of the parameters: master weights where there are any. The weights in a smaller type are
-    these rounded."""
+    """Returns the parameters that this rank writes. Of half-precision weights it writes the master weights, since the
+    weights are these rounded."""
     return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in partition.units for r in written(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
-    """What this rank writes of the optimizer state that has a value for every element."""
+    """Returns the optimizer state with a value for every element, as far as this rank writes it."""
     tensors = {}
     for unit in partition.units:
         for r in written(unit):
@@ -74,8 +77,12 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
 
 
 def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The rest of the optimizer state, such as the number of steps, by group, encoded. It is the same for all
-    parameters of a group, which step together. Raises CheckpointError if it holds what no checkpoint can."""
+    """Returns the rest of the optimizer state, such as the number of steps, by group and encoded. It is the same for
+    all parameters of a group, which step together.
+
+    Raises:
+        CheckpointError: the state has a value that a checkpoint cannot hold.
+    """
     scalars: dict[int, dict[str, Any]] = {}
     for segment in partition.segments():
         elementwise = _elementwise(optimizer, segment)
@@ -96,11 +103,11 @@ def _elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str
 
 
 class Loading:
-    """Memory for what a checkpoint has of this rank's shards, until all ranks have read theirs.
+    """Holds the values of this rank's shards that are read from a checkpoint, until all ranks have read theirs.
 
     Args:
-        partition: whose shards.
-        tensors: the names in the checkpoint and their types.
+        partition: the units to load.
+        tensors: the names and dtypes of the tensors in the checkpoint.
     """
 
     def __init__(self, partition: ZeroPartition, tensors: Mapping[str, torch.dtype]) -> None:
@@ -108,10 +115,10 @@ class Loading:
         self._masters: list[tuple[Unit, torch.Tensor]] = []
         self._states: list[dict[str, torch.Tensor]] = []
         self.targets: dict[str, FlatShard] = {}
-        """By name in the checkpoint, what is to be read."""
+        """The ranges to read, by their names in the checkpoint."""
 
     def add_weights(self) -> None:
-        """Parameters the checkpoint does not have keep their values."""
+        """Prepares to read weights. Parameters that the checkpoint lacks keep their values."""
         for unit in self._partition.units:
             values = unit.master.values.detach().to("cpu", copy=True)
             self._masters.append((unit, values))
@@ -143,26 +150,27 @@ class Loading:
                 self.targets[name] = r.of(values, first)
 
     def commit_weights(self) -> None:
-        """What was read becomes the weights."""
+        """Makes what was read the weights. All data-parallel ranks call it together."""
         for unit, values in self._masters:
             unit.replace_shard(values)
 
     def commit_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]
     ) -> None:
-        """What was read becomes the optimizer's state.
+        """Makes what was read the optimizer's state.
 
         Args:
-            groups: options of the parameter groups; others keep their values.
-            scalars: by group, the state that is no tensor of the model, encoded.
+            optimizer: steps on the partition's segments.
+            groups: options of the parameter groups; options that are missing keep their values.
+            scalars: by group, the encoded state without a value for every element.
         """
         own = optimizer.state_dict()["param_groups"]
         indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
-            # Parameters the checkpoint does not have begin anew, and count from there.
+            # Parameters that the checkpoint lacks begin anew and count their steps from there.
             if tensors or (scalars[segment.group] and not any(self._states)):
-                # Decoded for each: an optimizer counts in the tensors it is given.
+                # Decoded for each segment: an optimizer counts in the tensors it is given.
                 state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
         merged = [{**mine, **group, "params": mine["params"]} for group, mine in zip(groups, own)]
         optimizer.load_state_dict({"state": state, "param_groups": merged})

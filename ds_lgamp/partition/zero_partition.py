@@ -1,4 +1,4 @@
-"""All flat units of a pipeline rank, driven by the program's GATHER, RELEASE and REDUCE."""
+"""All units of a pipeline rank, driven by the program's GATHER, RELEASE and REDUCE."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ class TiedParameters(NamedTuple):
     chunks: Sequence[int]
     """The chunks of this rank that use it."""
     tie_group: dist.ProcessGroup | None
-    """The pipeline ranks that hold a copy; None if there is no other."""
+    """The pipeline ranks that hold a copy; None if there is no other copy."""
 
 
 class ZeroPartition:
     """Maps chunks to the units they use and keeps track of what is gathered and what is being reduced.
 
     Args:
-        units: for every chunk of this rank, the units it uses: its own and those of tied modules. A chunk without
+        units: the units that every chunk of this rank uses: its own and those of tied modules. A chunk without
             parameters has none.
         gradient_buffers: a reduction is awaited when another chunk's backward would begin with so many full gradients
             held already.
         device: where the parameters live.
-        trace: where waits are recorded; None records nothing.
+        trace: waits are recorded here; None records nothing.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class ZeroPartition:
         self._reducing: deque[Unit] = deque()
 
     def gather(self, chunk: int) -> None:
-        """Launches the gathers ``chunk`` needs. A unit that is complete and current, as at stages 1 and 2 before the
-        first step, moves nothing."""
+        """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing, as at stages 1
+        and 2 before the first step."""
         for unit in self.chunk_units[chunk]:
             unit.storage.hold(chunk)
 
@@ -70,19 +70,19 @@ class ZeroPartition:
                 unit.storage.finish_gather()
 
     def release(self, chunk: int) -> None:
-        """Frees what ``chunk`` held, except units another resident chunk uses."""
+        """Frees the units that ``chunk`` held, except those that somebody else holds."""
         for unit in self.chunk_units[chunk]:
             unit.storage.drop(chunk)
 
     def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of the parameters ``chunk`` uses."""
+        """Whether ``tensor`` is a view of the parameters that ``chunk`` uses."""
         address = tensor.untyped_storage().data_ptr()
         return any(unit.storage.flat.untyped_storage().data_ptr() == address for unit in self.chunk_units[chunk])
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Somebody changed the parameters, inside :meth:`full_parameters` or where they are not released, alike on all
-        data-parallel ranks; shards and master weights follow."""
+        """Takes shards and master weights from the full parameters. Somebody changed these alike on all data-parallel
+        ranks, inside :meth:`full_parameters` or where they are not released."""
         for unit in self.units:
             unit.adopt()
 
@@ -93,13 +93,17 @@ class ZeroPartition:
                 self._make_room(unit)
 
     def begin_backward(self, chunk: int) -> None:
-        """Before a backward of ``chunk``: lets its gradients accumulate."""
+        """Lets the gradients of ``chunk`` accumulate, before a backward pass of it."""
         for unit in self.chunk_units[chunk]:
             if unit.trains and not unit.reduction.accumulating:
                 unit.reduction.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
-        """Launches the reduction of the units whose last user is ``chunk``."""
+        """Launches the reduction of the units whose last user is ``chunk``.
+
+        Raises:
+            ValueError: somebody unfroze a parameter that was frozen when the engine was built.
+        """
         for unit in self.chunk_units[chunk]:
             if not unit.trains:
                 _refuse_thawed(unit)
@@ -112,15 +116,14 @@ class ZeroPartition:
             self._finish_oldest_reduction()
 
     def finish_gradients(self) -> None:
-        """After all reductions: every segment gets its gradient, averaged over the data-parallel ranks."""
-        # By name: copies of tied units are summed in the same order on all pipeline ranks.
+        """Gives every segment its gradient, averaged over the data-parallel ranks, after all reductions."""
+        # In the order of names: all pipeline ranks sum the copies of tied units in the same order.
         for unit in sorted(self.units, key=lambda unit: unit.name):
             if unit.trains:
                 unit.finish_gradient()
 
     def counted_gradients(self) -> list[torch.Tensor]:
-        """This rank's share of the gradient of what the optimizer owns: all ranks' together are the whole, copies
-        once."""
+        """Returns the gradients that this rank counts in the norm: over all ranks, every element counts once."""
         return [gradient for unit in self.units for gradient in unit.master.counted_gradients()]
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -130,19 +133,20 @@ class ZeroPartition:
                 gradient.mul_(factor)
 
     def follow_update(self) -> None:
-        """The optimizer has changed the master weights: weights follow, and what is gathered counts as old."""
+        """Brings the shards up to date after the optimizer changed the master weights. Gathered parameters are old
+        now."""
         for unit in self.units:
             if unit.trains:
                 unit.follow_update()
 
     def after_update(self) -> None:
-        """The step is over: gradients are done with."""
+        """Frees the gradients after the step."""
         for unit in self.units:
             if unit.trains:
                 unit.drop_gradient()
 
     def gather_stale(self) -> None:
-        """Launches the gathers of all old values, after shards were loaded. All data-parallel ranks call it
+        """Launches the gathers of all old parameters, after shards were loaded. All data-parallel ranks call it
         together."""
         for unit in self.units:
             unit.storage.refresh()
@@ -153,7 +157,7 @@ class ZeroPartition:
             unit.storage.finish_gather()
 
     def segments(self) -> Iterator[Segment]:
-        """What the optimizer owns, in a fixed order."""
+        """Yields the segments that the optimizer owns, in a fixed order."""
         for unit in self.units:
             yield from unit.master.segments
 
@@ -163,7 +167,7 @@ class ZeroPartition:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Holds every parameter of this rank complete and current inside the block; all data-parallel ranks enter it
+        """Keeps every parameter of this rank complete and current inside the block. All data-parallel ranks enter it
         together."""
         block = object()
         for unit in self.units:
@@ -205,11 +209,18 @@ def build_partition(
     trace: list[str] | None = None,
     materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
-    """One unit for every chunk's own parameters and one for every tied module, which travels beside its users; the
-    frozen ones among the parameters of either have a unit of their own.
+    """Builds one unit for every chunk's own parameters and one for every tied module, which moves beside the chunks
+    that use it. Frozen parameters of a chunk or of a tied module have a unit of their own.
 
-    ``materialise`` is given where parameters have no memory yet: it makes those of one unit, which is built and
-    released before the next.
+    Args:
+        chunk_parameters: the own parameters of every chunk of this rank.
+        tied: the tied modules of this rank.
+        policy: what all units share.
+        gradient_buffers: how many full gradients may be held; see :class:`ZeroPartition`.
+        device: where the parameters live.
+        trace: waits are recorded here; None records nothing.
+        materialise: given where parameters have no memory yet. It makes those of one unit, which is built and released
+            before the next.
     """
 
     def build(
