@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual import bare, chunk
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.chunk import Chunk
@@ -191,8 +192,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
     partition = build_partition(
         {chunk: [UnitParameter(str(chunk), parameter, 0)] for chunk, parameter in parameters.items()},
         [],
-        groups[rank],
-        spec.zero_stage,
+        ZeroPolicy(groups[rank], spec.zero_stage),
         DEVICE,
     )
 

@@ -69,4 +69,4 @@ class Layered:
         return train_batch(self.engine, self.layout, step, micro_batches)
 
     def held(self) -> int:
-        return sum(unit.resident for unit in self.engine.optimizer.partition.units)
+        return sum(unit.storage.resident for unit in self.engine.optimizer.partition.units)

@@ -23,7 +23,8 @@ from torch.distributed.pipelining import (
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.chunk import Chunk
@@ -105,8 +106,8 @@ class Executed:
         spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group)
         self.program = build_rank_program(spec, rank)
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
-        group = data_group(1 if alone else setting.data_ranks)
-        partition = build_partition(parameters, [], group, zero_stage, DEVICE)
+        policy = ZeroPolicy(data_group(1 if alone else setting.data_ranks), zero_stage)
+        partition = build_partition(parameters, [], policy, DEVICE)
         partition.release_all()
         optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
 

@@ -1,5 +1,4 @@
-"""Names the weights and optimizer state of a partition by global parameter names, which are the same at every
-layout."""
+"""Names the weights and optimizer state of a partition by the global names of parameters, which every layout shares."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,46 +9,47 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.parts import Part, parts_of
-from ds_lgamp.partition.unit import Segment, Unit
+from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
-"""First parts of tensor names in a checkpoint."""
+"""Prefixes of the names of tensors in a checkpoint."""
 
 
 class Range(NamedTuple):
-    """Elements of a parameter that are consecutive in this rank's shard."""
+    """Consecutive elements of a parameter in this rank's shard."""
 
     part: Part
     in_shard: slice
     start: int
-    """Index of the first element in the flattened parameter."""
+    """Where the first element lies in the flattened parameter."""
 
     def of(self, values: torch.Tensor, first: int = 0) -> FlatShard:
-        """Returns this range of ``values``, which hold the shard from element ``first`` on."""
+        """Returns the range of ``values``, which hold the shard from element ``first`` on."""
         part, within = self.part, slice(self.in_shard.start - first, self.in_shard.stop - first)
         return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
 
 
 def held(unit: Unit) -> Iterator[Range]:
-    """Yields all ranges that this rank's shard holds."""
+    """Yields every element of this rank's shard, by parameter."""
     for part in parts_of(unit):
         if part.numel:
             yield Range(part, part.in_shard, part.in_parameter.start)
 
 
 def written(unit: Unit) -> Iterator[Range]:
-    """Yields the ranges that this rank writes to a checkpoint.
+    """Yields the elements that this rank writes to a checkpoint.
 
-    Exactly one rank writes every element of the model. This also holds at stage 0, where all data-parallel ranks hold
-    every element, and for a tied unit, which several pipeline ranks hold.
+    One rank writes each element of the model, even if several hold it: all data-parallel ranks at stage 0, or the
+    pipeline ranks of a tied unit.
     """
-    if not unit.counts_in_norm:
+    if not unit.master.counts_in_norm:
         return
-    ranks, rank = unit.data_group.size(), unit.data_group.rank()
-    share = unit.flat.numel() // ranks
-    first = rank * share - unit.shard_start
-    first_slice = unit.tensor_group is None or unit.tensor_group.rank() == 0
+    ranks, rank = unit.policy.data_group.size(), unit.policy.data_group.rank()
+    share = unit.storage.flat.numel() // ranks
+    first = rank * share - unit.storage.shard_start
+    first_slice = unit.policy.is_first_tensor_rank
     for part, in_shard, start in held(unit):
         if not first_slice and part.shape == part.whole_shape:
             continue
@@ -59,13 +59,13 @@ def written(unit: Unit) -> Iterator[Range]:
 
 
 def weights(partition: ZeroPartition) -> dict[str, FlatShard]:
-    """Returns the parameters that this rank writes: master weights where they exist. Weights in a smaller type are
-    rounded from them."""
-    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master) for unit in partition.units for r in written(unit)}
+    """Returns the parameters that this rank writes. Of half-precision weights it writes the master weights, since the
+    weights are these rounded."""
+    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in partition.units for r in written(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
-    """Returns the optimizer state that this rank writes and that has one value per element."""
+    """Returns the optimizer state with a value for every element, as far as this rank writes it."""
     tensors = {}
     for unit in partition.units:
         for r in written(unit):
@@ -77,10 +77,11 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
 
 
 def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Returns the other optimizer state, such as the number of steps, encoded, by group.
+    """Returns the rest of the optimizer state, such as the number of steps, by group and encoded. It is the same for
+    all parameters of a group, which step together.
 
-    The parameters of a group step together, so they share it. Raises CheckpointError if a checkpoint cannot hold a
-    value.
+    Raises:
+        CheckpointError: the state has a value that a checkpoint cannot hold.
     """
     scalars: dict[int, dict[str, Any]] = {}
     for segment in partition.segments():
@@ -102,11 +103,11 @@ def _elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str
 
 
 class Loading:
-    """Buffers what this rank reads from a checkpoint until all ranks have read their shards.
+    """Holds the values of this rank's shards that are read from a checkpoint, until all ranks have read theirs.
 
     Args:
-        partition: the partition to load into.
-        tensors: data types of the checkpoint's tensors, by name.
+        partition: the units to load.
+        tensors: the names and dtypes of the tensors in the checkpoint.
     """
 
     def __init__(self, partition: ZeroPartition, tensors: Mapping[str, torch.dtype]) -> None:
@@ -114,18 +115,18 @@ class Loading:
         self._masters: list[tuple[Unit, torch.Tensor]] = []
         self._states: list[dict[str, torch.Tensor]] = []
         self.targets: dict[str, FlatShard] = {}
-        """The ranges to read, by name in the checkpoint."""
+        """The ranges to read, by their names in the checkpoint."""
 
     def add_weights(self) -> None:
-        """Adds all weights. Parameters that the checkpoint lacks keep their values."""
+        """Prepares to read weights. Parameters that the checkpoint lacks keep their values."""
         for unit in self._partition.units:
-            values = unit.master.detach().to("cpu", copy=True)
+            values = unit.master.values.detach().to("cpu", copy=True)
             self._masters.append((unit, values))
             self._add(PARAMETERS, held(unit), values)
 
     def add_optimizer(self) -> None:
         for unit in self._partition.units:
-            for segment in unit.segments:
+            for segment in unit.master.segments:
                 ranges = [r for r in held(unit) if segment.start <= r.in_shard.start < segment.end]
                 self._states.append({key: self._add_state(key, segment, ranges) for key in self._keys(ranges)})
 
@@ -149,27 +150,27 @@ class Loading:
                 self.targets[name] = r.of(values, first)
 
     def commit_weights(self) -> None:
-        """Copies what was read into the weights."""
+        """Makes what was read the weights. All data-parallel ranks call it together."""
         for unit, values in self._masters:
-            unit.load(values)
+            unit.replace_shard(values)
 
     def commit_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]
     ) -> None:
-        """Loads what was read into the optimizer.
+        """Makes what was read the optimizer's state.
 
         Args:
-            optimizer: the optimizer to load into.
-            groups: options of the parameter groups; options not listed keep their values.
-            scalars: by group, the encoded state that has no value per element.
+            optimizer: steps on the partition's segments.
+            groups: options of the parameter groups; options that are missing keep their values.
+            scalars: by group, the encoded state without a value for every element.
         """
         own = optimizer.state_dict()["param_groups"]
         indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
-            # Parameters that the checkpoint lacks start without optimizer state.
+            # Parameters that the checkpoint lacks begin anew and count their steps from there.
             if tensors or (scalars[segment.group] and not any(self._states)):
-                # Decodes once per parameter, because an optimizer updates the tensors it is given in place.
+                # Decoded for each segment: an optimizer counts in the tensors it is given.
                 state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
         merged = [{**mine, **group, "params": mine["params"]} for group, mine in zip(groups, own)]
         optimizer.load_state_dict({"state": state, "param_groups": merged})

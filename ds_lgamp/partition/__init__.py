@@ -1,1 +1,1 @@
-"""The ZeRO partition policy: a chunk's parameters in one flat unit, sharded over the data-parallel group."""
+"""Shards parameters, gradients and master weights over the data-parallel ranks, in flat units of one chunk each."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they act, so that they go on together or fail together."""
+"""Lets ranks agree before they act, so that they go on together or fail together."""
 
 from typing import Any
 
@@ -6,14 +6,17 @@ import torch.distributed as dist
 
 
 def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``own`` of every rank of ``group``, by rank. Collective; the default group is all ranks."""
+    """Returns the ``own`` value of every rank of ``group``, by rank. Collective; the default group has all ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, own, group=group)
     return values
 
 
 def raise_everywhere(complaint: str | None, kind: type[Exception], group: dist.ProcessGroup | None = None) -> None:
-    """Raises ``kind`` with the first rank's complaint on every rank, if any has one. Collective."""
+    """Raises ``kind`` on every rank if any rank has a complaint, with the complaint of the first such rank.
+
+    Collective; the default group has all ranks.
+    """
     first = next((text for text in everyone(complaint, group) if text), None)
     if first:
         raise kind(first)

@@ -1,11 +1,14 @@
-"""The data-parallel collectives of a flat unit, asynchronous, with the true volume on every backend."""
+"""The asynchronous data-parallel collectives of a flat unit.
+
+They move no more bytes than they have to on any backend.
+"""
 
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed these two; earlier releases know the old names only.
+# torch 2.13 renamed these two functions; earlier releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -14,15 +17,19 @@ Finish = Callable[[], torch.Tensor]
 
 
 def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Fills ``full`` [W * n] with the ``shard`` [n] of every rank; ``shard`` may be this rank's part of ``full``."""
+    """Launches an all-gather that fills ``full`` [W * n] with the ``shard`` [n] of every rank.
+
+    ``shard`` may be this rank's part of ``full``.
+    """
     return _all_gather(full, shard, group=group, async_op=True)
 
 
 def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup, in_rank_order: bool = False) -> Finish:
-    """Sums ``full`` [W * n] over the group in place.
+    """Launches the sum of ``full`` [W * n] over the group, in place.
 
-    A library's all-reduce adds in an order of its own, which depends on where in ``full`` an element lies. In rank
-    order, a reduce-scatter is followed by an all-gather when the sum is awaited, which moves as much.
+    The all-reduce of a library adds in an order of its own, which depends on where in ``full`` an element lies. With
+    ``in_rank_order``, a reduce-scatter starts now and an all-gather follows when the sum is awaited. Both together move
+    as many bytes as an all-reduce.
     """
     if in_rank_order:
         part = start_reduce_scatter(full, group, full.dtype, in_rank_order)
@@ -44,10 +51,10 @@ def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup, in_rank_order
 def start_reduce_scatter(
     full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype, in_rank_order: bool = False
 ) -> Finish:
-    """Sums ``full`` [W * n] over the group; the result is this rank's part [n], in ``dtype``.
+    """Launches the sum of ``full`` [W * n] over the group. The result is this rank's part [n], in ``dtype``.
 
-    gloo's reduce-scatter is an all-reduce inside, twice the bytes. There, an all-to-all and a local sum in rank order
-    move the true volume; with ``in_rank_order``, they do on every backend.
+    The reduce-scatter of gloo is an all-reduce inside and moves twice the bytes. On gloo an all-to-all and a local sum
+    in rank order take its place. With ``in_rank_order`` they do so on every backend.
     """
     ranks = group.size()
     if in_rank_order or dist.get_backend(group) == "gloo":
@@ -74,8 +81,10 @@ def sum_in_rank_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _sum_of(parts: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Fills ``total`` with the sum of ``parts``, one after another: torch's own sum adds in an order that depends on
-    where an element lies."""
+    """Fills ``total`` with the sum of ``parts`` and returns it.
+
+    It adds one part after another, since torch's own sum adds in an order that depends on where an element lies.
+    """
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)

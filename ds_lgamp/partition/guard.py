@@ -1,7 +1,7 @@
-"""Reads of parameters whose values are on their way to this rank, or are not on it.
+"""Guards parameters whose values this rank lacks or is still gathering.
 
-While a unit's values are not current, its parameters have a class of their own, with torch's hook for whoever uses a
-tensor. Compute sees the ordinary class and pays nothing.
+While the values of a unit are not current, its parameters have a class of their own. That class has torch's hook for
+every function that gets a tensor. Compute sees the ordinary class and pays nothing.
 """
 
 import sys
@@ -15,18 +15,21 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 Settle = Callable[[Any], None]
-"""Gives the parameters of a unit current values and their own class; raises NotGatheredError if it cannot."""
+"""Brings current values to the parameters of a unit and gives them their ordinary class.
+
+It raises NotGatheredError if it cannot.
+"""
 
 
 class NotGatheredError(RuntimeError):
-    """Values of a parameter were asked for that this rank does not have; the message says how to read them."""
+    """This rank does not have the values of a parameter; the message says how to read them."""
 
 
 def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
-    """The class of parameters of ``kind`` while their values are not current.
+    """Returns the class of parameters of ``kind`` while their values are not current.
 
-    What needs no values, such as ``dtype`` or ``grad``, is answered as usual. Everything else calls ``settle`` first,
-    with the parameter, or with None where the parameter is hidden among the arguments.
+    Functions that need no values, such as ``dtype`` or ``grad``, work as usual. All other functions call ``settle``
+    first. It gets the parameter, or None if the search through the arguments does not find one.
     """
 
     class Guarded(kind):  # type: ignore[misc, valid-type]
@@ -42,17 +45,17 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
             settle(next((leaf for leaf in tree_leaves((arguments, options)) if type(leaf) is cls), None))
             result = function(*arguments, **options)
             if function is Tensor.detach and sys._getframe(1).f_code is Parameter.__new__.__code__:
-                # nn.Parameter(parameter) wants a tensor of the parameter's class, which it looks up only now.
+                # nn.Parameter(parameter) expects a tensor of the parameter's class, which it has yet to look up.
                 return result.as_subclass(kind)
             return result
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            # The copy is of the parameter's class, which must be its own.
+            # The copy gets the parameter's class, so the parameter must have its ordinary one by then.
             settle(self)
             return deepcopy(self, memo)
 
         def __repr__(self) -> str:
-            # Who prints a parameter wants no error.
+            # Printing a parameter must not fail.
             try:
                 settle(self)
             except NotGatheredError as error:
@@ -63,8 +66,11 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
 
 
 def _changes_nothing(function: Any, arguments: tuple, options: dict) -> bool:
-    """Whether the call converts a parameter to what it is: ``module.to(device)`` does after every conversion what it
-    does here, sets ``data``."""
+    """Whether the call converts a parameter to the type and device it has.
+
+    ``module.to(device)`` calls a conversion and then sets ``data`` to its result, also where the result is the
+    parameter itself.
+    """
     if function == Tensor.data.__set__:  # type: ignore[attr-defined]
         return arguments[0] is arguments[1]
     if function not in _CONVERSIONS:
@@ -75,7 +81,7 @@ def _changes_nothing(function: Any, arguments: tuple, options: dict) -> bool:
 
 
 def _functions(attributes: str, read_only: str, methods: str) -> Iterator[Any]:
-    """What torch calls its functions; releases lack some."""
+    """Returns the functions of these names that the installed torch has, as its hook is given them."""
     for name in attributes.split():
         if hasattr(Tensor, name):
             yield from (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
@@ -102,5 +108,5 @@ _WITHOUT_VALUES = frozenset(
         ),
     ]
 )
-"""What of a tensor does not depend on its values. Its text does, but asks for them itself."""
+"""Functions that do not depend on values. ``__format__`` does, but it calls ``repr``, which settles them."""
 _CONVERSIONS = frozenset(_functions("", "", "to cpu cuda float double half bfloat16 contiguous type_as"))

@@ -1,4 +1,4 @@
-"""Norms of the gradient of all ranks together."""
+"""The norm of the gradient over all ranks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,26 +6,34 @@ import torch
 import torch.distributed as dist
 
 _ROW = 4096
-"""Elements whose squares :func:`global_norm` adds up in fp32."""
+"""Number of elements whose squares :func:`global_norm` adds up in fp32."""
 _BITS, _CUTS = 22, 3
-"""Of a square, the 66 bits below the greatest one's first are counted, 22 at a time: as many as 2^41 numbers of 22 bits
-add up in an int64, and what is left out of them is less than 2^-25 of the greatest square."""
+"""Bits of a cut, and cuts of a square.
+
+:func:`exact_norm` counts 66 bits of every square, from the first bit of the greatest square down, in three cuts of 22
+bits. An int64 holds the sum of 2^41 numbers of 22 bits. The bits left out of that many squares add up to less than
+2^-25 of the greatest square.
+"""
 _CPU_BLOCK, _BLOCK = 1 << 16, 1 << 24
-"""Elements that are worked on at once: copies in fp64 stay in a CPU's cache, and small on other devices, where every
-call has its price."""
+"""Number of elements in a block, on a CPU and on other devices.
+
+On a CPU the fp64 copy of a block stays in the cache. Elsewhere blocks are larger, since every call costs time, but
+small enough that the copy takes little memory.
+"""
 
 
 def global_norm(
     gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    """The 2-norm of the gradients of all ranks together, fp64; rows of it are rounded to fp32.
+    """Returns the 2-norm of the gradient over all ranks, in fp64. The norms of its rows are rounded to fp32.
 
-    Nothing is copied to the host, and no gradient to another type: torch's norm with an fp64 result copies what it is
-    taken of. The norm is infinite where fp32 does not hold the squares of a row, as of elements of 3e17.
+    Nothing is copied to the host, and no gradient is converted: torch's norm with an fp64 result would copy the
+    gradient. The norm is infinite if the sum of the squares of a row exceeds fp32, as with elements of 3e17.
 
     Args:
-        gradients: this rank's, flat.
-        group: all ranks; None if this one is alone.
+        gradients: the gradients of this rank, flat.
+        group: all ranks; None if this rank is alone.
+        device: where the norm is computed.
     """
     norms = [norm for gradient in gradients for norm in _norms(gradient)]
     total = torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
@@ -35,33 +43,35 @@ def global_norm(
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients are multiplied with so that their norm is at most ``limit`` (as torch's clip_grad_norm_)."""
+    """Returns the factor that brings gradients of this ``norm`` down to at most ``limit``, as clip_grad_norm_ does."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def exact_norm(
     gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    """The 2-norm of the gradients of all ranks together, fp64, the same to the bit however they are cut and spread.
+    """Returns the 2-norm of the gradient over all ranks, in fp64. It is the same to the bit however the gradient is cut
+    and spread over ranks.
 
-    Squares of fp32 numbers are exact in fp64. Each is cut into whole numbers of a few fixed units, the largest of which
-    the greatest gradient decides, and whole numbers add up without rounding. After J. Demmel and H. D. Nguyen,
+    The square of an fp32 number is exact in fp64. Each square is cut into whole numbers of a few fixed units, and whole
+    numbers add up without rounding. The greatest gradient decides the largest unit. After J. Demmel and H. D. Nguyen,
     "Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015, with integers for their bins.
 
-    Not a number where one of them is infinite or none.
+    Returns NaN if any gradient is inf or NaN.
 
     Args:
-        gradients: this rank's, fp32 or less.
-        group: all ranks; None if this one is alone.
+        gradients: the gradients of this rank, in fp32 or a smaller dtype.
+        group: all ranks; None if this rank is alone.
+        device: where the norm is computed.
     """
     alone = group is None or group.size() == 1
     greatest = torch.zeros((), dtype=torch.float64, device=device)
     for block in _blocks(gradients):
-        # Not a number does not survive a maximum over ranks.
+        # NaN does not survive a maximum over ranks.
         greatest = torch.maximum(greatest, block.abs().max().double().nan_to_num(nan=torch.inf, posinf=torch.inf))
     if not alone:
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
-    # Without gradients, or with infinite ones, any unit will do.
+    # Without gradients, or with infinite ones, the result does not depend on the unit.
     mantissa = torch.frexp(greatest**2).mantissa
     unit = torch.where(greatest.isfinite() & (greatest > 0), greatest**2 / mantissa, 1.0)
     counts = torch.zeros(_CUTS, dtype=torch.int64, device=device)
@@ -81,7 +91,7 @@ def exact_norm(
 
 
 def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Those of short rows, whose squares add up in the gradient's own type without losing much."""
+    """Returns the norms of short rows, whose squares add up in the gradient's own dtype with little rounding."""
     rows = gradient.numel() // _ROW
     if rows:
         yield torch.linalg.vector_norm(gradient[: rows * _ROW].view(rows, _ROW), dim=1)

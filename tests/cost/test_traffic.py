@@ -92,7 +92,7 @@ def bytes_of_a_step():
     grid = build_grid(1, 2)
     spec = ProgramSpec((0, 0, 0, 0), "layered", 4, 4, zero_stage=3, resident_chunks=2)
     counter, assembled, _, _ = train(grid, spec, tied=False)
-    shard_bytes = [unit.shard.numel() * 4 for unit in assembled.partition.units]
+    shard_bytes = [unit.storage.shard.numel() * 4 for unit in assembled.partition.units]
     return dict(counter.bytes_sent), shard_bytes
 
 
@@ -113,7 +113,7 @@ def bytes_by_communication_type():
         size = ElementBytes(communication=None if dtype is None else dtype.itemsize)
         predicted = 0
         for chunk, (unit,) in assembled.partition.chunk_units.items():
-            parameters = sum(aligned(math.prod(shape)) for _, shape, _ in unit.contents())
+            parameters = sum(aligned(math.prod(shape)) for _, shape, _ in unit.storage.contents())
             predicted += collective_bytes(actions, UnitSize(parameters, parameters, (chunk,)), stage, 2, size)
         told[stage, dtype] = counter.bytes_sent, predicted
     return told

@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatter
-from ds_lgamp.partition.unit import Unit, UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.unit import Unit
 from testing.ranks import run_on_ranks
 
 SMALL = 2.0**-9
@@ -49,23 +51,14 @@ def test_every_element_is_added_in_rank_order():
 def average_of_large_gradients(zero_stage):
     """Of a unit whose gradients travel in fp16, as the optimizer gets it."""
     weight = torch.nn.Parameter(torch.zeros(64))
-    unit = Unit(
-        "chunk 0",
-        [UnitParameter("0.weight", weight, 0)],
-        dist.group.WORLD,
-        zero_stage,
-        None,
-        False,
-        None,
-        False,
-        torch.float16,
-    )
-    unit.begin_accumulation()
+    policy = ZeroPolicy(dist.group.WORLD, zero_stage, communication_dtype=torch.float16)
+    unit = Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], policy)
+    unit.reduction.begin_accumulation()
     weight.grad.fill_(40000.0)
-    unit.start_reduce()
-    unit.finish_reduce()
+    unit.reduction.start()
+    unit.reduction.finish()
     unit.finish_gradient()
-    return unit.segments[0].shard.grad.unique().tolist()
+    return unit.master.segments[0].shard.grad.unique().tolist()
 
 
 def averages_of_large_gradients():

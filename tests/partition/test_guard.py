@@ -18,11 +18,14 @@ class Values:
 
     def __init__(self, kind=nn.Parameter):
         self.parameter = kind(torch.zeros(SHAPE))
-        self.kind, self.settled = kind, 0
+        self.kind, self.settled, self.asked = kind, 0, []
         self.parameter.__class__ = guarded(kind, self.settle)
 
     def settle(self, parameter):
-        assert parameter is self.parameter or parameter is None
+        self.asked.append(parameter)
+        if parameter is not None and parameter is not self.parameter:
+            # No assert: pytest would print the parameter, and so settle it again.
+            raise LookupError("settled for a parameter of another unit")
         self.settled += 1
         self.parameter.__class__ = self.kind
         self.parameter.data.fill_(1.0)
@@ -122,6 +125,14 @@ def test_what_is_read_are_settled_values(read):
         assert (as_tensor(result) == 1).all()
     kind = nn.Parameter if read.startswith(("nn.", "pickle", "deepcopy", "copy.")) else None
     assert kind is None or type(result) is kind
+
+
+@pytest.mark.parametrize("read", ["clone", "among others", "a keyword", "foreach", "deepcopy", "text"])
+def test_who_settles_is_told_which_parameter_is_read(read):
+    """The error names it."""
+    values = Values()
+    READS[read](values.parameter)
+    assert len(values.asked) == 1 and values.asked[0] is values.parameter
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
@@ -94,10 +95,8 @@ def assemble(
     partition = build_partition(
         parameters,
         tied,
-        grid.data_group,
-        spec.zero_stage,
+        ZeroPolicy(grid.data_group, spec.zero_stage, communication_dtype=communication_dtype),
         DEVICE,
-        communication_dtype=communication_dtype,
     )
 
     def step() -> None:
@@ -130,10 +129,11 @@ def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tens
         if full is None:
             # The gradient of a frozen unit.
             continue
-        if unit.partitioned:
-            parts = [torch.empty_like(full) for _ in range(unit.data_group.size())]
-            dist.all_gather(parts, full.contiguous(), group=unit.data_group)
+        if unit.storage.partitioned:
+            data_group = unit.policy.data_group
+            parts = [torch.empty_like(full) for _ in range(data_group.size())]
+            dist.all_gather(parts, full.contiguous(), group=data_group)
             full = torch.cat(parts)
-        for (name, shape, _), start in zip(unit.contents(), unit.offsets):
+        for (name, shape, _), start in zip(unit.storage.contents(), unit.storage.offsets):
             tensors[name] = full[start : start + math.prod(shape)].view(shape).clone()
     return tensors

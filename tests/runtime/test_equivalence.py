@@ -55,7 +55,7 @@ def compare(grid, configuration, tied, recompute, reference):
     gradients = []
 
     def apply_step():
-        gradients.append(gathered(assembled.partition, lambda unit: unit.shard_gradient))
+        gradients.append(gathered(assembled.partition, lambda unit: unit.reduction.shard_gradient))
         optimizer.step()
 
     assembled = assemble(grid, configuration, model, bounds, apply_step, recompute)
@@ -72,7 +72,7 @@ def compare(grid, configuration, tied, recompute, reference):
         with assembled.executor.run_batch(batch):
             assembled.executor.run(program[grid.pipeline_rank])
         check_loss(grid, configuration, assembled, reference.losses[step])
-        parameters = gathered(assembled.partition, lambda unit: unit.shard)
+        parameters = gathered(assembled.partition, lambda unit: unit.storage.shard)
         for name, parameter in parameters.items():
             label = (configuration, tied, recompute, step, name)
             expected = reference.gradients[step][name]

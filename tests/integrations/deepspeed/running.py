@@ -94,7 +94,7 @@ def train(training: Training, layout: Layout) -> Run:
         step_optimizer = engine.optimizer.step
 
         def recording_step():
-            run.gradients.append(gathered(partition, lambda unit: unit.shard_gradient))
+            run.gradients.append(gathered(partition, lambda unit: unit.reduction.shard_gradient))
             step_optimizer()
 
         engine.optimizer.step = recording_step
@@ -103,5 +103,5 @@ def train(training: Training, layout: Layout) -> Run:
         norm = engine.get_global_grad_norm()
         run.norms.append(float("nan") if norm is None else float(norm))
     evaluation = engine.eval_batch(batches(99, engine)).item()
-    parameters = {} if partition is None else gathered(partition, lambda unit: unit.shard)
+    parameters = {} if partition is None else gathered(partition, lambda unit: unit.storage.shard)
     return run._replace(evaluation=evaluation, parameters=parameters)

@@ -166,7 +166,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             return complaint
         for unit in self.partition.units:
             saved = state["partition"][unit.name]
-            if (saved["master"].shape, "weights" in saved) != (unit.master.shape, unit.master is not unit.shard):
+            if (saved["master"].shape, "weights" in saved) != (unit.master.values.shape, unit.master.is_copy):
                 return (
                     f"the state of engine.optimizer holds {unit.name} as another zero_optimization.stage or data type "
                     "does; load it under the ds_config.json it was taken under"
@@ -203,15 +203,15 @@ def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
     state = {}
     for unit in partition.units:
         # Cloned: a view would be written with the storage around it.
-        state[unit.name] = {"contents": unit.contents(), "master": unit.master.detach().clone()}
-        if unit.master is not unit.shard:
-            state[unit.name]["weights"] = unit.shard.detach().clone()
+        state[unit.name] = {"contents": unit.storage.contents(), "master": unit.master.values.detach().clone()}
+        if unit.master.is_copy:
+            state[unit.name]["weights"] = unit.storage.shard.detach().clone()
     return state
 
 
 def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> str | None:
     """Returns how the units differ, in their parameters or in the order of these; None if they do not."""
-    own = {unit.name: unit.contents() for unit in partition.units}
+    own = {unit.name: unit.storage.contents() for unit in partition.units}
     for name in sorted(own.keys() | state.keys()):
         here, there = own.get(name, []), state.get(name, {}).get("contents", [])
         if here != there:
@@ -227,7 +227,7 @@ def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, 
 def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
     for unit in partition.units:
         saved = state[unit.name]
-        unit.load(saved["master"], saved.get("weights"))
+        unit.replace_shard(saved["master"], saved.get("weights"))
     partition.gather_stale()
 
 

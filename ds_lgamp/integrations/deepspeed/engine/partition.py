@@ -13,7 +13,8 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.random_state import undisturbed
 
@@ -38,18 +39,21 @@ def partition_parameters(
         deferred: builds the layers that have no memory yet; None if all have.
     """
     chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
+    policy = ZeroPolicy(
+        data_group,
+        zero_stage,
+        accumulation_dtype(config),
+        config.communication_data_type,
+        settings.reproducible,
+        tensor_group(module),
+    )
     build = partial(
         build_partition,
         chunks,
         # Every rank goes through the keys in the same order: deferred tied modules are broadcast as they are built.
         [TiedParameters(key, tied[key], _users(module, key), _tie_group(module, key)) for key in sorted(tied)],
-        data_group,
-        zero_stage,
+        policy,
         device,
-        accumulation_dtype(config),
-        in_rank_order=settings.reproducible,
-        communication_dtype=config.communication_data_type,
-        tensor_group=tensor_group(module),
     )
     if deferred is None:
         return build()

@@ -1,8 +1,8 @@
-"""What ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` and ``deepspeed.zero.GatheredParameters`` find on a parameter.
+"""Makes ``deepspeed.utils.safe_get_*``, ``safe_set_*`` and ``deepspeed.zero.GatheredParameters`` work on parameters.
 
-These functions ask the parameter itself, as a ZeRO-3 parameter of stock DeepSpeed answers: ``ds_id`` marks it,
-``_z3_optimizer`` reads and writes its parts, ``all_gather`` and ``partition`` complete and release it. So they work
-whenever and from wherever they were imported.
+These functions call attributes of the parameter itself, as stock DeepSpeed sets them on a ZeRO-3 parameter. ``ds_id``
+marks it, ``_z3_optimizer`` reads and writes its parts, ``all_gather`` completes it and ``partition`` releases it. So
+the functions work no matter when or from where they were imported.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.partition.flat_storage import FlatStorage
 from ds_lgamp.partition.parts import Part, parts_of
-from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _ids = count()
-"""Of parameters, the same on all data-parallel ranks: they build the same engines in the same order."""
+"""Numbers of parameters. All data-parallel ranks build the same engines in the same order, so they agree on them."""
 
 
 class CurrentStatus:
-    """``ds_status`` of the parameters of a unit: compares equal to the ZeroParamStatus they have at that moment."""
+    """``ds_status`` of the parameters of a unit. It equals the ZeroParamStatus that they have at the moment."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, storage: FlatStorage) -> None:
+        self._storage = storage
 
     def __eq__(self, other: object) -> bool:
         return self.now is getattr(other, "now", other)
@@ -40,25 +40,25 @@ class CurrentStatus:
 
     @property
     def now(self) -> ZeroParamStatus:
-        """AVAILABLE only where every element is there and current. At stages 1 and 2 it is INFLIGHT behind a step,
-        until somebody needs the values, or NOT_AVAILABLE where gathers are deferred."""
-        if self._unit.gathering is not None:
+        """AVAILABLE only if every element is there and current. At stages 1 and 2 the status after a step is INFLIGHT
+        until somebody needs the values, or NOT_AVAILABLE if gathers are deferred."""
+        if self._storage.gathering is not None:
             return ZeroParamStatus.INFLIGHT
-        complete = self._unit.resident and not self._unit.stale
+        complete = self._storage.resident and not self._storage.stale
         return ZeroParamStatus.AVAILABLE if complete else ZeroParamStatus.NOT_AVAILABLE
 
 
 class TensorAccess:
-    """Reads and writes single parameters, their gradients and optimizer state in full or in this rank's part, at every
-    ZeRO stage.
+    """Reads and writes single parameters, their gradients and their optimizer state, in full or in this rank's part, at
+    every ZeRO stage.
 
-    What is read is a copy in fp32. All data-parallel ranks call the functions for whole tensors together, with the same
-    values. A parameter that no optimizer owns is None to read and refused to write, with a ConfigError; so is whatever
-    does not exist at that moment.
+    Reads return a copy in fp32. All data-parallel ranks call the functions for whole tensors together, with the same
+    values. For a parameter that no optimizer owns, reads return None and writes raise ConfigError. Reads and writes of
+    a gradient or state that does not exist at the moment raise ConfigError.
 
     Args:
-        partition: whose parameters get the attributes.
-        optimizer: whose state belongs to the partition's segments.
+        partition: its parameters get the attributes.
+        optimizer: its state belongs to the partition's segments.
     """
 
     def __init__(self, partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> None:
@@ -75,12 +75,12 @@ class TensorAccess:
             "ds_id": next(_ids),
             "ds_shape": part.shape,
             "ds_numel": part.shape.numel(),
-            "ds_status": CurrentStatus(part.unit),
-            "ds_process_group": part.unit.data_group,
+            "ds_status": CurrentStatus(part.unit.storage),
+            "ds_process_group": part.unit.policy.data_group,
             "all_gather": partial(_all_gather, part.parameter),
             "partition": partial(_partition, part.parameter),
             "_z3_optimizer": self,
-            # Asked first by safe_get_full_grad, before the sum that this rank alone accumulates in ``grad``.
+            # safe_get_full_grad asks these two before ``grad``, which this rank alone accumulates.
             "_hp_grad": True,
             "get_full_hp_grad": partial(self.get_fp32_grad_for_param, part.parameter),
         }
@@ -115,7 +115,7 @@ class TensorAccess:
     ) -> None:
         part = self._writable(self._local(parameter), value, local=True)
         if optim_state_key is None:
-            if part.unit.frees_weights and part.unit.resident:
+            if part.unit.storage.frees_weights and part.unit.storage.resident:
                 raise ConfigError(
                     f"safe_set_local_fp32_param is called for {part.name} inside a block of "
                     "deepspeed.zero.GatheredParameters; leave it first, or use safe_set_full_fp32_param"
@@ -152,42 +152,41 @@ class TensorAccess:
 
     # GatheredParameters
 
-    def gather(self, parameter: torch.nn.Parameter) -> Unit:
-        """Starts the gather of the parameter's unit and holds it until :meth:`release`."""
-        unit = self._parts[parameter].unit
-        self._in_blocks.add(self._parts[parameter].name)
-        unit.holders.add(self._parts[parameter].name)
-        unit.start_gather()
-        return unit
+    def gather(self, parameter: torch.nn.Parameter) -> FlatStorage:
+        """Starts the gather of the storage around the parameter, holds it until :meth:`release` and returns it."""
+        part = self._parts[parameter]
+        self._in_blocks.add(part.name)
+        part.unit.storage.hold(part.name)
+        return part.unit.storage
 
     def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
-        """``changed`` says that the parameter's values, the same on all data-parallel ranks, are to be kept."""
+        """Drops the parameter's storage. If it ``changed``, alike on all data-parallel ranks, its values are kept."""
         part = self._parts[parameter]
         if changed:
             part.adopt_weights()
         self._in_blocks.discard(part.name)
-        part.unit.holders.discard(part.name)
-        if not part.unit.holders:
-            part.unit.release()
+        part.unit.storage.drop(part.name)
 
     def refuse_inside_block(self, call: str) -> None:
-        """Raises ConfigError inside GatheredParameters, whose end would undo what ``call`` does to the weights."""
+        """Raises ConfigError inside GatheredParameters, whose end would undo the changes that ``call`` makes to
+        weights."""
         if self._in_blocks:
             raise ConfigError(f"{call} is called inside a block of deepspeed.zero.GatheredParameters; leave it first")
 
-    # What all of these share
+    # Shared by the sections above
 
     def _values(self, part: Part, key: str | None, together: bool) -> torch.Tensor:
-        """This rank's part of the master weights or of the optimizer state ``key``, not copied. ``together``: all
-        data-parallel ranks ask and are refused together; one without elements cannot tell by itself."""
+        """Returns this rank's part of the master weights or of the optimizer state ``key``, not copied. With
+        ``together``, all data-parallel ranks call it and raise together: a rank without elements cannot tell by itself
+        whether the state exists."""
         segment = part.segment
         if key is None:
-            return part.unit.master[part.in_shard]
+            return part.unit.master.values[part.in_shard]
         state = None if segment is None else self._optimizer.state.get(segment.shard, {}).get(key)
         absent = segment is not None and (not isinstance(state, torch.Tensor) or state.shape != segment.shard.shape)
-        if together and part.unit.partitioned:
-            flag = torch.tensor(int(absent), device=part.unit.flat.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=part.unit.data_group)
+        if together and part.unit.storage.partitioned:
+            flag = torch.tensor(int(absent), device=part.unit.storage.flat.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=part.unit.policy.data_group)
             absent = bool(flag)
         if absent:
             raise ConfigError(
@@ -195,22 +194,24 @@ class TensorAccess:
                 "engine.optimizer.state after its first step"
             )
         if segment is None or state is None:
-            return part.unit.master[part.in_shard]
+            return part.unit.master.values[part.in_shard]
         return state[part.in_shard.start - segment.start : part.in_shard.stop - segment.start]
 
     def _gradient(self, part: Part) -> torch.Tensor:
-        if part.unit.shard_gradient is None or not part.unit.gradient_is_final:
+        reduction = part.unit.reduction
+        if reduction.shard_gradient is None or not reduction.is_final:
             raise ConfigError(
                 f"the gradient of {part.name} exists only while the optimizer steps; call this in a function put in "
                 "the place of engine.optimizer.step, before the step it wraps, or in a hook of the optimizer's"
             )
-        return part.unit.shard_gradient[part.in_shard]
+        return reduction.shard_gradient[part.in_shard]
 
     def _local(self, parameter: torch.nn.Parameter) -> Part:
         part = self._parts[parameter]
-        if part.unit.zero_stage < 3:
+        zero_stage = part.unit.policy.zero_stage
+        if zero_stage < 3:
             raise ConfigError(
-                f"zero_optimization.stage is {part.unit.zero_stage}, but safe_get_local_* and safe_set_local_* are for "
+                f"zero_optimization.stage is {zero_stage}, but safe_get_local_* and safe_set_local_* are for "
                 "stage 3; use safe_get_full_* and safe_set_full_*"
             )
         return part
@@ -229,9 +230,9 @@ class TensorAccess:
 def _all_gather(
     parameter: torch.nn.Parameter, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
 ) -> None:
-    """Completes the parameters, of any engines. All data-parallel ranks call it together."""
-    for unit in [each._z3_optimizer.gather(each) for each in param_list or [parameter]]:
-        unit.finish_gather()
+    """Gathers the parameters, of any engines. All data-parallel ranks call it together."""
+    for storage in [each._z3_optimizer.gather(each) for each in param_list or [parameter]]:
+        storage.finish_gather()
 
 
 def _partition(
@@ -241,6 +242,6 @@ def _partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Releases the parameters, after taking their values into the shards if they ``has_been_updated``."""
+    """Releases the parameters. If ``has_been_updated``, the shards take their values first."""
     for each in param_list or [parameter]:
         each._z3_optimizer.release(each, has_been_updated)

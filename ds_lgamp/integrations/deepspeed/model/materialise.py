@@ -24,7 +24,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     share_tied_values,
     tensors_of,
 )
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
 
 _TIED = "tied_modules."
 

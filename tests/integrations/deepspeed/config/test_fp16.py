@@ -81,7 +81,7 @@ def train(case, engine):
     partition, step_optimizer = engine.optimizer.partition, engine.optimizer.step
 
     def recording_step():
-        run.gradients.append(gathered(partition, lambda unit: unit.shard_gradient))
+        run.gradients.append(gathered(partition, lambda unit: unit.reduction.shard_gradient))
         step_optimizer()
 
     engine.optimizer.step = recording_step
@@ -195,7 +195,7 @@ def overflow_of_one_rank(stage):
 def state_of(engine):
     """Master weights and moments of this rank."""
     optimizer = engine.optimizer
-    units = [unit.master.clone() for unit in optimizer.partition.units]
+    units = [unit.master.values.clone() for unit in optimizer.partition.units]
     return units + [moments[key].clone() for moments in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_lgamp
-from ds_lgamp.partition import unit
+from ds_lgamp.partition import gradient_reduction
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import Training, pipeline_module, scaled_weights
@@ -51,7 +51,7 @@ def train(layout, precision):
 def master_weights(engine):
     partition = getattr(engine.optimizer, "partition", None)
     if partition is not None:
-        return {name: value.float() for name, value in gathered(partition, lambda each: each.master).items()}
+        return {name: value.float() for name, value in gathered(partition, lambda each: each.master.values).items()}
     return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in engine.module.named_parameters()}
 
 
@@ -111,11 +111,11 @@ def step_that_overflows(precision):
 
 def train_with_hooks():
     """As torch before 2.13, where a gradient has the dtype of its parameter."""
-    unit.ACCUMULATES_IN_OTHER_DTYPES = False
+    gradient_reduction.ACCUMULATES_IN_OTHER_DTYPES = False
     try:
         return train(Layout(2, 2, 3, {}), BF16_FP32)
     finally:
-        unit.ACCUMULATES_IN_OTHER_DTYPES = True
+        gradient_reduction.ACCUMULATES_IN_OTHER_DTYPES = True
 
 
 @pytest.fixture(scope="module")

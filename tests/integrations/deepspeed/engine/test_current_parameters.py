@@ -101,7 +101,7 @@ def first_batches(pipeline_ranks, stage, block):
     engine = training_engine(pipeline_ranks, stage, block=block)
     readable = [lacking(engine) is not None]
     engine.eval_batch(batches(0, engine))
-    moved = any(unit.gathering is not None for unit in engine.optimizer.partition.units)
+    moved = any(unit.storage.gathering is not None for unit in engine.optimizer.partition.units)
     readable.append(lacking(engine) is not None)
     engine.train_batch(batches(0, engine))
     engine.eval_batch(batches(1, engine))
@@ -224,8 +224,8 @@ def overflowed(pipeline_ranks):
     told = []
     for step in range(2):
         engine.train_batch(batches(step, engine))
-        units = engine.optimizer.partition.units
-        told.append((engine.skipped_steps, any(unit.gathering is not None or unit.stale for unit in units)))
+        storages = [unit.storage for unit in engine.optimizer.partition.units]
+        told.append((engine.skipped_steps, any(each.gathering is not None or each.stale for each in storages)))
         engine.optimizer.override_loss_scale(128.0)
     return told
 

@@ -1,6 +1,7 @@
 """Frozen parameters cost their weights and nothing else: adapters beside a frozen model train as on one process, and
 what moves and is held is what the program and the memory formula say."""
 
+import math
 from collections import Counter
 from itertools import cycle
 from typing import NamedTuple
@@ -193,7 +194,7 @@ def train_and_compare(case):
     assert losses == pytest.approx(expected_losses, rel=1e-5), case
     assert norms == pytest.approx(expected_norms, rel=1e-4), case
     partition = engine.optimizer.partition
-    for name, tensor in gathered(partition, lambda unit: unit.shard).items():
+    for name, tensor in gathered(partition, lambda unit: unit.storage.shard).items():
         if "adapter" in name:
             torch.testing.assert_close(tensor, parameters[name].detach(), rtol=1e-4, atol=1e-5, msg=f"{case} {name}")
         else:
@@ -207,7 +208,7 @@ def sizes_of(partition):
     sizes = []
     for unit in partition.units:
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
-        numels = [(aligned(view.numel()), entry.group is not None) for view, entry in zip(unit._views, unit.parameters)]
+        numels = [(aligned(math.prod(shape)), group is not None) for _, shape, group in unit.storage.contents()]
         owned = sum(numel for numel, is_owned in numels if is_owned)
         copies = 1 if unit.tie_group is None else unit.tie_group.size()
         sizes.append(UnitSize(sum(n for n, _ in numels), owned, chunks, unit.tied, copies, not unit.trains))
@@ -243,16 +244,19 @@ def check_memory(case, engine):
     actions, element_bytes = build_program(spec)[engine.stage_id], ElementBytes(optimizer=4)
     told = rank_memory(actions, sizes_of(partition), case.stage, engine.dp_world_size, element_bytes, True)
     partition.release_all()
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for u in partition.units for t in (u.flat, u.shard)}
+    stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in stored}
     assert told.weights == sum(storage.nbytes() for storage in storages.values()), case
     if engine.grid.data_parallel_id == 0:
         state = engine.optimizer.state.values()
         assert told.optimizer_state == sum(values["momentum_buffer"].nbytes for values in state), case
     for unit in partition.units:
-        assert unit.trains == any("adapter" in entry.name for entry in unit.parameters), case
+        parameters, reduction = unit.storage.parameters, unit.reduction
+        assert unit.trains == any("adapter" in entry.name for entry in parameters), case
         if not unit.trains:
-            assert unit._gradient is None and unit.shard_gradient is None and not unit.segments, case
-            assert unit.master is unit.shard and all(entry.parameter.grad is None for entry in unit.parameters), case
+            assert reduction._gradient is None and reduction.shard_gradient is None and not unit.master.segments, case
+            assert unit.master.values is unit.storage.shard, case
+            assert all(entry.parameter.grad is None for entry in parameters), case
 
 
 BLOCKS = [{}, {"recompute": "none"}, {"resident_chunks": 1, "micro_batch_group": 2}, {"resident_chunks": 9}]
@@ -297,8 +301,8 @@ def half_precision():
     engine = engine_of(Case("untied", 1, 3, "json", {}), bf16={"enabled": True})
     losses = [engine.train_batch(batches(step, engine)).item() for step in range(STEPS)]
     for unit in engine.optimizer.partition.units:
-        assert unit.shard.dtype == torch.bfloat16
-        assert unit.master.dtype == (torch.float32 if unit.trains else torch.bfloat16)
+        assert unit.storage.shard.dtype == torch.bfloat16
+        assert unit.master.values.dtype == (torch.float32 if unit.trains else torch.bfloat16)
     assert losses == pytest.approx(reference(Case("untied", 1, 3, "json", {}))[0], rel=2e-2)
 
 

@@ -91,7 +91,7 @@ def compare(engine, make, label):
     """Losses and parameters of an engine and of one process."""
     expected_losses, expected = reference(make)
     assert losses_of(engine) == pytest.approx(expected_losses, rel=1e-5), label
-    own = gathered(engine.optimizer.partition, lambda unit: unit.shard)
+    own = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
     assert own, label
     for name, tensor in own.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{label}: {text}")

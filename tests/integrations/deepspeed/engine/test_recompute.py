@@ -101,7 +101,7 @@ def gradients_of(engine, width=WIDTH):
     found, step = {}, engine.optimizer.step
 
     def recording_step():
-        found.update(gathered(engine.optimizer.partition, lambda unit: unit.shard_gradient))
+        found.update(gathered(engine.optimizer.partition, lambda unit: unit.reduction.shard_gradient))
         step()
 
     engine.optimizer.step = recording_step

@@ -182,7 +182,7 @@ class Run(NamedTuple):
 
 
 def digests(engine):
-    tensors = gathered(engine.optimizer.partition, lambda unit: unit.shard)
+    tensors = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
     return {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
 

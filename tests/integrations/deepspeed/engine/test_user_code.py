@@ -77,7 +77,7 @@ def state_dict_after_steps():
         engine = engine_of(build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)]), ONE_LAYER_PER_CHUNK, stage)
         engine.train_batch(batches(2))
         states.append({name: value.tolist() for name, value in engine.module.state_dict().items()})
-        expected = gathered(engine.optimizer.partition, lambda unit: unit.shard)
+        expected = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
         assert {name: value.tolist() for name, value in expected.items()} == states[-1]
         engine.train_batch(batches(2))
     return states

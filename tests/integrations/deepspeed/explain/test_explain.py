@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
 from ds_lgamp.cost.storage import aligned
-from ds_lgamp.partition.unit import UnitParameter
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, build_partition
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory
 from ds_lgamp.schedule.actions import Kind
@@ -204,17 +206,15 @@ def facts_of_engine(engine, counter):
     partition, layout = engine.optimizer.partition, engine.module.layout
     chunks = {}
     for chunk, units in partition.chunk_units.items():
-        own = [entry.parameter for unit in units if not unit.tied for entry in unit.parameters]
-        views = [view for unit in units if not unit.tied for view in unit._views]
-        assert len(own) == len(views)
-        chunks[chunk] = [layout.layers(chunk)[0], layout.layers(chunk)[-1], sum(view.numel() for view in views)]
+        shapes = [shape for unit in units if not unit.tied for _, shape, _ in unit.storage.contents()]
+        chunks[chunk] = [layout.layers(chunk)[0], layout.layers(chunk)[-1], sum(map(math.prod, shapes))]
     state = engine.optimizer.optimizer.state.values()
     return {
         "rank": engine.stage_id,
         "chunks": chunks,
         "calls": dict(counter.calls),
         "bytes": dict(counter.bytes_sent),
-        "weights": sum(unit.shard.untyped_storage().nbytes() for unit in partition.units),
+        "weights": sum(unit.storage.shard.untyped_storage().nbytes() for unit in partition.units),
         "momentum": sum(tensor.nbytes for values in state for tensor in values.values()),
         "bubble_ranks": engine.num_stages,
     }
@@ -392,17 +392,14 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
     partition = build_partition(
         {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
         [TiedParameters("embedding", tied, [0, 6], tie_group)],
-        data_group,
-        zero_stage,
+        ZeroPolicy(data_group, zero_stage, gradient_dtype, communication_dtype, in_rank_order),
         torch.device("cpu"),
-        gradient_dtype,
-        in_rank_order=in_rank_order,
-        communication_dtype=communication_dtype,
     )
     partition.release_all()
     follow(partition, actions)
-    state = [tensor for unit in partition.units for tensor in (unit.flat, unit.shard, unit.master, unit._gradient)]
-    with PeakMemory([tensor for tensor in state if tensor is not None]) as memory:
+    stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
+    state = [each for unit in partition.units for each in (unit.master.values, unit.reduction._gradient)]
+    with PeakMemory([tensor for tensor in stored + state if tensor is not None]) as memory:
         gradients, buffers = follow(partition, actions)
     sizes = [UnitSize(*numbers(training), (chunk,)) for chunk, (training, _) in chunks.items() if training]
     sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
@@ -423,11 +420,11 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
         in_rank_order=in_rank_order,
     )
     label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
-    held = {tensor.untyped_storage()._cdata: tensor for unit in partition.units for tensor in (unit.flat, unit.shard)}
+    held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
     assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
     converts = communication_dtype is not None or element.gradients != element.master
     # Converting takes a moment of its own, as does adding up, which only the peak shows.
-    partitioned = partition.units[0].partitioned
+    partitioned = partition.units[0].storage.partitioned
     assert told.gradients == gradients or (converts and not partitioned), label
     assert told.gradient_buffers == buffers or (converts and partitioned) or in_rank_order, label
     assert told.peak == memory.peak, label
@@ -473,7 +470,7 @@ def follow(partition, actions):
             partition.wait_reduce(action.chunk)
         elif action.kind is Kind.STEP:
             partition.finish_gradients()
-            gradients = sum(unit.shard_gradient.nbytes for unit in partition.units if unit.trains)
+            gradients = sum(unit.reduction.shard_gradient.nbytes for unit in partition.units if unit.trains)
             partition.follow_update()
             partition.after_update()
         buffers = max(buffers, sum(bytes_on_the_way(unit) for unit in partition.units))
@@ -481,7 +478,8 @@ def follow(partition, actions):
 
 
 def bytes_on_the_way(unit):
-    if not unit.partitioned or unit._gradient is None:
+    gradient = unit.reduction._gradient
+    if not unit.storage.partitioned or gradient is None:
         return 0
-    received = unit.shard.numel() * unit._gradient.itemsize if unit._reducing is not None else 0
-    return unit._gradient.nbytes + received
+    received = unit.storage.shard.numel() * gradient.itemsize if unit.reduction._reducing is not None else 0
+    return gradient.nbytes + received

@@ -150,7 +150,7 @@ def move_layers():
     engine = initialize(training, layout)
     drawn["after"] = states()
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
-    weights = gathered(engine.optimizer.partition, lambda unit: unit.shard)
+    weights = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
     return drawn["before"] == drawn["after"], weights, frozen
 
 

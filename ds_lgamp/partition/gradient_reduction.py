@@ -1,0 +1,147 @@
+"""The gradient of a unit: it accumulates over micro-batches, is summed over the data-parallel ranks, and ends as this
+rank's shard of it."""
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.partition.collectives import Finish, start_all_reduce, start_reduce_scatter, sum_in_rank_order
+from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.policy import ZeroPolicy
+
+ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
+"""Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
+
+
+class GradientReduction:
+    """Accumulates and reduces the gradient of a unit that trains.
+
+    Args:
+        storage: where the unit's parameters lie.
+        policy: how the unit is spread over ranks.
+        master_dtype: the dtype of the master weights, and of the gradient that the optimizer gets.
+        tie_group: the pipeline ranks that hold a copy of a tied unit; None if there is no other copy.
+    """
+
+    def __init__(
+        self,
+        storage: FlatStorage,
+        policy: ZeroPolicy,
+        master_dtype: torch.dtype,
+        tie_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.accumulating = False
+        """Whether backward passes add to the full gradient."""
+        self.shard_gradient: torch.Tensor | None = None
+        """The sum of the reductions so far, of this rank's shard."""
+        self.is_final = False
+        """Whether the optimizer steps with ``shard_gradient`` as it is."""
+        self._storage = storage
+        self._master_dtype = master_dtype
+        self._tie_group = tie_group
+        self._data_group = policy.data_group
+        self._partitioned = policy.partitioned
+        self._in_rank_order = policy.in_rank_order
+        self._dtype = policy.gradient_dtype or storage.flat.dtype
+        self._communication_dtype = policy.communication_dtype or self._dtype
+        # Sums of fp16 numbers leave its range soon.
+        self._averages_first = self._communication_dtype == torch.float16 and policy.data_group.size() > 1
+        self._users = self._users_done = 0
+        self._gradient: torch.Tensor | None = None
+        self._reducing: Finish | None = None
+        self._prepare_accumulation()
+
+    def _prepare_accumulation(self) -> None:
+        """Lets gradients accumulate in another dtype than the parameters': an attribute tells autograd of torch 2.13
+        to, earlier releases need a hook."""
+        self._hooked: dict[torch.Tensor, torch.Tensor] = {}
+        if self._dtype == self._storage.flat.dtype:
+            return
+        for entry in self._storage.parameters:
+            if entry.parameter.requires_grad:
+                if ACCUMULATES_IN_OTHER_DTYPES:
+                    entry.parameter.grad_dtype = self._dtype
+                else:
+                    entry.parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def _accumulate(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None, "autograd calls this with a gradient"
+        self._hooked[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+    def count_user(self) -> None:
+        """Counts a chunk of this rank that uses the unit."""
+        self._users += 1
+
+    def user_done(self) -> bool:
+        """Counts a chunk whose backward passes are over. Returns True if it was the last one that uses the unit."""
+        self._users_done += 1
+        if self._users_done < self._users:
+            return False
+        self._users_done = 0
+        return True
+
+    def begin_accumulation(self) -> None:
+        """Gives every parameter a zeroed view of the flat gradient, into which autograd accumulates in place."""
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._storage.flat, dtype=self._dtype)
+        elif self.shard_gradient is None:
+            self._gradient.zero_()
+        for entry, offset in zip(self._storage.parameters, self._storage.offsets):
+            if entry.parameter.requires_grad:
+                end = offset + entry.parameter.numel()
+                view = self._gradient[offset:end].view(entry.parameter.shape)
+                if self._dtype == self._storage.flat.dtype or ACCUMULATES_IN_OTHER_DTYPES:
+                    entry.parameter.grad = view
+                else:
+                    self._hooked[entry.parameter] = view
+        self.accumulating = True
+
+    def start(self) -> None:
+        """Launches the sum of the gradient over the data-parallel ranks."""
+        for entry in self._storage.parameters:
+            entry.parameter.grad = None
+        self._hooked.clear()
+        self.accumulating = False
+        gradient = self._gradient
+        assert gradient is not None, "a unit is reduced after its gradient accumulated"
+        if self._averages_first:
+            gradient.div_(self._data_group.size())
+        if self._partitioned:
+            # In another dtype a copy travels, and the accumulated gradient is freed.
+            gradient = self._gradient = gradient.to(self._communication_dtype)
+            self._reducing = start_reduce_scatter(gradient, self._data_group, self._master_dtype, self._in_rank_order)
+        elif self._data_group.size() > 1:
+            gradient = gradient.to(self._communication_dtype)
+            self._reducing = start_all_reduce(gradient, self._data_group, self._in_rank_order)
+        else:
+            self._reducing = lambda: gradient
+
+    def finish(self) -> None:
+        """Waits for the sum, if one is under way, and adds it to this rank's shard of the gradient."""
+        if self._reducing is None:
+            return
+        reduced = self._reducing()
+        self._reducing = None
+        if self.shard_gradient is None:
+            self.shard_gradient = reduced
+        elif self._partitioned:
+            self.shard_gradient.add_(reduced)
+        if self._partitioned:
+            self._gradient = None
+
+    def final_gradient(self) -> torch.Tensor:
+        """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and returns it
+        in the dtype of the master weights. Nothing is added to it any more."""
+        assert self.shard_gradient is not None, "every unit is reduced before the step"
+        gradient = self.shard_gradient = self.shard_gradient.to(self._master_dtype)
+        if self._data_group.size() > 1 and not self._averages_first:
+            gradient.div_(self._data_group.size())
+        if self._tie_group is not None:
+            sum_in_rank_order(gradient, self._tie_group)
+        self.is_final = True
+        return gradient
+
+    def drop_gradient(self) -> None:
+        """Frees the shard's gradient after the step."""
+        self.shard_gradient = None
+        self.is_final = False

@@ -1,0 +1,97 @@
+"""What the optimizer owns of a unit on this rank: the master weights, cut into segments."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from ds_lgamp.partition.collectives import sum_in_rank_order
+from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.policy import ZeroPolicy
+
+
+class Segment(NamedTuple):
+    """The part of a rank's shard that one optimizer group owns and that tensor-parallel ranks share in one way."""
+
+    group: int
+    shard: Parameter
+    """A view of the unit's master weights, which the optimizer updates."""
+    start: int
+    end: int
+    sliced: bool
+    """Whether each tensor-parallel rank has elements of its own, not the same ones."""
+    partial_gradient: bool
+    """Whether the gradients of the tensor-parallel ranks are summed."""
+
+
+class MasterWeights:
+    """The weights of this rank's shard as the optimizer updates them.
+
+    Half-precision weights that train have master weights in fp32. Otherwise the master weights are the shard itself.
+
+    Args:
+        storage: where the shard lies.
+        policy: how the unit is spread over ranks.
+        trains: whether the unit has a gradient.
+        tie_group: the pipeline ranks that hold a copy of a tied unit; None if there is no other copy.
+    """
+
+    def __init__(
+        self, storage: FlatStorage, policy: ZeroPolicy, trains: bool, tie_group: dist.ProcessGroup | None
+    ) -> None:
+        shard = storage.shard
+        self.values = shard.float() if trains and shard.itemsize < 4 else shard
+        self.is_copy = self.values is not shard
+        """Whether the master weights have memory of their own, beside the shard's."""
+        self.counts_in_norm = tie_group is None or tie_group.rank() == 0
+        """Whether this pipeline rank's copy of a tied unit is the one that is counted and saved."""
+        self.segments = _segments(storage, self.values)
+        self._shard = shard
+        self._policy = policy
+
+    def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
+        """Takes the master weights, or a slice of them, from the shard. With ``keep_bits``, master weights whose
+        weight has not changed stay as they are."""
+        if self.is_copy:
+            shard, values = self._shard[within], self.values[within]
+            kept = keep_bits & (values.to(shard.dtype) == shard)
+            values.copy_(torch.where(kept, values, shard.to(values.dtype)))
+
+    def take_gradient(self, gradient: torch.Tensor) -> None:
+        """Gives every segment its part of the shard's ``gradient``, summed over tensor-parallel ranks where each of
+        them has a part of the sum."""
+        tensor_group = self._policy.tensor_group
+        for segment in self.segments:
+            segment.shard.grad = gradient[segment.start : segment.end]
+            if segment.partial_gradient and tensor_group is not None:
+                sum_in_rank_order(segment.shard.grad, tensor_group)
+
+    def counted_gradients(self) -> list[torch.Tensor]:
+        """The gradients of the segments that this rank counts in the norm: over all ranks, every element of the
+        gradient counts once."""
+        policy = self._policy
+        if not self.counts_in_norm or not (policy.partitioned or policy.data_group.rank() == 0):
+            return []
+        first = policy.is_first_tensor_rank
+        gradients = (segment.shard.grad for segment in self.segments if first or segment.sliced)
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def drop_gradients(self) -> None:
+        for segment in self.segments:
+            segment.shard.grad = None
+
+
+def _segments(storage: FlatStorage, master: torch.Tensor) -> list[Segment]:
+    # A segment includes the zeros between its parameters, which an update leaves alone.
+    bounds: dict[tuple[float, bool, bool], list[int]] = {}
+    for entry, offset, end in zip(storage.parameters, storage.offsets, [*storage.offsets[1:], storage.end]):
+        if entry.group is not None:
+            bounds.setdefault(entry.segment_key, [offset, end])[1] = end
+    segments = []
+    for (group, sliced, partial), (start, end) in bounds.items():
+        start = max(start - storage.shard_start, 0)
+        end = min(end - storage.shard_start, storage.shard.numel())
+        if start < end:
+            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, sliced, partial))
+    return segments

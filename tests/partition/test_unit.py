@@ -1,0 +1,158 @@
+"""A unit keeps its full parameters while somebody holds them, and its shard, master weights and full parameters agree.
+
+The group of ranks is imagined: its collectives move nothing.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.guard import NotGatheredError
+from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.unit import Unit
+
+RANKS, ELEMENTS = 2, 64
+
+
+@pytest.fixture
+def data_group():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def unit_of(data_group, zero_stage, dtype=torch.float32):
+    weight = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
+    return Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], ZeroPolicy(data_group, zero_stage)), weight
+
+
+def test_full_parameters_stay_until_the_last_who_holds_them_drops_them(data_group):
+    unit, weight = unit_of(data_group, 3)
+    unit.storage.hold(0)
+    unit.storage.hold("block")
+    unit.storage.finish_gather()
+    unit.storage.drop(0)
+    assert unit.storage.resident and weight.numel() == ELEMENTS
+    unit.storage.drop("block")
+    assert not unit.storage.resident and weight.numel() == 0
+
+
+def test_a_chunk_that_holds_twice_drops_once(data_group):
+    unit, _ = unit_of(data_group, 3)
+    unit.storage.hold(0)
+    unit.storage.hold(0)
+    unit.storage.drop(0)
+    assert not unit.storage.resident
+
+
+def test_a_release_frees_what_is_held_and_forgets_who_held_it(data_group):
+    unit, _ = unit_of(data_group, 3)
+    unit.storage.hold(0)
+    unit.storage.release()
+    assert not unit.storage.resident
+    unit.storage.hold(1)
+    unit.storage.drop(1)
+    assert not unit.storage.resident
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_only_what_this_rank_lacks_is_gathered(data_group, zero_stage):
+    unit, _ = unit_of(data_group, zero_stage)
+    launched = []
+    for lack in (lambda: None, unit.storage.release, unit.follow_update):
+        lack()
+        unit.storage.hold(0)
+        launched.append(unit.storage.gathering is not None)
+        unit.storage.finish_gather()
+    # A fresh unit is complete; only stage 3 frees weights; at stage 0 every rank updates all of them.
+    assert launched == [False, zero_stage == 3, zero_stage > 0]
+
+
+@pytest.mark.parametrize("zero_stage", (1, 2, 3))
+def test_after_a_new_shard_full_parameters_are_old_until_they_are_gathered(data_group, zero_stage):
+    unit, weight = unit_of(data_group, zero_stage)
+    unit.replace_shard(torch.ones(ELEMENTS // RANKS))
+    with pytest.raises(NotGatheredError, match="0.weight has old values"):
+        weight.sum()
+    unit.storage.refresh()
+    assert unit.storage.gathering is not None
+    weight.sum()
+    assert unit.storage.gathering is None and not unit.storage.stale
+    unit.storage.refresh()
+    assert unit.storage.gathering is None
+
+
+def test_parameters_that_every_rank_updates_are_never_old(data_group):
+    unit, weight = unit_of(data_group, 0)
+    unit.replace_shard(torch.ones(ELEMENTS))
+    assert weight.sum() == ELEMENTS
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_a_new_shard_sets_master_weights_and_their_rounded_copy(data_group, zero_stage):
+    unit, _ = unit_of(data_group, zero_stage, torch.bfloat16)
+    values = torch.full_like(unit.master.values, 1 + 2.0**-9)
+    unit.replace_shard(values)
+    assert torch.equal(unit.master.values, values)
+    assert torch.equal(unit.storage.shard, torch.ones_like(unit.storage.shard))
+    # Weights of their own: rounded otherwise than the master weights are.
+    unit.replace_shard(values, torch.full_like(unit.storage.shard, 3))
+    assert torch.equal(unit.master.values, values) and (unit.storage.shard == 3).all()
+
+
+def test_a_slice_is_set_and_nothing_beside_it(data_group):
+    unit, _ = unit_of(data_group, 2, torch.bfloat16)
+    unit.replace_slice(slice(3, 5), torch.tensor([1.0, 2.0]))
+    expected = torch.zeros(ELEMENTS // RANKS)
+    expected[3:5] = torch.tensor([1.0, 2.0])
+    assert torch.equal(unit.master.values, expected) and torch.equal(unit.storage.shard.float(), expected)
+    assert not unit.storage.stale
+
+
+def test_a_unit_is_reduced_when_its_last_user_is_done(data_group):
+    unit, _ = unit_of(data_group, 2)
+    unit.reduction.count_user()
+    unit.reduction.count_user()
+    assert [unit.reduction.user_done() for _ in range(4)] == [False, True, False, True]
+
+
+def test_a_gradient_is_final_from_the_end_of_its_reduction_to_the_end_of_the_step(data_group):
+    unit, weight = unit_of(data_group, 2)
+    told = []
+
+    def tell():
+        reduction = unit.reduction
+        told.append((reduction.accumulating, reduction.shard_gradient is not None, reduction.is_final))
+
+    unit.reduction.begin_accumulation()
+    tell()
+    unit.reduction.start()
+    assert weight.grad is None
+    tell()
+    unit.reduction.finish()
+    tell()
+    unit.finish_gradient()
+    tell()
+    (segment,) = unit.master.segments
+    assert segment.shard.grad.data_ptr() == unit.reduction.shard_gradient.data_ptr()
+    unit.drop_gradient()
+    tell()
+    assert segment.shard.grad is None
+    assert told == [
+        (True, False, False),
+        (False, False, False),
+        (False, True, False),
+        (False, True, True),
+        (False, False, False),
+    ]
+
+
+def test_a_unit_holds_one_dtype(data_group):
+    parameters = [
+        UnitParameter(str(dtype), torch.nn.Parameter(torch.zeros(4, dtype=dtype)), 0)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    with pytest.raises(ValueError, match="chunk 0 has parameters of torch.bfloat16 and torch.float32"):
+        Unit("chunk 0", parameters, ZeroPolicy(data_group, 0))
