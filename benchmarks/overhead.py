@@ -40,7 +40,8 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 
 NAME = "overhead"

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_automatic, split_balanced, split_by_count
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 BLOCK = "ds_lgamp"
 

@@ -9,7 +9,8 @@ from ds_lgamp.cost.storage import aligned
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline and data-parallel ranks of the communication and memory benchmarks."""

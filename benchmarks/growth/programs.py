@@ -11,7 +11,8 @@ from statistics import median
 from benchmarks.growth.job import Axis, Job
 from benchmarks.record import OURS, Record
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
+from ds_lgamp.schedule.program import build_program, build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
 BASE = Job(pipeline_ranks=8, data_ranks=1, chunks_per_rank=4, micro_batches=64)

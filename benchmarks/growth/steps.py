@@ -19,8 +19,9 @@ from benchmarks.record import OURS, Record
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed, spec_of
 from benchmarks.virtual.steps import Start, Step, check_durations, is_precise, scheduling, time_step
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 
 BASE = Job(pipeline_ranks=2, data_ranks=2, chunks_per_rank=4, micro_batches=16)

@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from benchmarks.virtual.chunk import Setting, loss_function
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 
 TAGS = {Kind.RECV_FORWARD: 0, Kind.SEND_FORWARD: 0, Kind.RECV_BACKWARD: 1, Kind.SEND_BACKWARD: 1}
 """Tags separate activations from gradients between the same ranks."""

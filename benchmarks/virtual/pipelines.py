@@ -32,7 +32,8 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.runtime.random_state import default_sources
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
-from ds_lgamp.schedule.program import ProgramSpec, build_rank_program
+from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing.deepspeed_rank import quiet
 
 DEVICE = torch.device("cpu")

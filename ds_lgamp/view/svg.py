@@ -8,8 +8,9 @@ from typing import NamedTuple
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Durations, Timeline, simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 
 WIDTH, LEFT, TOP = 960, 64, 34
 """Pixels: of the picture, of the names of the ranks, of a panel's title."""

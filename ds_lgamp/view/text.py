@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.orders import chunks_of
-from ds_lgamp.schedule.program import ProgramSpec
 from ds_lgamp.schedule.simulate import Span, Timeline
+from ds_lgamp.schedule.spec import ProgramSpec
 
 _DIGITS = string.digits
 _LETTERS = string.ascii_uppercase[:10]

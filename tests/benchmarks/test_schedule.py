@@ -17,8 +17,7 @@ from benchmarks.virtual.bubbles import SLOW, simulated
 from benchmarks.virtual.chunk import Setting, check_work, weight_of
 from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender, Executed
 from benchmarks.virtual.steps import measure
-from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.program import send_of
+from ds_lgamp.schedule.actions import Action, Kind, send_of
 from ds_lgamp.schedule.simulate import simulate
 
 TINY = Setting(2, 1, 2, forward=0.001, backward=0.002)

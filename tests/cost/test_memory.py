@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
-from ds_lgamp.schedule.program import ProgramSpec, build_program, build_rank_program
+from ds_lgamp.schedule.program import build_program, build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import live_micro_batches, program_specs
 
 SIZE = ActivationBytes(

@@ -13,7 +13,8 @@ from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import build_model, micro_batch

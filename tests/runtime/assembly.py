@@ -14,7 +14,7 @@ from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Links, ring_links
 from ds_lgamp.runtime.random_state import default_sources
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 from tests.runtime.models import Model, loss_function
 
 DEVICE = torch.device("cpu")

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid, gathered

@@ -6,7 +6,7 @@ import pytest
 
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.cost.test_traffic import train
 from tests.runtime.assembly import build_grid

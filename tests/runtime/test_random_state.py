@@ -11,7 +11,8 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, assemble, build_grid
 from tests.runtime.models import Model, build_model, micro_batch

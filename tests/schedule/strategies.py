@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 @st.composite

@@ -9,8 +9,9 @@ from ds_lgamp.schedule import orders
 from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, WAITS, Action, Kind, awaited_by
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import UNIT_DURATIONS, Durations, simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import program_specs
 
 

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.strategies import program_specs
 

@@ -3,7 +3,8 @@
 from hypothesis import given
 
 from ds_lgamp.schedule.actions import COMPUTE, Kind
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import program_specs
 
 

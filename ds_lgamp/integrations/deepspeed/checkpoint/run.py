@@ -10,7 +10,7 @@ from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.random_state import RandomSource
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class Optimizer(Protocol):

@@ -37,7 +37,7 @@ from ds_lgamp.runtime.batch import Batch
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.runtime.reproducible import laid_out
 from ds_lgamp.runtime.stopwatch import Stopwatch
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class LgampEngine(PipelineEngine):

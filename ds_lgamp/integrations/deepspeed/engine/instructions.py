@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
 

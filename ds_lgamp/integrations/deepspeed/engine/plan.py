@@ -7,7 +7,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.deepspeed.config.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 def plan_training(

@@ -25,7 +25,7 @@ from ds_lgamp.runtime.chunk import Chunk, differentiable
 from ds_lgamp.runtime.chunk_memory import chunk_bytes
 from ds_lgamp.runtime.random_state import read_states, undisturbed
 from ds_lgamp.runtime.reproducible import laid_out
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class UnknownActivations(Exception):

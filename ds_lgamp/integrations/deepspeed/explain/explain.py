@@ -27,8 +27,9 @@ from ds_lgamp.integrations.deepspeed.model.selective import refuse_unless_offere
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
 

@@ -15,8 +15,9 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 
 COUNTED_STEP = 3
 """The step, counted from 0, that is counted instead of timed: late enough that nothing happens for the first time."""

@@ -15,7 +15,7 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     first_micro_batch,
     measure_activations,
 )
-from ds_lgamp.schedule.program import ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 SIZE = ModelSize(4, 64, 32, 2)
 SPEC = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, zero_stage=1)

@@ -22,7 +22,8 @@ from ds_lgamp.partition.zero_partition import TiedParameters, build_partition
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import ProgramSpec, build_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks
 
