@@ -102,10 +102,12 @@ class PeakMemory(TorchDispatchMode):
 
     Args:
         existing: tensors alive already, such as parameters and optimizer state.
+        fake: whether fake tensors count, and they alone, with the bytes that real ones would take.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor] = (), fake: bool = False) -> None:
         super().__init__()
+        self._counts = _is_fake if fake else _has_storage
         self.peak = 0
         self._storages: dict[int, tuple[weakref.ref, int]] = {}
         """By address, a storage and its bytes when it was looked at last."""
@@ -136,7 +138,7 @@ class PeakMemory(TorchDispatchMode):
 
     def _see(self, values: Any) -> None:
         for leaf in tree_leaves(values):
-            if isinstance(leaf, torch.Tensor) and _has_storage(leaf):
+            if isinstance(leaf, torch.Tensor) and self._counts(leaf):
                 storage = storage_of(leaf)
                 key, now = storage._cdata, storage.nbytes()
                 reference, known = self._storages.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
@@ -166,6 +168,10 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     # Wrappers and fake tensors report memory that they do not have.
     real = not _wraps(type(tensor)) and not isinstance(tensor, FakeTensor)
     return real and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 def _wraps(kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""What a training step did, for DeepSpeed's monitors and its log."""
+"""Reports what a training step took, to DeepSpeed's monitors and its log."""
 
 import time
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ class StepReport(NamedTuple):
     """One step of the whole job."""
 
     seconds: float
-    """Of the slowest rank."""
+    """Duration on the slowest rank."""
     tokens_per_second: float
-    """Elements of integer inputs; 0 if inputs are no integers."""
+    """Counts the elements of integer inputs; 0 if inputs are no integers."""
     kinds: dict[str, float]
-    """Seconds by kind of work and of exposed waiting, mean over the ranks."""
+    """Seconds by kind of work and of exposed wait, averaged over the ranks."""
     peak_bytes: float
-    """Since the process began, of the rank that needs most, as DeepSpeed's accelerator reports it: allocated device
-    memory; on the CPU the process's resident set."""
+    """Highest memory since the process began, on the rank that needs most, as DeepSpeed's accelerator reports it:
+    allocated device memory; on the CPU the resident set of the process."""
 
     def events(self, engine: Any) -> list[tuple[str, float, int]]:
-        """What the monitors get beside DeepSpeed's own loss and learning rate."""
+        """Returns what the monitors get, in addition to DeepSpeed's own loss and learning rate."""
         values = {
             "grad_norm": float(engine.get_global_grad_norm()),
             "tokens_per_second": self.tokens_per_second,
@@ -38,7 +38,7 @@ class StepReport(NamedTuple):
         return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
 
     def breakdown(self) -> str:
-        """One line for ``wall_clock_breakdown``, in milliseconds."""
+        """Returns a line for ``wall_clock_breakdown``, in milliseconds."""
         parts = [
             f"{'wait for ' if kind in EXPOSED_WAITS else ''}{kind}: {1000 * self.kinds[kind]:.2f}"
             for kind in self.kinds
@@ -47,7 +47,7 @@ class StepReport(NamedTuple):
 
 
 class StepMonitor:
-    """Measures the steps of an engine. Collective over all ranks, once a step; made only if somebody reads."""
+    """Measures the steps of an engine. Collective over all ranks, once a step."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -58,7 +58,7 @@ class StepMonitor:
         self._start = time.perf_counter()
 
     def finish(self, tokens: int, device: torch.device) -> StepReport:
-        """The report of the step that began last; ``tokens`` are those of this rank."""
+        """Returns the report of the step that began last. Takes the ``tokens`` of this rank."""
         kinds = self._stopwatch.read()
         seconds = time.perf_counter() - self._start
         own = torch.tensor(

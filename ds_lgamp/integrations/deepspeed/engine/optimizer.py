@@ -1,4 +1,4 @@
-"""The ZeRO partition policy as DeepSpeed's optimizer object, and the user's parameter groups on shards."""
+"""The optimizer object that DeepSpeed sees: it steps a torch optimizer on this rank's shards."""
 
 from collections import defaultdict
 from copy import deepcopy
@@ -20,13 +20,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     """Steps a torch optimizer on this rank's shards.
 
     Args:
-        optimizer: whose groups hold the shards; hyper-parameters and schedulers act on it as the user made it.
-        partition: where gradients are final when :meth:`step` is called.
+        optimizer: its groups hold the shards from now on. Hyper-parameters and schedulers act on it as the user made
+            it.
+        partition: holds the gradients, which are final when :meth:`step` is called.
         gradient_clipping: the largest norm, 0 for none.
         norm_group: all ranks.
-        skips_overflow: whether a step is skipped, on all ranks, where a gradient is infinite or no number.
+        skips_overflow: whether all ranks skip a step if any gradient is inf or NaN.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
-        loss_scaler: what says by how much gradients are too large when :meth:`step` is called, and learns from it.
+        loss_scaler: holds the scale of the gradients, and adapts it after each step.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             optimizer.param_groups[segment.group]["params"].append(segment.shard)
         optimizer.state = _initial_state(optimizer)
         self._followed = False
-        """Whether the weights have followed the update of this step."""
+        """Whether the weights already equal the master weights that this step updated."""
         # Ahead of hooks that read parameters.
         hook = optimizer.register_step_post_hook(self._follow_update)
         optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
@@ -71,7 +72,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Of the gradients that are accumulating; setting it changes that of the next."""
+        """The scale of the gradients that accumulate now. Setting it changes the scale of the next ones."""
         return self.loss_scaler.cur_scale
 
     @loss_scale.setter
@@ -93,7 +94,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         scale = self.loss_scale
         gradients = self.partition.counted_gradients()
         self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) / scale
-        # The one place where a step waits for the device. A gradient that is infinite or no number makes the norm so.
+        # Only here a step waits for the device. If a gradient is inf or NaN, so is the norm.
         self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -112,11 +113,11 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self._followed = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the partition drops gradients when the step is over."""
+        """Does nothing: the partition drops gradients after the step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of this rank's master weights and optimizer state, for :meth:`load_state_dict` on the same rank of a
-        run with the same layout. For all that a run needs to go on there is save_checkpoint."""
+        """Returns a copy of this rank's master weights and optimizer state, for :meth:`load_state_dict` on the same
+        rank of a run with the same layout. save_checkpoint saves everything that a run needs to go on."""
         return {
             "data_rank": self._data_rank,
             "class": self.class_name,
@@ -133,12 +134,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.optimizer.load_state_dict(deepcopy(state_dict["optimizer"]))
 
     def refresh_fp32_params(self) -> None:
-        """Takes the master weights from the weights, after user code changed those alike on all data-parallel ranks;
-        as in DeepSpeed, those that did not change are rounded too."""
+        """Copies the weights to the master weights, after user code changed them alike on all data-parallel ranks. As
+        in DeepSpeed, this rounds master weights whose weights did not change, too."""
         self.partition.adopt_parameters()
 
     def _complaint_about_state(self, state: Any) -> str | None:
-        """Why ``state`` is no state of this rank; None if it is one."""
+        """Returns why ``state`` is no state of this rank; None if it is one."""
         if not isinstance(state, dict) or set(state) != {"data_rank", "class", "partition", "optimizer"}:
             return "the state is none of engine.optimizer.state_dict(); pass what that returned on the same rank"
         rank, ranks = self._data_rank
@@ -174,12 +175,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @property
     def class_name(self) -> str:
-        """Of the optimizer that steps."""
+        """The class of the optimizer that steps."""
         return type(self.optimizer).__name__
 
     def complaint_about_class(self, written: str | None) -> str | None:
-        """Why the state of an optimizer of the class ``written``, or of an unknown one, does not fit; None if it
-        does."""
+        """Returns why the state of an optimizer of the class ``written`` does not fit; None if it does, or if the class
+        is unknown."""
         if written in (self.class_name, None):
             return None
         return f"the optimizer state is that of {written}, this run's optimizer is {self.class_name}; use {written}"
@@ -197,8 +198,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
 
 def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
-    """By unit, what its storage holds in which order, this rank's master weights, and the weights where they are
-    others."""
+    """Returns for every unit, by name, the contents of its storage in their order, this rank's master weights, and the
+    weights if they are other tensors."""
     state = {}
     for unit in partition.units:
         # Cloned: a view would be written with the storage around it.
@@ -209,7 +210,7 @@ def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
 
 
 def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> str | None:
-    """What says that the units are others, or have their parameters in another order."""
+    """Returns how the units differ, in their parameters or in the order of these; None if they do not."""
     own = {unit.name: unit.contents() for unit in partition.units}
     for name in sorted(own.keys() | state.keys()):
         here, there = own.get(name, []), state.get(name, {}).get("contents", [])
@@ -231,8 +232,8 @@ def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, A
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """The state before the first step, for the parameters the groups have now: Adagrad makes it when it is built, all
-    others then."""
+    """Returns the state before the first step, for the parameters that the groups have now. Adagrad makes its state
+    when it is built, all other optimizers in their first step."""
     if type(optimizer) is not torch.optim.Adagrad:
         return defaultdict(dict)
     value = optimizer.defaults["initial_accumulator_value"]

@@ -11,9 +11,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
+from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.memory import ElementBytes, rank_memory
 from ds_lgamp.cost.traffic import Traffic, collective_bytes, predict_traffic
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
+from ds_lgamp.integrations.deepspeed.explain.activations import (
+    UnknownActivations,
+    first_micro_batch,
+    measure_activations,
+)
 from ds_lgamp.integrations.deepspeed.explain.element_bytes import element_bytes, optimizer_facts
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
@@ -27,7 +33,13 @@ from ds_lgamp.schedule.validate import validate
 
 
 def explain(
-    module: PipelineModule, config: dict[str, Any], config_class: Any, optimizer: Any, partition_method: str
+    module: PipelineModule,
+    config: dict[str, Any],
+    config_class: Any,
+    optimizer: Any,
+    partition_method: str,
+    training_data: Any = None,
+    collate_fn: Any = None,
 ) -> Explanation:
     """Returns what the engine of these arguments would do. Raises ConfigError if there is no block, and if the engine
     would."""
@@ -43,8 +55,16 @@ def explain(
     if settings.recompute == "selective":
         refuse_unless_offered(model.offers_selective)
     data_ranks = module.topology().get_dim("data")
+    activations, unknown = None, None
+    try:
+        micro_batch = first_micro_batch(training_data, collate_fn, config_class.train_micro_batch_size_per_gpu)
+        activations = measure_activations(
+            module, model.layers, layout.bounds, micro_batch, spec, settings, config_class
+        )
+    except UnknownActivations as reason:
+        unknown = str(reason)
     ranks = [
-        _rank_facts(model, rank, actions, spec, data_ranks, size, settings.reproducible)
+        _rank_facts(model, rank, actions, spec, data_ranks, size, activations, settings.reproducible)
         for rank, actions in enumerate(program)
     ]
     chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
@@ -67,6 +87,7 @@ def explain(
         bubble=simulate(spec, program).bubble,
         bubble_formula=_bubble_formula(spec),
         micro_batch_outer_gathers=2 * chunks_per_rank * spec.micro_batches if repeats else None,
+        activations_unknown=unknown,
         ranks=ranks,
     )
 
@@ -78,6 +99,7 @@ def _rank_facts(
     spec: ProgramSpec,
     data_ranks: int,
     size: ElementBytes,
+    activations: ActivationBytes | None,
     in_rank_order: bool,
 ) -> RankFacts:
     """Returns what a pipeline rank holds and does in a step, its ``actions``."""
@@ -108,6 +130,7 @@ def _rank_facts(
             spec.resident_chunks,
             size,
             all_to_all=in_rank_order or get_accelerator().communication_backend_name() == "gloo",
+            activation_bytes=activations,
             in_rank_order=in_rank_order,
         ),
     )

@@ -76,6 +76,8 @@ class Explanation:
     micro_batch_outer_gathers: int | None
     """2*N*M: gathers per step and rank if every micro-batch went through the whole model before the next. None below
     stage 3."""
+    activations_unknown: str | None
+    """Why ``memory`` of the ranks is without the bytes of activations, a clause; None if it has them."""
     ranks: list[RankFacts]
 
 

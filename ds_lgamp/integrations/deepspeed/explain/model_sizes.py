@@ -38,15 +38,18 @@ class ModelSizes:
         """By layer; a tied module by its key."""
         self.offers_selective: list[bool] = []
         """Whether each of them can recompute a part of itself."""
+        built: dict[int | str, Any] = {}
         device = torch.device(get_accelerator().current_device_name())
         sources = layer_sources(device)
         with undisturbed(sources):
             for layer, key in enumerate(self.keys):
                 name = layer if key is None else key
                 if name not in self.sizes:
-                    built = _layer_of(module, layer)
-                    self.sizes[name] = _layer_size(built)
-                    self.offers_selective.append(offers_selective(built))
+                    built[name] = _layer_of(module, layer)
+                    self.sizes[name] = _layer_size(built[name])
+                    self.offers_selective.append(offers_selective(built[name]))
+        self.layers = [built[layer if key is None else key] for layer, key in enumerate(self.keys)]
+        """As built, mostly without memory; a tied module stands for each of its uses."""
 
     def chunks(self, rank: int) -> list[ChunkFacts]:
         """Returns the chunks of a pipeline rank."""

@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Container, Sequence
+from dataclasses import fields
 
+from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
 
 
 def as_text(facts: Explanation) -> str:
     """Returns the explanation as tables and sentences."""
-    parts = (_header, _chunk_table, _traffic_table, _memory_table, _words)
-    return "\n\n".join(part(facts) for part in parts)
+    parts = (_header, _chunk_table, _traffic_table, _memory_table, _activation_table, _words)
+    return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
 def _header(facts: Explanation) -> str:
@@ -70,6 +72,18 @@ def _memory_table(facts: Explanation) -> str:
     return "Memory, each rank\n" + _table(titles, rows)
 
 
+def _activation_table(facts: Explanation) -> str:
+    """Returns the bytes by kind; nothing if they are unknown."""
+    kinds = [kind.name for kind in fields(ActivationMemory)]
+    rows = [
+        [rank.pipeline_rank, *(_bytes(getattr(rank.memory.activations, kind)) for kind in kinds)]
+        for rank in facts.ranks
+        if rank.memory.activations is not None
+    ]
+    titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
+    return "Memory of activations, each rank, each kind at its highest\n" + _table(titles, rows) if rows else ""
+
+
 def _words(facts: Explanation) -> str:
     formula = "" if facts.bubble_formula is None else f"; (P-1)/(N*M) is {100 * facts.bubble_formula:.1f}%"
     sentences = [f"Pipeline bubble, simulated: {100 * facts.bubble:.1f}%{formula}."]
@@ -85,10 +99,15 @@ def _words(facts: Explanation) -> str:
         )
     kept = "inputs of chunks" if facts.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
-    sentences.append(
-        f"Stored activations are {kept}, a number: their bytes are unknown before a batch is seen. The peak leaves "
-        f"them out, and what {passing} take for the moment."
-    )
+    if facts.activations_unknown is None:
+        sentences.append(f"Stored activations are {kept}, a number. The peak includes their bytes.")
+        if passing != "layers":
+            sentences.append("The optimizer's temporary memory is unknown and left out of the peak.")
+    else:
+        sentences.append(
+            f"Stored activations are {kept}, a number: their bytes are unknown, because {facts.activations_unknown}. "
+            f"The peak leaves them out, and what {passing} take for the moment."
+        )
     if facts.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
     if any(rank.memory.optimizer_state is None for rank in facts.ranks):

@@ -70,7 +70,8 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
 
         def explain_pipeline(_stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
             nonlocal explained
-            facts = explain(model, config, config_class, rest.get("optimizer"), partition_method_of(model))
+            optimizer, *data = (rest.get(name) for name in ("optimizer", "training_data", "collate_fn"))
+            facts = explain(model, config, config_class, optimizer, partition_method_of(model), *data)
             explained = True
             if rank == 0:
                 output.write(json_text(facts) if as_json else as_text(facts))

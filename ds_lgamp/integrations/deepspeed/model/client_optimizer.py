@@ -1,4 +1,4 @@
-"""The user's optimizer and parameter groups, until layers move and shards take the place of whole parameters."""
+"""The optimizer and the parameter groups that the user passed, before shards take the place of whole parameters."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from ds_lgamp.integrations.deepspeed.model.module import global_names, over_data
 from ds_lgamp.partition.agreement import raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
-"""What of a group lists its parameters; the rest are options."""
+"""The keys of a group that list its parameters; all others are options."""
 
 
 class ParameterGroups:
-    """The optimizer's groups by global parameter name, known on every rank before layers move.
+    """The optimizer group of every parameter by its global name, known on every rank before layers move.
 
-    Raises ConfigError on all ranks if the groups of one do not fit.
+    Collective over all ranks. Raises ConfigError on all ranks if the groups of one do not fit.
 
     Args:
         groups: the optimizer's ``param_groups`` or the user's ``model_parameters``.
@@ -59,8 +59,8 @@ class ParameterGroups:
             )
 
     def rewrite(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
-        """Puts the parameters this rank has now into ``groups``, in place. A group that has none here gets an empty
-        placeholder: DeepSpeed drops empty groups, and schedulers count them."""
+        """Puts the parameters that this rank has now into ``groups``, in place. A group without parameters here gets an
+        empty placeholder: DeepSpeed drops empty groups, and schedulers count them."""
         for group in groups:
             group["params"] = []
             group.pop("param_names", None)
@@ -92,7 +92,7 @@ def place_with_groups(module: PipelineModule, layout: Layout, arguments: dict[st
 
 
 def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
-    """``model_parameters`` as groups, and whether the user wrote groups rather than plain parameters."""
+    """Returns ``model_parameters`` as groups, and whether the user passed groups rather than plain parameters."""
     listed = list(parameters)
     if listed and isinstance(listed[0], dict):
         return [{**group, "params": _without_names(group["params"])} for group in listed], True
@@ -100,18 +100,19 @@ def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _without_names(parameters: Any) -> list[nn.Parameter]:
-    """What torch takes as the parameters of a group: a tensor, or tensors, by themselves or with their names."""
+    """Returns the parameters of a group as a list. torch takes one tensor or several, with their names or without."""
     listed: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
 
 
 def trainable_parameters(module: PipelineModule) -> list[nn.Parameter]:
-    """What DeepSpeed trains if the user names nothing."""
+    """Returns the parameters that DeepSpeed trains if the user names none."""
     return [tensor for _, tensor in global_names(module) if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
 
 
 def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
-    """What is wrong with an optimizer that has taken steps: it keeps what it learnt by whole parameter."""
+    """Returns why an optimizer that has taken steps cannot be used: its state belongs to whole parameters. None if it
+    has taken none."""
     if type(optimizer) is torch.optim.Adagrad:
         stepped = any(bool(state["step"]) for state in optimizer.state.values())
     else:

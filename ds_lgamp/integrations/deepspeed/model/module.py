@@ -24,7 +24,7 @@ from ds_lgamp.runtime.random_state import undisturbed
 
 
 class TensorInfo(NamedTuple):
-    """A parameter or buffer of a built layer, as its pipeline rank announces it."""
+    """A parameter or buffer of a built layer, as its pipeline rank describes it to others."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class TensorInfo(NamedTuple):
 
 
 class PlacedModule(PipelineModule):
-    """Mixed into the class of a re-placed module: what DeepSpeed asks of a stage is answered per chunk.
+    """Mixed into the class of a re-placed module. It answers for chunks what DeepSpeed asks of a stage.
 
     Between two batches, ``parameters()`` have the last step's values; who reads them may wait for a gather. At stage 3
     they have no elements (``ds_shape`` and ``ds_numel`` say what they have), and where gathers are deferred old ones:
@@ -47,7 +47,7 @@ class PlacedModule(PipelineModule):
     full_parameters: Callable[[], AbstractContextManager[None]]
     """Holds this rank's parameters complete and current inside a block; all data-parallel ranks enter it together."""
     adopt_parameters: Callable[[], None]
-    """Inside such a block: what was written to the parameters is what training goes on with."""
+    """Inside such a block: training goes on with the values that were written to the parameters."""
 
     def stage_owner(self, layer_idx: int) -> int:
         return self.layout.owner(layer_idx)
@@ -71,8 +71,8 @@ class PlacedModule(PipelineModule):
 
 
 def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of the built layers under names that are the same in every layout: layer index or tied
-    key, and name inside the layer."""
+    """Yields the parameters and buffers of the built layers under names that are the same in every layout: the layer's
+    index or the tied key, and the name inside the layer."""
     for prefix, layer in built_layers(module).items():
         for name, tensor in tensors_of(layer):
             yield f"{prefix}.{name}", tensor
@@ -112,8 +112,8 @@ def _forget_collectives(parameter: nn.Parameter) -> None:
 
 
 def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> None:
-    """Gives ``layer``, the tied module ``key``, the values it has on the first pipeline rank that uses it. Collective
-    over those ranks."""
+    """Gives ``layer``, the tied module ``key``, the values that it has on the first pipeline rank that uses it.
+    Collective over the ranks that use it."""
     if key in module.tied_comms:
         tied = module.tied_comms[key]
         for _, tensor in tensors_of(layer):
@@ -127,7 +127,7 @@ def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> Non
         for layer, function in zip(module.layout.layers(chunk), functions):
             spec = module._layer_specs[layer]
             new = layers.get(prefix_of(layer, spec))
-            built[layer] = function if new is None else _function(spec, new)
+            built[layer] = function if new is None else function_of(spec, new)
             if new is not None and isinstance(spec, TiedLayerSpec):
                 module.tied_modules[spec.key] = new
     for key, tied in module.tied_comms.items():
@@ -167,11 +167,11 @@ def _obtain(
             module.tied_modules[spec.key] = built
             module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
         built = module.tied_modules[spec.key]
-    return spec if built is None else _function(spec, built)
+    return spec if built is None else function_of(spec, built)
 
 
-def _function(spec: Any, layer: nn.Module) -> Callable:
-    """What is called in the place of ``spec``, once its ``layer`` is built."""
+def function_of(spec: Any, layer: nn.Module) -> Callable:
+    """Returns what a pipeline calls for ``spec``, once its ``layer`` is built."""
     applies = isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
     return partial(spec.forward_fn, layer) if applies else layer
 
@@ -196,7 +196,7 @@ def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, Tensor
 
 
 def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
-    """What every pipeline rank has built, by global name. Collective."""
+    """Returns the parameters and buffers that all pipeline ranks have built, by global name. Collective."""
     own = {
         name: TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
         for name, tensor in global_names(module)
@@ -205,12 +205,12 @@ def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
 
 
 def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
-    """``own`` of every pipeline rank. Collective."""
+    """Returns ``own`` of every pipeline rank. Collective."""
     return everyone(own, module._grid.get_pipe_parallel_group())
 
 
 def over_data(module: PipelineModule, own: Any) -> list[Any]:
-    """``own`` of every data-parallel rank. Collective."""
+    """Returns ``own`` of every data-parallel rank. Collective."""
     return everyone(own, module._grid.get_data_parallel_group())
 
 
@@ -238,14 +238,14 @@ def _register(module: PlacedModule, built: dict[int, Any]) -> None:
 
 
 def _build(spec: Any) -> nn.Module | None:
-    """A layer to receive values into; None for functions."""
+    """Returns a layer that receives values; None for functions."""
     if isinstance(spec, LayerSpec):
         return spec.build()
     return spec if isinstance(spec, nn.Module) else None
 
 
 def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
-    """The layers with state that this rank holds, by prefix of their global names."""
+    """Returns the layers with state that this rank holds, by the prefix of their global names."""
     layers = {f"tied_modules.{key}": layer for key, layer in module.tied_modules.items()}
     for layer in range(module._num_layers):
         if str(layer) in module._modules:
@@ -258,7 +258,7 @@ def prefix_of(layer: int, spec: Any) -> str:
 
 
 def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers of this rank that belong to the state of the model, by global name."""
+    """Yields the buffers of this rank that belong to the state of the model, by global name."""
     for prefix, layer in built_layers(module).items():
         for path, part in layer.named_modules(prefix=prefix):
             for name, tensor in part.named_buffers(recurse=False):
@@ -267,8 +267,8 @@ def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tens
 
 
 def empty_extra_states(module: PipelineModule) -> list[str]:
-    """Entries of the state of this rank's layers that hold nothing, by global name. Megatron-core's linear layers have
-    them, and miss them where they are not there."""
+    """Returns the global names of extra states of this rank's layers that hold nothing. Megatron-core's linear layers
+    have such entries, and raise an error if a state lacks them."""
     return [
         f"{path}.{_EXTRA_STATE_KEY_SUFFIX}"
         for prefix, layer in built_layers(module).items()

@@ -72,6 +72,23 @@ try:
 finally:
     made.destroy()
 """
+DATA_SCRIPT = """
+import json, sys
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch.utils.data import TensorDataset
+
+class Picky(torch.nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) * (2 if sys.argv[2] == "picky" and hidden.sum() > 0 else 1)
+
+deepspeed.init_distributed("gloo")
+layers = [LayerSpec(Picky, 32, 32), torch.relu, LayerSpec(torch.nn.Linear, 32, 32), LayerSpec(torch.nn.Linear, 32, 2)]
+net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=torch.nn.functional.cross_entropy)
+data = TensorDataset(torch.zeros(9, 32, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.long))
+deepspeed.initialize(model=net, config=json.loads(sys.argv[1]), training_data=data)
+"""
 UNUSUAL_CONFIG = {
     **BATCH,
     "zero_optimization": {"stage": 2},
@@ -94,10 +111,14 @@ def explained(tmp_path_factory):
     importing DeepSpeed takes seconds."""
     folder = tmp_path_factory.mktemp("explain")
     (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
+    (folder / "data.py").write_text(DATA_SCRIPT)
     (folder / "empty.py").write_text("print('no engine here')")
     runs = {
         "json": ["--ranks", "4", "--json", *on_example(folder, "json", LAYERED)],
         "unusual": ["--json", str(folder / "unusual.py"), json.dumps(UNUSUAL_CONFIG)],
+        "data": ["--json", str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
+        "data in words": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
+        "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
         "no block": ["--ranks", "4", *on_example(folder, "no_block", {**LAYERED, "ds_lgamp": {"enabled": False}})],
         "too many": ["--ranks", "4", *on_example(folder, "too_many", {**LAYERED, "ds_lgamp": {"chunks_per_rank": 9}})],
@@ -261,6 +282,28 @@ def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explai
     stored = 2 * 2 * 32
     assert (memory["weights"], memory["master_weights"]) == (stored * 2, stored * 4)
     assert (memory["optimizer_state"], memory["gradients"], memory["gradient_buffers"]) == (stored * 8, stored * 4, 0)
+
+
+def test_with_training_data_the_peak_has_activations(explained):
+    """In bf16, micro-batches of 2 samples of 32 numbers with a label, 4 of them, of which 2 are under way."""
+    facts = facts_of(explained["data"])
+    assert facts["activations_unknown"] is None
+    first, last = (rank["memory"]["activations"] for rank in facts["ranks"])
+    assert first["batch"] == last["batch"] == 4 * (2 * 32 * 2 + 2 * 8)
+    result = 2 * 32 * 2
+    # Of chunk 2, of two micro-batches; those of chunk 0 belong to the batch.
+    assert first["inputs"] == 2 * result and first["handed_over"] == 0
+    assert min(first[kind] for kind in ("receives", "sends", "working")) >= result
+    words = explained["data in words"].output
+    assert "Memory of activations, each rank" in words and "The peak includes their bytes." in words
+
+
+def test_without_activations_the_explanation_says_why(explained):
+    assert "unknown, because deepspeed.initialize got no training_data." in explained["text"].output
+    assert facts_of(explained["json"])["ranks"][0]["memory"]["activations"] is None
+    picky = explained["picky"]
+    assert picky.status == 0, picky.complaints
+    assert "unknown, because a layer does not work on tensors without values (" in picky.output
 
 
 @pytest.mark.parametrize(

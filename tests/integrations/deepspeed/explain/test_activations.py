@@ -1,0 +1,87 @@
+"""The bytes of activations that fake tensors tell are those that real ones take."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch.utils.data import TensorDataset
+
+from benchmarks.memory import activation_bytes
+from benchmarks.model import Block, ModelSize, loss_function, micro_batch
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.explain.activations import (
+    UnknownActivations,
+    first_micro_batch,
+    measure_activations,
+)
+from ds_lgamp.schedule.program import ProgramSpec
+
+SIZE = ModelSize(4, 64, 32, 2)
+SPEC = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, zero_stage=1)
+"""Its last chunk turns at once, as in the benchmark."""
+IN_FP32 = SimpleNamespace(
+    float16_config=SimpleNamespace(enabled=False, auto_cast=False),
+    bfloat16_config=SimpleNamespace(enabled=False),
+    buffer_dtype=None,
+)
+
+
+def measured(layers, data, loss_fn=loss_function, settings=None):
+    module = SimpleNamespace(_layer_specs=layers, loss_fn=loss_fn)
+    bounds = list(range(len(layers) + 1))
+    return measure_activations(module, layers, bounds, data, SPEC, settings or LgampConfig(), IN_FP32)
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_fake_tensors_tell_what_the_benchmark_measures_with_real_ones(recompute):
+    """With that measurement, the formula equals the memory of training steps on real ranks."""
+    blocks = [Block(index, SIZE) for index in range(SIZE.blocks)]
+    weights = [parameter for block in blocks for parameter in block.parameters()]
+    told = measured(blocks, micro_batch(SIZE, 0, 0), settings=LgampConfig(recompute=recompute))
+    assert told == activation_bytes(SIZE, recompute == "full")
+    assert [parameter for block in blocks for parameter in block.parameters()] == weights, "they are as before"
+    assert not any(isinstance(weight, torch._subclasses.FakeTensor) for weight in weights)
+
+
+def test_layers_that_draw_are_noticed_and_draw_nothing():
+    layers = [torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    data = torch.zeros(2, 4), torch.zeros(2, 4)
+    before = torch.get_rng_state()
+    assert measured(layers, data, torch.nn.functional.mse_loss).draws
+    layers[1] = torch.nn.Identity()
+    assert not measured(layers, data, torch.nn.functional.mse_loss).draws
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_that_reads_values_is_named():
+    layers = [torch.nn.Linear(4, 4), lambda hidden: hidden * hidden.sum().item(), torch.tanh, torch.tanh]
+    with pytest.raises(UnknownActivations, match="a layer does not work on tensors without values"):
+        measured(layers, (torch.zeros(2, 4), torch.zeros(2, 4)), torch.nn.functional.mse_loss)
+
+
+def test_a_micro_batch_is_that_of_deepspeeds_loader():
+    data = TensorDataset(torch.zeros(3, 4), torch.zeros(3))
+    inputs, labels = first_micro_batch(data, None, 5)
+    assert inputs.shape == (5, 4) and labels.shape == (5,)
+    assert first_micro_batch(data, lambda samples: (len(samples), "labels", "more"), 2) == (2, "labels")
+    with pytest.raises(UnknownActivations, match="got no training_data"):
+        first_micro_batch(None, None, 2)
+    with pytest.raises(UnknownActivations, match="the first samples of training_data failed"):
+        first_micro_batch(iter([1]), None, 2)
+
+
+def test_the_block_of_a_specification_is_measured_without_memory():
+    with torch.device("meta"):
+        layers = [LayerSpec(torch.nn.Linear, 4, 4).build() for _ in range(4)]
+    told = measured(layers, (torch.zeros(2, 4), torch.zeros(2, 4)), torch.nn.functional.mse_loss)
+    assert [chunk.result for chunk in told.chunks] == [32, 32, 32, 0] and told.inputs == told.labels == 32
+
+
+def test_gradients_accumulate_where_they_are():
+    """So that the gradients of weights, which are larger than all else here, are there one after another."""
+    linear = [torch.nn.Linear(64, 64) for _ in range(6)]
+    layers = [linear[0], torch.nn.Sequential(*linear[1:4]), *linear[4:]]
+    told = measured(layers, (torch.zeros(1, 64), torch.zeros(1, 64)), torch.nn.functional.mse_loss)
+    weight = 4 * 64 * 64
+    assert weight < told.chunks[1].backward < 2 * weight
