@@ -6,7 +6,7 @@ formula's inputs include the bytes of one micro-batch on a chunk. They are measu
 
 import statistics
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -18,10 +18,8 @@ from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import ElementBytes, Memory, rank_memory
-from ds_lgamp.runtime.graph import begin_graph, end_graph, own_loss
-from ds_lgamp.runtime.measure import PeakMemory
+from ds_lgamp.runtime.chunk_memory import chunk_bytes
 from ds_lgamp.runtime.random_state import default_sources, read_states
-from ds_lgamp.runtime.saved_tensors import SavedTensors
 
 NAME = "memory"
 SIZE = ModelSize()
@@ -81,7 +79,7 @@ def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes
     """
     inputs, labels = micro_batch(size, 0, 0)
     first, middle, last = (
-        chunk_bytes(size, is_first, is_last, recompute and not is_last)
+        bytes_of_block(size, is_first, is_last, recompute and not is_last)
         for is_first, is_last in ((True, False), (False, False), (False, True))
     )
     states = read_states(default_sources(inputs.device))
@@ -94,7 +92,7 @@ def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes
     )
 
 
-def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool) -> ChunkBytes:
+def bytes_of_block(size: ModelSize, is_first: bool, is_last: bool, recompute: bool) -> ChunkBytes:
     """Measures a micro-batch on one block without ranks, chunks or a schedule."""
     block = Block(0, size)
     hidden, labels = micro_batch(size, 0, 0)
@@ -106,35 +104,9 @@ def chunk_bytes(size: ModelSize, is_first: bool, is_last: bool, recompute: bool)
     def compute(inputs: torch.Tensor) -> torch.Tensor:
         return loss_function(block(inputs), labels) if is_last else block(inputs)
 
-    existing = [hidden, labels, gradient, *parameters, *(parameter.grad for parameter in parameters)]
+    existing = [labels, *parameters, *(parameter.grad for parameter in parameters)]
     handed_on = 0 if is_last else hidden.nbytes
-    with PeakMemory(existing) as memory:
-        before = memory.live()
-        if recompute:
-            saved = SavedTensors()
-            with saved.dropped():
-                result = compute(hidden.requires_grad_(not is_first))
-            forward = memory.peak - before
-            ends = [own_loss(result)] if is_last else end_graph(result)
-            del result
-            memory.peak = 0
-            saved.restore(partial(compute, hidden.detach().requires_grad_(not is_first)), completely=False)
-            torch.autograd.backward(ends, [gradient])
-            return ChunkBytes(handed_on, forward, memory.peak - before)
-        copy = hidden.clone()
-        leaf, inputs = (None, copy) if is_first else begin_graph(copy)
-        del copy
-        result = compute(inputs)
-        forward = memory.peak - before - hidden.nbytes
-        ends = [own_loss(result)] if is_last else end_graph(result)
-        del inputs
-        with_result = memory.live()
-        del result
-        kept, memory.peak = memory.live() - before, 0
-        keeps_result = not is_last and before + kept == with_result
-        torch.autograd.backward(ends, [gradient])
-    kept_by_autograd = kept - handed_on if keeps_result else kept
-    return ChunkBytes(handed_on, forward, memory.peak - before - kept, kept_by_autograd, keeps_result)
+    return chunk_bytes(compute, hidden, [gradient], existing, handed_on, is_first, is_last, recompute)
 
 
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.memory import chunk_bytes as bytes_of_block
+from benchmarks.memory import bytes_of_block
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from ds_lgamp.runtime.chunk import differentiable
 from ds_lgamp.runtime.chunk_memory import chunk_bytes
