@@ -16,7 +16,7 @@ class Graph(NamedTuple):
 
     beginning: Tensors
     """The chunk's input, as leaves of its graph. With recomputation, they hold the data from which the chunk is
-    computed again; otherwise they hold no data. For chunk 0, the input itself with recomputation, otherwise empty."""
+    computed again; otherwise they hold no data. Chunk 0 keeps the input itself with recomputation, else nothing."""
     ends: Sequence[Any]
     """The return value of :func:`end_graph` for the result; for the last chunk, only the loss."""
     saved: SavedTensors | None
@@ -43,10 +43,10 @@ class Batch:
     training: bool = True
     turns_at_once: bool = False
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
-    """By chunk and micro-batch."""
+    """Graphs whose backward is still to come, by chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
-    """Results of computes, until the next chunk or a send takes them; by kind, chunk and micro-batch."""
+    """Results of computes until the next chunk or a send takes them, by kind, chunk and micro-batch."""
     labels: dict[int, Any] = field(default_factory=dict)
-    """By micro-batch, on the rank of the last chunk."""
+    """Labels by micro-batch, on the rank of the last chunk."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """By micro-batch, on the rank of the last chunk. In evaluation they may be the model's outputs."""
+    """Losses by micro-batch, on the rank of the last chunk. In evaluation they may be the model's outputs."""

@@ -1,10 +1,12 @@
-"""The files of a checkpoint that stock DeepSpeed's pipeline engine writes and loads, at ZeRO stage 0 and 1.
+"""Names and reads the checkpoint files of stock DeepSpeed's pipeline engine at ZeRO stages 0 and 1.
 
-TAG/layer_03-model_states.pt                             parameters and buffers of layer 3, as the model computes with
+TAG/layer_03-model_states.pt                             parameters and buffers of layer 3, in the data type in which
+                                                         the model computes
 TAG/mp_rank_01_model_states.pt                           counters, scheduler and client state, alike for all pipeline
                                                          ranks; at stage 0 also the optimizer of pipeline rank 1
-TAG/[bf16_]zero_pp_rank_2_mp_rank_01_optim_states.pt     at stage 1: what data-parallel rank 2 of pipeline rank 1 holds
-                                                         of master weights and optimizer state, one flat tensor a group
+TAG/[bf16_]zero_pp_rank_2_mp_rank_01_optim_states.pt     at stage 1: the master weights and optimizer state on
+                                                         data-parallel rank 2 of pipeline rank 1, one flat tensor per
+                                                         parameter group
 """
 
 import re
@@ -24,8 +26,8 @@ CLASSES = [
     *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
     *(Namespace, SimpleNamespace, frozenset, PosixPath, PurePosixPath, PureWindowsPath),
 ]
-"""What stock DeepSpeed's files hold beside tensors, numbers, strings and containers, and what scripts often put into
-their client state. Making one runs no code of the file's choice."""
+"""The classes that stock DeepSpeed's files contain beside tensors, numbers, strings and containers, and those that
+scripts often put into their client state. Building such an object runs no code that the file chooses."""
 KEYS = frozenset(
     {
         "module",
@@ -49,7 +51,7 @@ KEYS = frozenset(
         "universal_checkpoint_info",
     }
 )
-"""What DeepSpeed itself keeps in a file of a pipeline rank; the rest is the user's client state."""
+"""The keys that DeepSpeed itself uses in a pipeline rank's file. All other keys are the user's client state."""
 TIED = "tied_modules"
 _LAYER_FILE = re.compile(r"layer_(\d+)(-model_00)?-model_states\.pt")
 
@@ -68,15 +70,17 @@ def shard_file(pipeline_rank: int, data_rank: int, bf16: bool) -> str:
 
 
 def layer_files(folder: Path) -> dict[int, Path]:
-    """The files of layers that have one, by layer. Where the topology has an axis ``model``, even of one rank, their
-    names have it, too."""
+    """Returns the layer files by layer number, in ascending order. A layer without a file is absent. File names include
+    ``-model_00`` if the topology has an axis ``model``, even of one rank."""
     found = ((_LAYER_FILE.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """What ``path`` holds, on the CPU. Raises CheckpointError if it is missing or needs other classes than DeepSpeed's;
-    none of its code runs."""
+    """Returns the content of ``path`` on the CPU. Runs no code from the file.
+
+    Raises CheckpointError if the file is missing, holds no dictionary or needs other classes than ``CLASSES``.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; copy the checkpoint again, with the files of all ranks")
     try:
@@ -93,7 +97,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The object that torch refused to build, if that is what stopped it."""
+    """Returns the object that torch refused to build; for other errors, their first line."""
     refused = re.search(r"GLOBAL ([\w.]+)", str(error))
     if refused is not None:
         return f"it asks for {refused[1]}"

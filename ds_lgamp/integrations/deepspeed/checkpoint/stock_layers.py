@@ -1,4 +1,4 @@
-"""Which layer, or which tied module, a layer file of stock DeepSpeed holds."""
+"""Finds the layer or the tied module that each layer file of stock DeepSpeed holds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,30 +13,32 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import TIED, la
 
 
 class StockLayers(NamedTuple):
-    """What the layer files hold, under names that are the same in every layout."""
+    """The content of the layer files, under names that are the same in every layout."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     extra_states: list[str]
-    """Entries that hold nothing, but are missed where they are not there."""
+    """The names of empty entries. Loading fails if a state lacks them."""
     bounds: list[int]
-    """Where the layers of each pipeline rank begin, as far as parameters show it, and where the last one ends."""
+    """The first layer of each pipeline rank, as far as parameters show it, then the number of layers."""
     tied: dict[str, list[int]]
-    """By key of a tied module, for every pipeline rank that has it, a layer that uses it; without those where it does
-    not show."""
+    """The layers that use each tied module, by its key. They include one layer of every pipeline rank that has the
+    module. A key is absent if the files do not show these layers."""
 
 
 def name_layers(
     folder: Path, contents: dict[int, dict[str, Tensor]], masters: list[dict[str, Tensor]], buffers: set[str]
 ) -> StockLayers:
-    """Names what the layer files hold.
+    """Names the tensors of the layer files.
 
     Args:
-        contents: what the file of each layer holds.
+        folder: the checkpoint's folder, for error messages.
+        contents: the content of each layer's file, by layer.
         masters: the flat master weights of each pipeline rank by name.
         buffers: the names of all buffers.
 
-    Raises CheckpointError if the files and the master weights are not of one model.
+    Raises CheckpointError if the files and the master weights do not belong to one model, or if a layer has extra
+    state.
     """
     names = set().union(*masters) | buffers
     tied: dict[str, list[int]] = {key: [] for key in tied_keys(names)}
@@ -68,12 +70,12 @@ def name_layers(
 
 
 def tied_keys(names: set[str] | dict[str, Tensor]) -> list[str]:
-    """The keys of the tied modules among ``names``, in a fixed order."""
+    """Returns the keys of the tied modules among ``names``, sorted."""
     return sorted({name.split(".")[1] for name in names if name.startswith(f"{TIED}.")})
 
 
 def _holds(content: dict[str, Tensor], key: str, masters: list[dict[str, Tensor]]) -> bool:
-    """Whether ``content`` is what one of the pipeline ranks has of the tied module ``key``."""
+    """Returns whether ``content`` has the weights of the tied module ``key`` on one of the pipeline ranks."""
     prefix = f"{TIED}.{key}."
     for held in masters:
         weights = {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
@@ -114,8 +116,12 @@ def _layers(names: dict[str, Tensor]) -> Iterator[int]:
 def _users(
     tied: dict[str, list[int]], owners: dict[str, list[int]], bounds: list[int], with_file: set[int]
 ) -> dict[str, list[int]]:
-    """Layers that use tied modules by a function of their own have no file: DeepSpeed makes them the layers that are
-    missing on a rank that has the module."""
+    """Returns the layers that use each tied module, by its key; without keys for which they stay unknown.
+
+    A layer that uses a tied module by a function of its own has no file. So if a rank has the module, but no file of
+    it, the rank's only layer without a file is the user. On the last rank this may be a layer after the last file;
+    then the last entry of ``bounds`` grows by 1.
+    """
     last = len(bounds) - 2
     users = {}
     for key, layers in tied.items():

@@ -1,4 +1,4 @@
-"""Reads what stock DeepSpeed's pipeline engine saved, in one process, whatever layout it had."""
+"""Reads a checkpoint of stock DeepSpeed's pipeline engine in one process, whatever its layout."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,16 +28,16 @@ _OPTIONS_OF_FUSED_ADAM = {"lr", "bias_correction", "betas", "eps", "weight_decay
 
 
 class Group(NamedTuple):
-    """A parameter group as one pipeline rank has it; DeepSpeed drops those that have no parameter there."""
+    """A parameter group on one pipeline rank. DeepSpeed drops groups that have no parameter there."""
 
     names: list[str]
     options: dict[str, Any]
     scalars: dict[str, Any]
-    """State that is alike for all parameters of the group, such as the step."""
+    """State that all parameters of the group share, such as the step."""
 
 
 class OwnedState(NamedTuple):
-    """What the data-parallel ranks of one pipeline rank hold of the optimizer. Tensors are flat."""
+    """The optimizer state of one pipeline rank, joined from its data-parallel ranks. Tensors are flat."""
 
     groups: list[Group]
     masters: dict[str, Tensor]
@@ -46,11 +46,15 @@ class OwnedState(NamedTuple):
 
 
 def read_stock(folder: Path) -> WholeCheckpoint:
-    """The checkpoint in ``folder`` (DIR/TAG) of a pipeline run of stock DeepSpeed at ZeRO stage 0 or 1.
+    """Returns the checkpoint of a pipeline run of stock DeepSpeed at ZeRO stage 0 or 1.
 
-    Of a tied parameter, the copy of the first pipeline rank counts, as when DeepSpeed loads.
+    A tied parameter takes the values of the first pipeline rank, as when DeepSpeed loads.
 
-    Raises CheckpointError if it is none, is incomplete, would run code, or does not say what belongs to what.
+    Args:
+        folder: DIR/TAG.
+
+    Raises CheckpointError if ``folder`` holds no such checkpoint, or one that is incomplete, would run code or is
+    ambiguous.
     """
     try:
         return _read(folder)
@@ -76,7 +80,7 @@ def _read(folder: Path) -> WholeCheckpoint:
     options, group_of, scalars = _merge_groups(folder, [state.groups for state in owned])
     kind = _optimizer_class(options[0], ranks[0].get("ds_config", {}))
     if kind in ("Adam", "AdamW"):
-        # Of DeepSpeed's FusedAdam, for which a block takes torch's class; that always corrects.
+        # This option belongs to DeepSpeed's FusedAdam. A block replaces that by torch's class, which always corrects.
         for group in options:
             group.pop("bias_correction", None)
     scheduler = ranks[0]["lr_scheduler"]
@@ -99,7 +103,7 @@ def _read(folder: Path) -> WholeCheckpoint:
         "optimizer": {"class": kind, "groups": options, "scalars": scalars},
         "lr_scheduler": scheduler and {"class": None, "state": scheduler},
         "loss_scaler": owned[0].loss_scaler,
-        # Where stock DeepSpeed itself would go on: it saves neither random states nor the position in the data.
+        # Stock DeepSpeed saves neither random states nor the position in the data. The run goes on as stock would.
         "counters": {
             **{name: ranks[0][name] for name in ("global_steps", "global_samples", "skipped_steps")},
             "micro_steps": 0,
@@ -113,7 +117,7 @@ def _read(folder: Path) -> WholeCheckpoint:
 
 
 def _rank_files(folder: Path) -> list[dict[str, Any]]:
-    """What DeepSpeed keeps by pipeline rank."""
+    """Returns the content of every pipeline rank's file. Raises CheckpointError if this reader does not support it."""
     first = load_file(folder / rank_file(0))
     if first["module"] is not None:
         raise CheckpointError(
@@ -134,7 +138,7 @@ def _is_sharded(folder: Path, pipeline_rank: int) -> bool:
 
 
 def _read_shards(folder: Path, pipeline_rank: int, data_ranks: int) -> OwnedState:
-    """Puts together what the data-parallel ranks of ``pipeline_rank`` hold."""
+    """Joins the optimizer state of the data-parallel ranks of ``pipeline_rank``."""
     bf16 = (folder / shard_file(pipeline_rank, 0, True)).is_file()
     shards = []
     for data_rank in range(data_ranks):
@@ -170,7 +174,7 @@ def _read_shards(folder: Path, pipeline_rank: int, data_ranks: int) -> OwnedStat
 
 def _group(names: list[str], saved: dict[str, Any], scalars: dict[str, Any]) -> Group:
     options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-    # DeepSpeed's FusedAdam counts steps there; torch's Adam, which has the same state, beside its moments.
+    # DeepSpeed's FusedAdam counts steps in its options. torch's Adam has the same state, but counts beside its moments.
     step = options.pop("step", None)
     return Group(names, options, scalars if step is None else {"step": step, **scalars})
 
@@ -178,7 +182,8 @@ def _group(names: list[str], saved: dict[str, Any], scalars: dict[str, Any]) -> 
 def _read_whole_optimizers(
     folder: Path, ranks: list[dict[str, Any]], contents: dict[int, dict[str, Tensor]], buffers: set[str]
 ) -> list[OwnedState]:
-    """Stage 0: the optimizers number their parameters, in the order of the module."""
+    """Returns the optimizer state of every pipeline rank at stage 0. There the optimizers number their parameters in
+    the order of the module."""
     parameters = (
         (f"{layer}.{key}", tensor)
         for layer, content in contents.items()
@@ -244,9 +249,9 @@ def _ambiguous(folder: Path, what: str) -> str:
 def _merge_groups(
     folder: Path, by_rank: list[list[Group]]
 ) -> tuple[list[dict[str, Any]], dict[str, int], list[dict[str, Any]]]:
-    """Options of all groups, the group of every parameter, and the scalars of all groups.
+    """Returns the options of all groups, the group of every parameter, and the scalars of all groups.
 
-    Ranks that lack a group have the others in the same order, and are told apart by their options.
+    A rank that lacks a group has the others in the same order. Their options tell them apart.
     """
     complete = max(by_rank, key=len)
     options = [group.options for group in complete]
@@ -298,8 +303,10 @@ def _layout(rank: dict[str, Any], layers: StockLayers, group_of: dict[str, int])
 
 
 def _optimizer_class(options: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """DeepSpeed does not save it: what a block makes of the ``config``'s optimizer, or the class that has these
-    options. None if there is none."""
+    """Returns the name of the optimizer's class, which DeepSpeed does not save; None if it stays unknown.
+
+    If ``config`` has an optimizer, a block's choice for it counts. Otherwise it is the class that has these options.
+    """
     named = config.get("optimizer")
     if named is not None:
         name = named["type"].lower() if named["type"].lower() in JSON_NAMES else named["type"]

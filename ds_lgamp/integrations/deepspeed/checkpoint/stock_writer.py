@@ -1,4 +1,4 @@
-"""Writes a checkpoint that stock DeepSpeed's pipeline engine loads, in one process, for any layout of it."""
+"""Writes a checkpoint that stock DeepSpeed's pipeline engine loads, in one process, for any of its layouts."""
 
 import math
 import re
@@ -25,14 +25,14 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import KEYS, TI
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import tied_keys
 
 _ALIGNMENT = 2
-"""DeepSpeed makes a group's flat tensor a multiple of this many elements for every data-parallel rank."""
+"""DeepSpeed pads a group's flat tensor to a multiple of this many elements per data-parallel rank."""
 
 
 class FlatGroup(NamedTuple):
-    """What one pipeline rank has of a parameter group, each tensor over all its parameters in order."""
+    """A parameter group on one pipeline rank. Each tensor joins all parameters of the group in order."""
 
     sizes: dict[str, int]
-    """Elements by parameter."""
+    """Number of elements by parameter."""
     master: Tensor
     moments: dict[str, Tensor]
     scalars: dict[str, Any]
@@ -48,15 +48,18 @@ def write_stock(
 ) -> None:
     """Writes ``folder`` (DIR/TAG), which must not exist, and DIR/latest.
 
-    A run loads it whose optimizer lists the parameters of each group in the order of ``module.parameters()``, and whose
-    configuration has neither ``round_robin_gradients`` nor ``elastic_checkpoint``.
+    The optimizer of the run that loads it must list the parameters of each group in the order of
+    ``module.parameters()``. The configuration of that run must have neither ``round_robin_gradients`` nor
+    ``elastic_checkpoint``.
 
     Args:
-        pipeline_ranks, data_ranks, stage: of the run that will load it; stage 0 or, for all data types, 1.
-        layer_bounds: the first layer of every pipeline rank, and the number of layers; None for where DeepSpeed cuts
+        pipeline_ranks, data_ranks: the layout of the run that will load it.
+        stage: the ZeRO stage of that run: 1, or 0 for float32 weights.
+        layer_bounds: the first layer of every pipeline rank, then the number of layers; None cuts as DeepSpeed does
             with the module's ``partition_method``.
 
-    Raises CheckpointError if the checkpoint has no optimizer state or does not say enough for this layout.
+    Raises CheckpointError if ``folder`` exists, or if the checkpoint has no optimizer state or does not say enough for
+    this layout.
     """
     _check(whole, folder, pipeline_ranks, data_ranks, stage)
     bounds = _bounds(whole.state, pipeline_ranks, layer_bounds)
@@ -97,9 +100,9 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
 
 
 def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[int] | None) -> list[int]:
-    """The first layer of every pipeline rank, and the number of layers."""
+    """Returns the first layer of every pipeline rank, then the number of layers."""
     layers, tied = state["layers"], tied_keys(state["parameters"])
-    # Only a run knows all layers; DeepSpeed's own files show what the layout needs that they were written at.
+    # Only a run with a block describes all layers. DeepSpeed's own files suffice only for the layout that wrote them.
     known = layers["types"] is not None
     same = not known and pipeline_ranks == state["layout"]["pipeline_ranks"]
     fix = "load it in a run with a ds_lgamp block and save it there"
@@ -126,7 +129,7 @@ def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[i
 
 
 def _stock_bounds(state: dict[str, Any], pipeline_ranks: int) -> list[int]:
-    """Where DeepSpeed's PipelineModule cuts."""
+    """Returns the bounds at which DeepSpeed's PipelineModule cuts."""
     types, method = state["layers"]["types"], state["layers"]["partition_method"].lower()
     if method == "uniform":
         return partition_uniform(len(types), pipeline_ranks)
@@ -141,18 +144,18 @@ def _stock_bounds(state: dict[str, Any], pipeline_ranks: int) -> list[int]:
 
 
 def _prefix(name: str) -> str:
-    """What of a name says which layer or tied module it belongs to."""
+    """Returns the part of ``name`` that identifies its layer or tied module."""
     words = name.split(".")
     return ".".join(words[: 2 if words[0] == TIED else 1])
 
 
 def _module_of(state: dict[str, Any], layer: int) -> str:
-    """What the names of ``layer`` begin with."""
+    """Returns the prefix of the names of ``layer``."""
     return next((f"{TIED}.{key}" for key, users in state["layers"]["tied"].items() if layer in users), str(layer))
 
 
 def _modules(state: dict[str, Any], layers: range) -> list[str]:
-    """What the names of ``layers`` begin with, in the order of PipelineModule: tied modules first."""
+    """Returns the prefixes of the names of ``layers`` in the order of PipelineModule: tied modules come first."""
     modules = list(dict.fromkeys(_module_of(state, layer) for layer in layers))
     return sorted(modules, key=lambda module: not module.startswith(TIED))
 
@@ -170,7 +173,8 @@ def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor | Non
 
 
 def _groups(whole: WholeCheckpoint, modules: list[str]) -> list[tuple[int, list[str]]]:
-    """The optimizer's groups that have parameters in ``modules``, with these in DeepSpeed's order."""
+    """Returns the number of every optimizer group that has parameters in ``modules``, and the names of these
+    parameters in DeepSpeed's order."""
     described = whole.state["parameters"]
     names = [name for module in modules for name in described if _prefix(name) == module]
     groups = [
@@ -209,13 +213,14 @@ def _options(whole: WholeCheckpoint, group: int, numbers: list[int]) -> dict[str
     optimizer = whole.state["optimizer"]
     options = {**optimizer["groups"][group], "params": numbers}
     if optimizer["class"] in ("Adam", "AdamW") and "step" in optimizer["scalars"][group]:
-        # DeepSpeed's FusedAdam, which it makes of those in its configuration, looks for these here.
+        # DeepSpeed makes Adam and AdamW of its configuration a FusedAdam, which reads these options here.
         options |= {"step": int(optimizer["scalars"][group]["step"]), "bias_correction": True}
     return options
 
 
 def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]]:
-    """By key of the optimizer's state, the tensors of ``names``, which have either all or none."""
+    """Returns the optimizer state of ``names`` as lists of tensors, by the key of the state. Raises CheckpointError if
+    only some of the parameters have a key."""
     moments = {}
     for key, by_name in whole.moments.items():
         held = [by_name[name] for name in names if name in by_name]
@@ -228,7 +233,7 @@ def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]
 
 
 def _whole_optimizer(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]]) -> dict[str, Any]:
-    """Stage 0: the state_dict of torch's optimizer, which numbers parameters."""
+    """Returns the optimizer for stage 0: the state_dict of torch's optimizer, which numbers parameters."""
     state: dict[int, dict[str, Any]] = {}
     options = []
     for group, names in groups:
@@ -236,15 +241,15 @@ def _whole_optimizer(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]]
         moments, scalars = _moments(whole, names), whole.state["optimizer"]["scalars"][group]
         for position in range(len(names)):
             own = {key: tensors[position] for key, tensors in moments.items()}
-            # Copied: an optimizer counts in the tensors it loads, and a file keeps what is shared.
+            # Copied: an optimizer counts steps in the loaded tensors, and tensors shared here stay shared in the file.
             state[first + position] = {**deepcopy(scalars), **own}
         options.append(_options(whole, group, list(range(first, first + len(names)))))
-    # A parameter without state is left out, as torch does.
+    # As in torch, parameters without state are absent.
     return {"state": {number: own for number, own in state.items() if own}, "param_groups": options}
 
 
 def _write_shards(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]], paths: list[Path]) -> None:
-    """Stage 1: a file for every data-parallel rank."""
+    """Writes the files for stage 1, one for every data-parallel rank."""
     flat = [_flatten(whole, group, names) for group, names in groups]
     options = [_options(whole, group, [number]) for number, (group, _) in enumerate(groups)]
     scaling = _loss_scaler(whole.state["loss_scaler"])
@@ -269,7 +274,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def _shard(groups: list[FlatGroup], data_rank: int, data_ranks: int) -> dict[str, Any]:
-    """Stage 1: what ``data_rank`` holds of every group, without the groups' options."""
+    """Returns the state of ``data_rank`` at stage 1: its part of every group, without the groups' options."""
     shards = [_range(group.master.numel(), data_rank, data_ranks) for group in groups]
     return {
         "base_optimizer_state": {
@@ -294,13 +299,13 @@ def _shard(groups: list[FlatGroup], data_rank: int, data_ranks: int) -> dict[str
 
 
 def _range(elements: int, data_rank: int, data_ranks: int) -> range:
-    """The part of a group's flat, padded tensor that ``data_rank`` holds."""
+    """Returns the range of a group's flat, padded tensor that ``data_rank`` holds."""
     length = -(-elements // (_ALIGNMENT * data_ranks)) * _ALIGNMENT
     return range(data_rank * length, (data_rank + 1) * length)
 
 
 def _inside(shard: range, start: int, stop: int) -> range:
-    """The elements of ``shard`` from ``start`` to ``stop``."""
+    """Returns the elements of ``shard`` from ``start`` to ``stop``."""
     return range(max(shard.start, start), min(shard.stop, stop))
 
 
@@ -312,7 +317,7 @@ def _cut(flat: Tensor, shard: range) -> Tensor:
 
 
 def _places(sizes: dict[str, int], shard: range) -> dict[str, fragment_address]:
-    """Where in ``shard`` the parameters are that it holds."""
+    """Returns the position inside ``shard`` of every parameter that it holds, by name."""
     places, start = {}, 0
     for name, size in sizes.items():
         held = _inside(shard, start, start + size)
@@ -323,8 +328,8 @@ def _places(sizes: dict[str, int], shard: range) -> dict[str, fragment_address]:
 
 
 def _loss_scaler(state: dict[str, Any] | None) -> dict[str, Any]:
-    """fp16 with a dynamic scale: DeepSpeed goes on with the object it loads, settings included. Otherwise what is in
-    its configuration counts."""
+    """Returns the entries for fp16 with a dynamic loss scale; none if ``state`` is None. DeepSpeed goes on with the
+    object that it loads, settings included. Without one, its configuration counts."""
     if state is None:
         return {}
     scaler = DynamicLossScaler.__new__(DynamicLossScaler)

@@ -1,4 +1,4 @@
-"""Micro-batches are pulled before a batch begins: either every rank has its data, or none starts."""
+"""Pulls the micro-batches of a batch before it begins. Either every rank has its data, or no rank starts."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -16,17 +16,17 @@ _READY, _ENDED, _FAULTY = range(3)
 
 
 class OwnData(RepeatingLoader):
-    """The engine's own training data, over and over: knows its position, whoever holds it as an iterator.
+    """The engine's own training data, repeated without end. It knows its position, whoever holds it as an iterator.
 
     Args:
-        loader: what DeepSpeed made; takes its place.
+        loader: the loader that DeepSpeed made. This object takes its place.
     """
 
     def __init__(self, loader: RepeatingLoader) -> None:
-        # Not made anew: an iterator draws random numbers when it is made.
+        # Keeps the iterator, because a new one would draw random numbers.
         self.loader, self.data_iter = loader.loader, loader.data_iter
         self.pulled = 0
-        """Micro-batches taken."""
+        """Number of micro-batches taken."""
 
     def __next__(self) -> Any:
         micro_batch = super().__next__()
@@ -38,8 +38,8 @@ class OwnData(RepeatingLoader):
         return len(self.loader)
 
     def seek(self, pulled: int) -> None:
-        """Goes to where it is after so many micro-batches: at the end of an epoch, not yet at the beginning of the
-        next."""
+        """Moves to the position after ``pulled`` micro-batches. After the last one of an epoch, this is the end of the
+        epoch, not yet the beginning of the next."""
         self.data_iter = iter(self.loader)
         position = (pulled - 1) % self.micro_batches_per_epoch + 1 if pulled else 0
         next(islice(self.data_iter, position, position), None)
@@ -47,13 +47,13 @@ class OwnData(RepeatingLoader):
 
 
 class BatchLoader:
-    """Pulls batches on the ranks that own an end of the model and agrees with all other ranks on whether to go on.
+    """Pulls batches on the ranks that own an end of the model. All ranks agree on whether to go on.
 
     Args:
         needs_inputs: whether this rank owns the first chunk.
         needs_labels: whether this rank computes the loss.
-        device: where micro-batches are moved when they are used.
-        inputs_dtype: what floating-point inputs, not labels, are cast to then; None leaves them as they are.
+        device: micro-batches move to it when they are used.
+        inputs_dtype: floating-point inputs, but not labels, are cast to this type then; None leaves them as they are.
     """
 
     def __init__(
@@ -65,17 +65,22 @@ class BatchLoader:
     ) -> None:
         self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
         self._inputs_dtype = inputs_dtype
-        # The host waits for the answer, so that it travels between hosts, not between devices.
+        # The host waits for the answer, so the answer travels between hosts, not between devices.
         self._agreement = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._micro_batches: dict[int, Any] = {}
         self.tokens = 0
-        """Elements of the integer inputs taken since the counter was last set to 0."""
+        """Number of elements of the integer inputs taken since the counter was last set to 0."""
 
     def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any]) -> None:
         """Pulls a batch. Collective over all ranks.
 
-        Raises StopIteration on every rank if the data of one have ended; what others pulled is lost then. Raises
-        ConfigError on every rank if those of one fail otherwise, or are no pairs of inputs and labels.
+        Args:
+            micro_batches: the number of micro-batches.
+            next_micro_batch: returns the next pair of inputs and labels.
+
+        Raises StopIteration on every rank if the data of one rank have ended. The other ranks lose the micro-batches
+        that they pulled. Raises ConfigError on every rank if the data of one rank fail otherwise, or if they are no
+        pairs of inputs and labels.
         """
         self._micro_batches.clear()
         status, complaint, cause = _READY, None, None
@@ -100,7 +105,7 @@ class BatchLoader:
             raise StopIteration
 
     def largest(self, value: int) -> int:
-        """The largest ``value`` of all ranks. Collective."""
+        """Returns the largest ``value`` of all ranks. Collective."""
         if dist.get_world_size() == 1:
             return value
         largest = torch.tensor(value)
@@ -108,7 +113,8 @@ class BatchLoader:
         return int(largest)
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
-        """The inputs and labels this rank needs of a pulled micro-batch, on its device."""
+        """Returns the inputs and labels of a pulled micro-batch on this rank's device; None for those that this rank
+        does not need."""
         inputs, labels = self._micro_batches.pop(micro_batch)[:2]
         if self._needs_inputs:
             self.tokens += _integer_elements(inputs)
@@ -127,16 +133,16 @@ def _checked(pulled: Any) -> Any:
 
 
 def _integer_elements(inputs: Any) -> int:
-    """Of the first tensor, if it holds integers: token ids."""
+    """Returns the number of elements of the first tensor if it holds integers, which are token ids; otherwise 0."""
     first = inputs[0] if isinstance(inputs, (tuple, list)) and inputs else inputs
     integers = isinstance(first, torch.Tensor) and not first.is_floating_point() and first.dtype != torch.bool
     return first.numel() if integers else 0
 
 
 def _to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Tensors inside ``value`` on ``device``, floating-point ones in ``dtype``; lists become tuples, as everywhere in a
-    pipeline. A copy from the host starts in page-locked memory: from any other, the host would wait until the device
-    has done all that came before."""
+    """Returns ``value`` with its tensors on ``device`` and the floating-point ones in ``dtype``. Lists become tuples,
+    as everywhere in a pipeline. A copy from the host starts in page-locked memory. From any other memory, the host
+    would wait until the device has done all earlier work."""
     if torch.is_tensor(value):
         from_host = value.device.type == "cpu"
         start = get_accelerator().pin_memory(value) if from_host else value

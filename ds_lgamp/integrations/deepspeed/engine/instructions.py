@@ -1,4 +1,4 @@
-"""A program as DeepSpeed pipeline instructions."""
+"""Turns a program into DeepSpeed's pipeline instructions."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ class SendChunkActivation(PipeInstruction):
 
 
 class PostChunkActivation(PipeInstruction):
-    """Posts the receive of a chunk's input; the forward that consumes it waits."""
+    """Posts the receive of a chunk's input. The forward that consumes the input waits for it."""
 
 
 class SendChunkGradient(PipeInstruction):
@@ -31,7 +31,7 @@ class SendChunkGradient(PipeInstruction):
 
 
 class PostChunkGradient(PipeInstruction):
-    """Posts the receive of the gradient of a chunk's output; the backward that consumes it waits."""
+    """Posts the receive of the gradient of a chunk's output. The backward that consumes the gradient waits for it."""
 
 
 class GatherChunk(PipeInstruction):
@@ -75,7 +75,14 @@ INSTRUCTIONS: dict[Kind, type[PipeInstruction]] = {
 
 
 class ProgramSchedule(PipeSchedule):
-    """One pipeline rank's program. Building it validates the programs of all ranks; it can be run again and again."""
+    """The program of one pipeline rank. It can run any number of times.
+
+    Building it validates the programs of all ranks. Raises ProgramError if one is faulty or if they deadlock.
+
+    Args:
+        spec: describes the programs of all ranks.
+        stage_id: the pipeline rank.
+    """
 
     def __init__(self, spec: ProgramSpec, stage_id: int) -> None:
         super().__init__(spec.micro_batches, spec.pipeline_ranks, stage_id)
@@ -86,9 +93,9 @@ class ProgramSchedule(PipeSchedule):
         self._instructions = [INSTRUCTIONS[action.kind](action=action) for action in self.actions]
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """All instructions as one step: no barrier stands between them."""
+        """Yields all instructions as one step, so that no barrier stands between them."""
         yield self._instructions
 
     def num_pipe_buffers(self) -> int:
-        """None: the executor keeps its own."""
+        """Returns 0: the executor keeps its own buffers."""
         return 0

@@ -1,4 +1,4 @@
-"""Reports what a training step took, to DeepSpeed's monitors and its log."""
+"""Reports the time, throughput and memory of training steps to DeepSpeed's monitors and its log."""
 
 import time
 from collections.abc import Iterator
@@ -15,20 +15,21 @@ from ds_lgamp.runtime.stopwatch import EXPOSED_WAITS, Stopwatch
 
 
 class StepReport(NamedTuple):
-    """One step of the whole job."""
+    """The measurements of one step, over all ranks."""
 
     seconds: float
     """Duration on the slowest rank."""
     tokens_per_second: float
-    """Counts the elements of integer inputs; 0 if inputs are no integers."""
+    """Elements of integer inputs per second; 0 if the inputs are no integers."""
     kinds: dict[str, float]
     """Seconds by kind of work and of exposed wait, averaged over the ranks."""
     peak_bytes: float
-    """Highest memory since the process began, on the rank that needs most, as DeepSpeed's accelerator reports it:
-    allocated device memory; on the CPU the resident set of the process."""
+    """Highest memory since the process began, on the rank that needs most. DeepSpeed's accelerator reports it:
+    allocated device memory, or on the CPU the resident set of the process."""
 
     def events(self, engine: Any) -> list[tuple[str, float, int]]:
-        """Returns what the monitors get, in addition to DeepSpeed's own loss and learning rate."""
+        """Returns the events for the monitors, as (name, value, samples). DeepSpeed itself adds loss and learning
+        rate."""
         values = {
             "grad_norm": float(engine.get_global_grad_norm()),
             "tokens_per_second": self.tokens_per_second,
@@ -38,7 +39,7 @@ class StepReport(NamedTuple):
         return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
 
     def breakdown(self) -> str:
-        """Returns a line for ``wall_clock_breakdown``, in milliseconds."""
+        """Returns the log line for ``wall_clock_breakdown``. Times are in milliseconds."""
         parts = [
             f"{'wait for ' if kind in EXPOSED_WAITS else ''}{kind}: {1000 * self.kinds[kind]:.2f}"
             for kind in self.kinds
@@ -47,7 +48,7 @@ class StepReport(NamedTuple):
 
 
 class StepMonitor:
-    """Measures the steps of an engine. Collective over all ranks, once a step."""
+    """Measures the steps of an engine. Collective over all ranks once per step."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -58,7 +59,12 @@ class StepMonitor:
         self._start = time.perf_counter()
 
     def finish(self, tokens: int, device: torch.device) -> StepReport:
-        """Returns the report of the step that began last. Takes the ``tokens`` of this rank."""
+        """Returns the report of the step that began last.
+
+        Args:
+            tokens: the number of tokens that this rank took in the step.
+            device: holds the tensors that ranks exchange.
+        """
         kinds = self._stopwatch.read()
         seconds = time.perf_counter() - self._start
         own = torch.tensor(
@@ -77,16 +83,16 @@ class StepMonitor:
 
 
 def monitor_if_asked(engine: Any, loader: BatchLoader, stopwatch: Stopwatch) -> StepMonitor | None:
-    """Returns a monitor on all ranks if one of them reports steps: often only rank 0 does, but all ranks measure.
-    Collective over all ranks."""
+    """Returns a monitor on all ranks if any rank reports steps; otherwise None. Often only rank 0 reports, but all
+    ranks measure. Collective over all ranks."""
     asked = loader.largest(int(engine.monitor.enabled or engine.wall_clock_breakdown()))
     return StepMonitor(stopwatch) if asked else None
 
 
 @contextmanager
 def monitored(engine: Any, monitor: StepMonitor | None, loader: BatchLoader) -> Iterator[None]:
-    """Measures the training step inside the block and publishes the report; does nothing without a ``monitor``, and
-    publishes nothing if the step fails."""
+    """Measures the training step inside the block and publishes the report. Does nothing without a ``monitor``.
+    Publishes nothing if the step fails."""
     if monitor is None:
         yield
         return
@@ -97,7 +103,7 @@ def monitored(engine: Any, monitor: StepMonitor | None, loader: BatchLoader) -> 
 
 
 def _publish(engine: Any, report: StepReport) -> None:
-    """Writes to the monitors on rank 0, and where ``wall_clock_breakdown`` asks for it, to the log."""
+    """Writes the report to the monitors on rank 0. Also writes it to the log if ``wall_clock_breakdown`` is set."""
     if engine.global_rank == 0 and engine.monitor.enabled:
         engine.monitor.write_events(report.events(engine))
     interval = engine.steps_per_print()

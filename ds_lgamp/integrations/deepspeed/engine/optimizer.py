@@ -20,11 +20,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     """Steps a torch optimizer on this rank's shards.
 
     Args:
-        optimizer: its groups hold the shards from now on. Hyper-parameters and schedulers act on it as the user made
-            it.
+        optimizer: its groups hold the shards from now on. The user's hyper-parameters and schedulers act on it
+            unchanged.
         partition: holds the gradients, which are final when :meth:`step` is called.
-        gradient_clipping: the largest norm, 0 for none.
-        norm_group: all ranks.
+        gradient_clipping: the largest norm; 0 switches clipping off.
+        norm_group: the group of all ranks.
+        data_group: the data-parallel group.
         skips_overflow: whether all ranks skip a step if any gradient is inf or NaN.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
         loss_scaler: holds the scale of the gradients, and adapts it after each step.
@@ -57,7 +58,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         optimizer.state = _initial_state(optimizer)
         self._followed = False
         """Whether the weights already equal the master weights that this step updated."""
-        # Ahead of hooks that read parameters.
+        # This hook runs before all others, because those may read parameters.
         hook = optimizer.register_step_post_hook(self._follow_update)
         optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
@@ -86,15 +87,16 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         return self.loss_scaler.dynamic
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """From now on the user decides about the scale, as in DeepSpeed's optimizers."""
+        """Sets a scale that stays fixed unless the user changes it, as in DeepSpeed's optimizers."""
         self.loss_scaler, self.custom_loss_scaler = LossScaler(loss_scale), True
 
     def step(self) -> None:
-        """Unscales gradients, clips by the norm of the whole model's and updates the shards."""
+        """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
+        update if ``skips_overflow`` is set and any gradient is inf or NaN."""
         scale = self.loss_scale
         gradients = self.partition.counted_gradients()
         self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) / scale
-        # Only here a step waits for the device. If a gradient is inf or NaN, so is the norm.
+        # Only this check makes the host wait for the device. The norm is inf or NaN if any gradient is.
         self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -105,7 +107,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self._followed = False
         self.optimizer.step()
         if not self._followed:
-            # The optimizer's step was replaced, and its hooks with it.
+            # Somebody replaced the optimizer's step and thereby its hooks.
             self._follow_update()
 
     def _follow_update(self, *_: Any) -> None:
@@ -116,8 +118,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Does nothing: the partition drops gradients after the step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of this rank's master weights and optimizer state, for :meth:`load_state_dict` on the same
-        rank of a run with the same layout. save_checkpoint saves everything that a run needs to go on."""
+        """Returns a copy of this rank's master weights and optimizer state. :meth:`load_state_dict` takes it on the
+        same rank of a run with the same layout. To save everything that a run needs to go on, use save_checkpoint."""
         return {
             "data_rank": self._data_rank,
             "class": self.class_name,
@@ -126,20 +128,20 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a :meth:`state_dict`. All ranks call it together; raises CheckpointError on all, and changes
-        nothing, if one's does not fit."""
+        """Loads what :meth:`state_dict` returned. All ranks call it together. Raises CheckpointError on all ranks, and
+        changes nothing, if the state of one rank does not fit."""
         raise_everywhere(self._complaint_about_state(state_dict), CheckpointError)
         _load_partition_state(self.partition, state_dict["partition"])
-        # Copied: torch would go on working in the tensors it is given.
+        # Copied, because torch would update the given tensors in place.
         self.optimizer.load_state_dict(deepcopy(state_dict["optimizer"]))
 
     def refresh_fp32_params(self) -> None:
-        """Copies the weights to the master weights, after user code changed them alike on all data-parallel ranks. As
-        in DeepSpeed, this rounds master weights whose weights did not change, too."""
+        """Copies the weights to the master weights after user code changed the weights. The changes must be the same on
+        all data-parallel ranks. As in DeepSpeed, master weights are rounded even where weights did not change."""
         self.partition.adopt_parameters()
 
     def _complaint_about_state(self, state: Any) -> str | None:
-        """Returns why ``state`` is no state of this rank; None if it is one."""
+        """Returns why this rank cannot load ``state``; None if it can."""
         if not isinstance(state, dict) or set(state) != {"data_rank", "class", "partition", "optimizer"}:
             return "the state is none of engine.optimizer.state_dict(); pass what that returned on the same rank"
         rank, ranks = self._data_rank
@@ -175,12 +177,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @property
     def class_name(self) -> str:
-        """The class of the optimizer that steps."""
+        """The class name of the torch optimizer."""
         return type(self.optimizer).__name__
 
     def complaint_about_class(self, written: str | None) -> str | None:
-        """Returns why the state of an optimizer of the class ``written`` does not fit; None if it does, or if the class
-        is unknown."""
+        """Returns why optimizer state of the class ``written`` does not fit. Returns None if it does, or if ``written``
+        is None because the class is unknown."""
         if written in (self.class_name, None):
             return None
         return f"the optimizer state is that of {written}, this run's optimizer is {self.class_name}; use {written}"
@@ -190,7 +192,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         return self.dp_process_group.rank(), self.dp_process_group.size()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigError: the optimizer updates shards, a new group would hold parameters it never sees change."""
+        """Raises ConfigError: a new group would hold whole parameters, but the optimizer updates only shards."""
         raise ConfigError(
             "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; give it all "
             "groups before, with learning rate 0 for what trains later"
@@ -198,11 +200,11 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
 
 def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
-    """Returns for every unit, by name, the contents of its storage in their order, this rank's master weights, and the
-    weights if they are other tensors."""
+    """Returns the state of every unit by name: the contents of its storage in their order, this rank's master weights,
+    and the weights if they are other tensors."""
     state = {}
     for unit in partition.units:
-        # Cloned: a view would be written with the storage around it.
+        # Cloned, because torch.save writes a view with its whole storage.
         state[unit.name] = {"contents": unit.storage.contents(), "master": unit.master.values.detach().clone()}
         if unit.master.is_copy:
             state[unit.name]["weights"] = unit.storage.shard.detach().clone()
@@ -210,7 +212,8 @@ def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
 
 
 def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> str | None:
-    """Returns how the units differ, in their parameters or in the order of these; None if they do not."""
+    """Returns the first difference between the parameters of the units, or their order, and ``state``; None if there
+    is none."""
     own = {unit.name: unit.storage.contents() for unit in partition.units}
     for name in sorted(own.keys() | state.keys()):
         here, there = own.get(name, []), state.get(name, {}).get("contents", [])
@@ -232,8 +235,8 @@ def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, A
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """Returns the state before the first step, for the parameters that the groups have now. Adagrad makes its state
-    when it is built, all other optimizers in their first step."""
+    """Returns the state before the first step, for the current parameters of the groups. Adagrad makes its state in its
+    constructor. All other optimizers make it in their first step."""
     if type(optimizer) is not torch.optim.Adagrad:
         return defaultdict(dict)
     value = optimizer.defaults["initial_accumulator_value"]

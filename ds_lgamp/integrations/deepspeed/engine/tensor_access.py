@@ -20,11 +20,11 @@ from ds_lgamp.partition.parts import Part, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _ids = count()
-"""Numbers of parameters. All data-parallel ranks build the same engines in the same order, so they agree on them."""
+"""Numbers the parameters. All data-parallel ranks build the same engines in the same order, so their numbers agree."""
 
 
 class CurrentStatus:
-    """``ds_status`` of the parameters of a unit. It equals the ZeroParamStatus that they have at the moment."""
+    """The ``ds_status`` of a unit's parameters. It always equals their current ZeroParamStatus."""
 
     def __init__(self, storage: FlatStorage) -> None:
         self._storage = storage
@@ -40,8 +40,8 @@ class CurrentStatus:
 
     @property
     def now(self) -> ZeroParamStatus:
-        """AVAILABLE only if every element is there and current. At stages 1 and 2 the status after a step is INFLIGHT
-        until somebody needs the values, or NOT_AVAILABLE if gathers are deferred."""
+        """The current status. It is AVAILABLE only if every element is there and current. After a step at stages 1 and
+        2 it is INFLIGHT until somebody needs the values, or NOT_AVAILABLE if gathers are deferred."""
         if self._storage.gathering is not None:
             return ZeroParamStatus.INFLIGHT
         complete = self._storage.resident and not self._storage.stale
@@ -80,14 +80,14 @@ class TensorAccess:
             "all_gather": partial(_all_gather, part.parameter),
             "partition": partial(_partition, part.parameter),
             "_z3_optimizer": self,
-            # safe_get_full_grad asks these two before ``grad``, which this rank alone accumulates.
+            # safe_get_full_grad reads these two before ``grad``, which holds only the gradients of this rank.
             "_hp_grad": True,
             "get_full_hp_grad": partial(self.get_fp32_grad_for_param, part.parameter),
         }
         for name, value in attributes.items():
             setattr(part.parameter, name, value)
 
-    # Weights and optimizer state, as safe_get_full_fp32_param and its kin call them
+    # Weights and optimizer state, as safe_get_full_fp32_param and similar functions call them
 
     def get_full_hp_param(
         self, parameter: torch.nn.Parameter, optim_state_key: str | None = None
@@ -153,14 +153,16 @@ class TensorAccess:
     # GatheredParameters
 
     def gather(self, parameter: torch.nn.Parameter) -> FlatStorage:
-        """Starts the gather of the storage around the parameter, holds it until :meth:`release` and returns it."""
+        """Starts the gather of the storage that contains ``parameter`` and returns the storage. Its parameters stay
+        complete until :meth:`release`."""
         part = self._parts[parameter]
         self._in_blocks.add(part.name)
         part.unit.storage.hold(part.name)
         return part.unit.storage
 
     def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
-        """Drops the parameter's storage. If it ``changed``, alike on all data-parallel ranks, its values are kept."""
+        """Lets the storage release its parameters again. If the parameter ``changed``, which it must do alike on all
+        data-parallel ranks, training goes on with its new values."""
         part = self._parts[parameter]
         if changed:
             part.adopt_weights()
@@ -168,17 +170,19 @@ class TensorAccess:
         part.unit.storage.drop(part.name)
 
     def refuse_inside_block(self, call: str) -> None:
-        """Raises ConfigError inside GatheredParameters, whose end would undo the changes that ``call`` makes to
-        weights."""
+        """Raises ConfigError inside a block of GatheredParameters: the end of the block would undo the changes that
+        ``call`` makes to weights."""
         if self._in_blocks:
             raise ConfigError(f"{call} is called inside a block of deepspeed.zero.GatheredParameters; leave it first")
 
     # Shared by the sections above
 
     def _values(self, part: Part, key: str | None, together: bool) -> torch.Tensor:
-        """Returns this rank's part of the master weights or of the optimizer state ``key``, not copied. With
-        ``together``, all data-parallel ranks call it and raise together: a rank without elements cannot tell by itself
-        whether the state exists."""
+        """Returns a view of this rank's part of the master weights, or of the optimizer state ``key``.
+
+        With ``together``, all data-parallel ranks call it and raise together. A rank without elements cannot tell by
+        itself whether the state exists.
+        """
         segment = part.segment
         if key is None:
             return part.unit.master.values[part.in_shard]
@@ -230,7 +234,7 @@ class TensorAccess:
 def _all_gather(
     parameter: torch.nn.Parameter, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
 ) -> None:
-    """Gathers the parameters, of any engines. All data-parallel ranks call it together."""
+    """Gathers the parameters, which may belong to several engines. All data-parallel ranks call it together."""
     for storage in [each._z3_optimizer.gather(each) for each in param_list or [parameter]]:
         storage.finish_gather()
 
@@ -242,6 +246,6 @@ def _partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Releases the parameters. If ``has_been_updated``, the shards take their values first."""
+    """Releases the parameters. If ``has_been_updated``, the shards first take over the values of the parameters."""
     for each in param_list or [parameter]:
         each._z3_optimizer.release(each, has_been_updated)

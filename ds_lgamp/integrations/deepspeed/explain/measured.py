@@ -1,4 +1,4 @@
-"""``ds_lgamp run --measure``: what a training run does and costs, with a ``ds_lgamp`` block or without."""
+"""``ds_lgamp run --measure``: measures a training run with or without a ``ds_lgamp`` block."""
 
 import json
 import statistics
@@ -20,11 +20,11 @@ from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 
 COUNTED_STEP = 3
-"""The step, counted from 0, that is counted instead of timed: late enough that nothing happens for the first time."""
+"""The step, numbered from 0, that is counted instead of timed. By then, nothing happens for the first time."""
 
 
 class TrainingMeasurement:
-    """Records every ``train_batch`` of a script: loss and time of each, traffic and memory of one."""
+    """Records the loss and time of every ``train_batch`` of a script, and the traffic and memory of one."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []
@@ -41,7 +41,7 @@ class TrainingMeasurement:
         PipelineEngine.train_batch = train_batch
 
     def write(self, path: Path) -> None:
-        """Writes the record as JSON on the first rank. Raises ConfigError if no step was counted."""
+        """Writes the record as JSON to ``path`` on the first rank. Raises ConfigError if no step was counted."""
         if not self._counted:
             raise ConfigError(
                 f"--measure {path} needs {COUNTED_STEP + 1} training steps or more, the script made "
@@ -85,7 +85,7 @@ class TrainingMeasurement:
 
 
 def simulated_bubble(engine: PipelineEngine) -> float:
-    """The bubble of the engine's schedule; a stock engine runs 1F1B."""
+    """Returns the bubble of the engine's schedule as a fraction of the ideal step time. A stock engine runs 1F1B."""
     if isinstance(engine, LgampEngine):
         spec = engine.program_spec
     else:

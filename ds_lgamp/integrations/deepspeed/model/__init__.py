@@ -1,1 +1,1 @@
-"""PipelineModule: its layers in chunks, each on its pipeline rank."""
+"""Puts the layers of a PipelineModule into chunks, each on its pipeline rank."""

@@ -1,4 +1,4 @@
-"""The optimizer and the parameter groups that the user passed, before shards take the place of whole parameters."""
+"""Handles the user's optimizer and parameter groups before shards take the place of whole parameters."""
 
 import hashlib
 from collections.abc import Iterable
@@ -18,11 +18,12 @@ _OF_PARAMETERS = ("params", "param_names")
 
 
 class ParameterGroups:
-    """The optimizer group of every parameter by its global name, known on every rank before layers move.
+    """The optimizer group of every parameter by its global name. Every rank knows all groups before layers move.
 
-    Collective over all ranks. Raises ConfigError on all ranks if the groups of one do not fit.
+    Collective over all ranks. Raises ConfigError on all ranks if the groups of one rank do not fit.
 
     Args:
+        module: the module before its layers move.
         groups: the optimizer's ``param_groups`` or the user's ``model_parameters``.
     """
 
@@ -59,8 +60,8 @@ class ParameterGroups:
             )
 
     def rewrite(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
-        """Puts the parameters that this rank has now into ``groups``, in place. A group without parameters here gets an
-        empty placeholder: DeepSpeed drops empty groups, and schedulers count them."""
+        """Puts the current parameters of this rank into ``groups``, in place. A group without parameters on this rank
+        gets an empty placeholder, because DeepSpeed drops empty groups while schedulers count them."""
         for group in groups:
             group["params"] = []
             group.pop("param_names", None)
@@ -75,8 +76,11 @@ def place_with_groups(module: PipelineModule, layout: Layout, arguments: dict[st
     """Moves the layers of ``module``, and with them the parameters in the user's groups. Collective over all ranks.
 
     Args:
-        arguments: those of ``deepspeed.initialize``. The groups of an ``optimizer`` are changed in place, else
-            ``model_parameters`` are replaced.
+        layout: the new place of every layer.
+        arguments: the arguments of ``deepspeed.initialize``. If they have an ``optimizer``, its groups change in
+            place; otherwise ``model_parameters`` are replaced.
+
+    Raises ConfigError on all ranks if the groups of one rank do not fit.
     """
     client, parameters = arguments.get("optimizer"), arguments.get("model_parameters")
     if isinstance(client, torch.optim.Optimizer):
@@ -100,7 +104,7 @@ def as_groups(parameters: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _without_names(parameters: Any) -> list[nn.Parameter]:
-    """Returns the parameters of a group as a list. torch takes one tensor or several, with their names or without."""
+    """Returns the parameters of a group as a list. torch takes one tensor or several, with or without names."""
     listed: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
 
@@ -111,8 +115,8 @@ def trainable_parameters(module: PipelineModule) -> list[nn.Parameter]:
 
 
 def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why an optimizer that has taken steps cannot be used: its state belongs to whole parameters. None if it
-    has taken none."""
+    """Returns why ``optimizer`` cannot be used after it has taken steps: its state belongs to whole parameters. Returns
+    None if it has taken no step."""
     if type(optimizer) is torch.optim.Adagrad:
         stepped = any(bool(state["step"]) for state in optimizer.state.values())
     else:

@@ -1,7 +1,7 @@
-"""``ds_lgamp.deferred_init()``: a PipelineModule whose layers take no memory until the engine builds their shards.
+"""``ds_lgamp.deferred_init()``: the layers of a PipelineModule take no memory until the engine builds their shards.
 
-Inside the context the constructor builds every layer that a LayerSpec describes on torch's meta device: names, shapes
-and types, no values. ``materialise.py`` builds them for real, each on the rank that keeps it.
+Inside the context, the constructor builds every layer of a LayerSpec on torch's meta device. Such a layer has names,
+shapes and types, but no values. ``materialise.py`` builds each layer for real on the rank that keeps it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.runtime.random_state import undisturbed
 
 _SEED = "_ds_lgamp_deferred_seed"
-"""The attribute of a module whose layers are deferred: the seed of its layers if they have none of their own."""
+"""The attribute that marks a module with deferred layers. Its value seeds them if they have no seeds of their own."""
 _WRITES_NOTHING = ("requires_grad_", "retain_grad_")
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter of a layer that is built later. It has a name, a shape and a type, and goes into optimizers; writing
-    values to it, which would be lost, raises ConfigError."""
+    """A parameter of a layer that is built later. It has a name, a shape and a type, and goes into optimizers. Writing
+    values to it raises ConfigError, because they would be lost."""
 
     @classmethod
     def __torch_function__(
@@ -42,15 +42,15 @@ class DeferredParameter(nn.Parameter):
                 "change weights after it, with engine.load_checkpoint or engine.module.load_state_dict"
             )
         if name == "__get__" and function.__self__ is torch.Tensor.is_meta:
-            # torch's trunc_normal_ and load_state_dict would skip it in silence or with a warning.
+            # torch's trunc_normal_ and load_state_dict would skip a meta tensor silently or with a warning.
             return False
-        # A view of it, such as its data, is of this class as well.
+        # Keeps this class for views of the parameter, such as its data.
         return super(nn.Parameter, cls).__torch_function__(function, types, arguments, options)
 
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """A PipelineModule constructed inside the block takes no memory for the layers its LayerSpecs describe."""
+    """Makes every PipelineModule constructed inside the block take no memory for the layers of its LayerSpecs."""
     construct = PipelineModule.__init__
 
     @wraps(construct)
@@ -65,15 +65,15 @@ def deferred_init() -> Iterator[None]:
 
 
 def _construct(construct: Any, module: PipelineModule, layers: list, arguments: tuple, options: dict) -> None:
-    """Runs the constructor, with the steps that take or need memory replaced on the objects at hand."""
-    # A number of torch's generator, so that torch.manual_seed decides and a second module gets other weights.
+    """Runs the constructor. Its steps that take or need memory are replaced on the module and the specifications."""
+    # torch's generator draws the seed, so that torch.manual_seed decides it and a second module gets other weights.
     seed = 0 if options.get("seed_layers") else int(torch.randint(2**31, (), device="cpu"))
     replaced = {"to": partial(_move, module), "_synchronize_tied_weights": partial(_synchronize, module)}
     specs = [layer for layer in layers if _can_be_built_later(layer)]
     try:
         for spec in specs:
             spec.build = partial(build_without_memory, spec)
-        # nn.Module's constructor, which would refuse other ways, has not run yet.
+        # nn.Module refuses other ways to set attributes before its constructor has run.
         vars(module).update({_SEED: seed, **replaced})
         construct(module, layers, *arguments, **options)
     finally:
@@ -84,13 +84,13 @@ def _construct(construct: Any, module: PipelineModule, layers: list, arguments: 
 
 
 def _move(module: PipelineModule, *arguments: Any, **options: Any) -> PipelineModule:
-    """``module.to`` for what has memory."""
+    """Runs ``module.to`` on the children that have memory."""
     with showing(module, children_with_memory(module)):
         return nn.Module.to(module, *arguments, **options)
 
 
 def _synchronize(module: PipelineModule) -> None:
-    """Stock's broadcast of tied weights, of those that have memory."""
+    """Runs stock's broadcast of tied weights on those that have memory."""
     every = module.tied_comms
     module.tied_comms = {key: tied for key, tied in every.items() if key not in deferred_keys(module)}
     PipelineModule._synchronize_tied_weights(module)
@@ -98,17 +98,18 @@ def _synchronize(module: PipelineModule) -> None:
 
 
 def is_deferred(module: PipelineModule) -> bool:
-    """Whether layers of ``module`` are still to be built."""
+    """Returns whether layers of ``module`` are still to be built."""
     return _SEED in vars(module)
 
 
 def defers(module: PipelineModule, spec: Any) -> bool:
-    """Whether the layer of ``spec`` is still to be built."""
+    """Returns whether the layer of ``spec`` is still to be built."""
     return is_deferred(module) and _can_be_built_later(spec)
 
 
 def _can_be_built_later(spec: Any) -> bool:
-    """Whether the layer is made of nothing that has memory already, such as a module that ``spec`` passes on to it."""
+    """Returns whether ``spec`` is a LayerSpec without modules and tensors among its arguments. Those have memory
+    already."""
     if not isinstance(spec, LayerSpec):
         return False
     given = tree_leaves((spec.module_args, spec.module_kwargs))
@@ -116,24 +117,24 @@ def _can_be_built_later(spec: Any) -> bool:
 
 
 def deferred_keys(module: PipelineModule) -> set[str]:
-    """Of tied modules."""
+    """Returns the keys of the tied modules that are still to be built."""
     return {spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec) and defers(module, spec)}
 
 
 def deferred_seed(module: PipelineModule) -> int:
-    """What seeds the layers of a deferred module: layer i is built under this number plus i."""
+    """Returns the seed of the layers of a deferred module. Layer i is built under this number plus i."""
     return int(module.base_seed) if module.seed_layers else vars(module)[_SEED]
 
 
 def end_deferral(module: PipelineModule) -> None:
-    """All layers are built."""
+    """Removes the mark of a deferred module, once all its layers are built."""
     del vars(module)[_SEED]
 
 
 def build_without_memory(spec: LayerSpec) -> nn.Module:
-    """The layer ``spec`` describes, on the meta device. Consumes no random numbers.
+    """Returns the layer that ``spec`` describes, on the meta device. Consumes no random numbers.
 
-    A layer whose constructor needs the values of tensors is built for real, and its memory freed at once.
+    If the layer's constructor needs the values of tensors, the layer is built for real and its memory freed at once.
     """
     build = type(spec).build
     with undisturbed(layer_sources(torch.device(get_accelerator().current_device_name()))):
@@ -141,14 +142,14 @@ def build_without_memory(spec: LayerSpec) -> nn.Module:
             with torch.device("meta"):
                 layer = build(spec)
         except Exception:
-            # Any layer may do in its constructor what only tensors with data can.
+            # A constructor may do anything that needs tensors with data, so any error can come.
             layer = build(spec)
     _drop_memory(layer)
     return layer
 
 
 def _drop_memory(layer: nn.Module) -> None:
-    """Replaces parameters and buffers by ones on the meta device; what was shared stays shared."""
+    """Replaces parameters and buffers by ones on the meta device. Shared tensors stay shared."""
     replaced: dict[int, torch.Tensor] = {}
     for module in layer.modules():
         kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -170,7 +171,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def children_with_memory(module: PipelineModule) -> dict[str, nn.Module]:
-    """The children of ``module`` by name, without those that are deferred."""
+    """Returns the children of ``module`` by name, without deferred ones."""
     specs, keys = module._layer_specs, deferred_keys(module)
     children = {
         name: child
@@ -185,7 +186,7 @@ def children_with_memory(module: PipelineModule) -> dict[str, nn.Module]:
 
 @contextmanager
 def showing(module: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Inside the block ``module`` has these children and no others."""
+    """Gives ``module`` these children, and no others, inside the block."""
     own, module._modules = module._modules, dict(children)
     try:
         yield

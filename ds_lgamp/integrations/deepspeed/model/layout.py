@@ -15,7 +15,7 @@ from ds_lgamp.schedule.placement import Placement
 
 
 class Layout(NamedTuple):
-    """Which layers form a chunk, and which pipeline rank holds it."""
+    """The layers of every chunk, and the pipeline rank that holds it."""
 
     bounds: list[int]
     """The first layer of every chunk, then the number of layers."""
@@ -37,10 +37,10 @@ class Layout(NamedTuple):
 
 
 def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:
-    """Returns the layout that ``settings`` ask for. Raises ConfigError if the layers do not suffice.
+    """Returns the layout that ``settings`` ask for. Raises ConfigError if there are too few layers for it.
 
     Args:
-        partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
+        partition_method: the module's method to cut its layers. ``chunks_per_rank`` balances chunks by it.
     """
     if settings.one_chunk_per_rank:
         bounds = [int(bound) for bound in module.parts]
@@ -56,7 +56,7 @@ def layer_types(module: PipelineModule) -> list[str]:
 
 
 def layer_weights(module: PipelineModule, method: str) -> list[float]:
-    """Returns the weight of every layer that DeepSpeed's ``partition_method`` balances. Draws no random numbers."""
+    """Returns the weight that DeepSpeed's partition ``method`` gives every layer. Draws no random numbers."""
     method = method.lower()
     if method == "parameters":
         device = torch.device(get_accelerator().current_device_name())

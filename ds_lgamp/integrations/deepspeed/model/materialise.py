@@ -1,4 +1,4 @@
-"""Builds the layers that :func:`ds_lgamp.deferred_init` left without memory, one unit's at a time."""
+"""Builds the layers that :func:`ds_lgamp.deferred_init` left without memory, one unit at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,19 +30,19 @@ _TIED = "tied_modules."
 
 
 class DeferredLayers:
-    """The deferred layers of this rank.
+    """Builds the deferred layers of this rank.
 
-    A layer is built from its specification under the seed of its index, the first one's for a tied module: with
-    ``seed_layers`` the seed stock DeepSpeed builds it under, otherwise one counted from a number that rank 0 drew from
-    torch's generator when it constructed the module. So weights depend neither on the number of pipeline ranks nor on
-    the placement. What data-parallel rank 0 built counts, as in stock DeepSpeed.
+    The seed of a layer is a base seed plus the layer's index; a tied module takes the index of the first layer that
+    uses it. With ``seed_layers`` this is the seed of stock DeepSpeed. Otherwise rank 0 drew the base seed from torch's
+    generator when it constructed the module. So weights depend neither on the number of pipeline ranks nor on the
+    placement. As in stock DeepSpeed, the values of data-parallel rank 0 count.
 
     Collective over all ranks.
 
     Args:
-        module: after its layers were placed.
-        prepare: brings the layers ``module`` shows to the type and the device they train in, and to the values of
-            data-parallel rank 0.
+        module: the module after its layers were placed.
+        prepare: converts the layers that ``module`` shows to the type and device of training, and gives them the values
+            of data-parallel rank 0.
     """
 
     def __init__(self, module: PlacedModule, prepare: Callable[[], None]) -> None:
@@ -55,7 +55,10 @@ class DeferredLayers:
         self._seed = seeds[0]
 
     def with_values(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
-        """Builds the layers of a unit; returns its parameters, those without values replaced."""
+        """Builds the layers of a unit. Returns its ``parameters``, with built ones in place of deferred ones.
+
+        Raises ConfigError if a layer builds other parameters or buffers for real than on the meta device.
+        """
         values: dict[str, nn.Parameter] = {}
         for prefix in dict.fromkeys(_prefix(entry.name) for entry in parameters):
             if prefix in self._waiting:
@@ -64,12 +67,12 @@ class DeferredLayers:
         return [entry._replace(parameter=values.get(entry.name, entry.parameter)) for entry in parameters]
 
     def build_rest(self) -> None:
-        """Builds the layers no unit asked for, those without parameters."""
+        """Builds the layers without parameters, for which no unit asked."""
         for prefix in sorted(self._waiting):
             self._build(prefix)
 
     def register(self) -> None:
-        """Puts the built layers into the module: it is as if it had been constructed with memory."""
+        """Puts the built layers into the module, which is then as if it had been constructed with memory."""
         replace_layers(self._module, self._built)
         end_deferral(self._module)
 
@@ -97,13 +100,13 @@ class DeferredLayers:
 
 
 def deferred_layers(module: PipelineModule) -> dict[str, nn.Module]:
-    """This rank's layers without memory, by the prefix of their global names."""
+    """Returns this rank's layers without memory, by the prefix of their global names."""
     deferred = {prefix_of(index, spec) for index, spec in enumerate(module._layer_specs) if defers(module, spec)}
     return {prefix: layer for prefix, layer in built_layers(module).items() if prefix in deferred}
 
 
 def changed_layer(module: PipelineModule) -> str | None:
-    """The prefix of a deferred layer that is not as its specification builds it; None if there is none."""
+    """Returns the prefix of a deferred layer that differs from a new build of its specification; None if none does."""
     specs = {prefix_of(index, spec): spec for index, spec in enumerate(module._layer_specs)}
     for prefix, layer in deferred_layers(module).items():
         fresh = build_without_memory(specs[prefix])
@@ -118,5 +121,5 @@ def _described(layer: nn.Module) -> list[tuple]:
 
 
 def _prefix(name: str) -> str:
-    """Of a global name."""
+    """Returns the prefix of a global name: the layer or the tied module."""
     return ".".join(name.split(".")[: 2 if name.startswith(_TIED) else 1])

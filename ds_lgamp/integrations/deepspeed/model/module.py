@@ -1,6 +1,7 @@
-"""Re-places the built layers of a PipelineModule: chunks instead of stages, each on its pipeline rank.
+"""Moves the built layers of a PipelineModule into chunks instead of stages, each chunk on its pipeline rank.
 
-Layers are moved with their values, never initialised anew: users load weights before ``deepspeed.initialize``.
+Layers move with their values and are never initialised anew, because users load weights before
+``deepspeed.initialize``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,11 +34,12 @@ class TensorInfo(NamedTuple):
 
 
 class PlacedModule(PipelineModule):
-    """Mixed into the class of a re-placed module. It answers for chunks what DeepSpeed asks of a stage.
+    """A PipelineModule with chunks in the place of stages. :func:`place_layers` mixes it into the class of a module.
 
-    Between two batches, ``parameters()`` have the last step's values; who reads them may wait for a gather. At stage 3
-    they have no elements (``ds_shape`` and ``ds_numel`` say what they have), and where gathers are deferred old ones:
-    reading raises an error then. Inside ``deepspeed.zero.GatheredParameters`` they are complete and current.
+    Between two batches, ``parameters()`` have the values of the last step. Reading them may wait for a gather. At
+    stage 3 they have no elements; ``ds_shape`` and ``ds_numel`` give their full shape and size. If gathers are
+    deferred, they have old values. Reading raises an error in both cases. Inside
+    ``deepspeed.zero.GatheredParameters`` they are complete and current.
     """
 
     layout: Layout
@@ -45,16 +47,16 @@ class PlacedModule(PipelineModule):
     """The layers of every chunk of this rank, as functions."""
 
     full_parameters: Callable[[], AbstractContextManager[None]]
-    """Holds this rank's parameters complete and current inside a block; all data-parallel ranks enter it together."""
+    """Keeps this rank's parameters complete and current inside a block. All data-parallel ranks enter it together."""
     adopt_parameters: Callable[[], None]
-    """Inside such a block: training goes on with the values that were written to the parameters."""
+    """Inside such a block, makes training go on with the values that were written to the parameters."""
 
     def stage_owner(self, layer_idx: int) -> int:
         return self.layout.owner(layer_idx)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """The complete, current state of this rank's layers, copied. All data-parallel ranks call it together: where
-        parameters are sharded they are gathered first."""
+        """Returns a copy of the complete, current state of this rank's layers. All data-parallel ranks call it
+        together, because sharded parameters are gathered first."""
         with self.full_parameters():
             state = super().state_dict(*arguments, **options)
             for name, value in state.items():
@@ -63,7 +65,8 @@ class PlacedModule(PipelineModule):
             return state
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Loads this rank's layers, in training too. All data-parallel ranks call it together, with the same state."""
+        """Loads the state of this rank's layers, also during training. All data-parallel ranks call it together, with
+        the same state."""
         with self.full_parameters():
             result = super().load_state_dict(*arguments, **options)
             self.adopt_parameters()
@@ -71,8 +74,8 @@ class PlacedModule(PipelineModule):
 
 
 def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters and buffers of the built layers under names that are the same in every layout: the layer's
-    index or the tied key, and the name inside the layer."""
+    """Yields the parameters and buffers of the built layers by global name, which is the same in every layout. A global
+    name is the layer's index or tied key, then the name inside the layer."""
     for prefix, layer in built_layers(module).items():
         for name, tensor in tensors_of(layer):
             yield f"{prefix}.{name}", tensor
@@ -81,8 +84,8 @@ def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
 def place_layers(module: PipelineModule, layout: Layout) -> None:
     """Moves every built layer to the pipeline rank of its chunk and makes ``module`` a :class:`PlacedModule`.
 
-    Collective over all ranks. ``module`` stays the same object; no random numbers are consumed. Deferred layers stay
-    without memory.
+    Collective over all ranks. ``module`` stays the same object. The move consumes no random numbers. Deferred layers
+    stay without memory. Raises ConfigError if a layer has other parameters or buffers than its specification builds.
     """
     previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
     infos = announced_tensors(module)
@@ -106,14 +109,14 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
 
 
 def _forget_collectives(parameter: nn.Parameter) -> None:
-    """Stock's module broadcasts tied parameters under autograd, whose hook would warn of that in every first backward
-    pass. Assigning the hooks that Python has added drops the others."""
+    """Drops the autograd hook that would warn, in every first backward pass, of the broadcast of a tied parameter by
+    stock's module. Assigning the hooks that Python has added drops all others."""
     parameter._backward_hooks = parameter._backward_hooks
 
 
 def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> None:
-    """Gives ``layer``, the tied module ``key``, the values that it has on the first pipeline rank that uses it.
-    Collective over the ranks that use it."""
+    """Gives ``layer``, which is the tied module ``key``, the values of the first pipeline rank that uses it. Collective
+    over the ranks that use it."""
     if key in module.tied_comms:
         tied = module.tied_comms[key]
         for _, tensor in tensors_of(layer):
@@ -121,7 +124,7 @@ def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> Non
 
 
 def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> None:
-    """Puts ``layers``, by the prefix of their global names, in the place of this rank's layers of those names."""
+    """Replaces layers of this rank by ``layers``, which are given by the prefix of their global names."""
     built = {}
     for chunk, functions in module.chunk_functions.items():
         for layer, function in zip(module.layout.layers(chunk), functions):
@@ -143,7 +146,7 @@ def _obtain(
     infos: dict[str, TensorInfo],
     device: torch.device,
 ) -> Any:
-    """The layer's function on pipeline rank ``target``, None elsewhere; its tensors travel from ``source``."""
+    """Returns the layer's function on pipeline rank ``target``, None elsewhere. Its tensors travel from ``source``."""
     spec = module._layer_specs[layer]
     rank = module.stage_id
     prefix = prefix_of(layer, spec)
@@ -160,7 +163,7 @@ def _obtain(
             if not deferred:
                 received.to(device)
             arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos)
-            # A tied module this rank has already is the same one; what arrived is a copy of it.
+            # If this rank has the tied module already, the arrived one is a copy of it.
             built = built if built is not None else arrived
     if isinstance(spec, TiedLayerSpec):
         if spec.key not in module.tied_modules:
@@ -177,7 +180,8 @@ def function_of(spec: Any, layer: nn.Module) -> Callable:
 
 
 def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]) -> nn.Module:
-    """Gives ``layer`` the tensors that arrive from ``source``; without memory, only whether they are trained."""
+    """Gives ``layer`` the tensors that arrive from ``source``, and says which of them are trained. A layer without
+    memory receives no tensors."""
     expected = [name for name in infos if name.startswith(f"{prefix}.")]
     names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
     if sorted(names) != sorted(expected):
@@ -238,7 +242,7 @@ def _register(module: PlacedModule, built: dict[int, Any]) -> None:
 
 
 def _build(spec: Any) -> nn.Module | None:
-    """Returns a layer that receives values; None for functions."""
+    """Returns a new layer that can receive values; None for a function."""
     if isinstance(spec, LayerSpec):
         return spec.build()
     return spec if isinstance(spec, nn.Module) else None
@@ -267,8 +271,8 @@ def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tens
 
 
 def empty_extra_states(module: PipelineModule) -> list[str]:
-    """Returns the global names of extra states of this rank's layers that hold nothing. Megatron-core's linear layers
-    have such entries, and raise an error if a state lacks them."""
+    """Returns the global names of the empty extra states of this rank's layers. Megatron-core's linear layers have such
+    entries and raise an error if a state lacks them."""
     return [
         f"{path}.{_EXTRA_STATE_KEY_SUFFIX}"
         for prefix, layer in built_layers(module).items()

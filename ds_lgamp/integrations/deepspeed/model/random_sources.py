@@ -12,7 +12,7 @@ from ds_lgamp.runtime.reproducible import hashed_seed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:
-    """Returns the generators of torch, Python and NumPy, and Megatron-core's tracker where that is in use."""
+    """Returns the generators of torch, Python and NumPy, and Megatron-core's tracker if it is in use."""
     sources = [
         *default_sources(device),
         RandomSource("python", random.getstate, random.setstate, random.seed),
@@ -31,7 +31,7 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
             RandomSource(
                 "megatron",
                 tracker.get_states,
-                # A copy: the tracker keeps and changes the dictionary that it gets.
+                # Copied, because the tracker keeps and changes the dictionary that it gets.
                 lambda states: tracker.set_states(dict(states)),
                 lambda seed: tracker.set_states(_seeded(tracker.get_states(), seed, device)),
                 _same_tracked,
@@ -41,7 +41,7 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
 
 
 def _seeded(states: dict[str, torch.Tensor], seed: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns a state for every name, each from a seed of its own."""
+    """Returns a state for every name in ``states``, each from a seed of its own."""
     return {name: torch.Generator(device).manual_seed(hashed_seed(seed, name)).get_state() for name in states}
 
 

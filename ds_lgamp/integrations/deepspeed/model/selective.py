@@ -1,8 +1,8 @@
 """``"recompute": "selective"``: chunks are not recomputed, but layers that offer it recompute a part of themselves.
 
-A layer offers it by an attribute ``recompute_selectively``, its own or that of a module inside. The engine sets it to
-True; what the layer recomputes then, and from which random states, is up to the layer. Megatron-core's attention has
-such a switch of its own.
+A layer offers it by an attribute ``recompute_selectively`` of its own or of a module inside it. The engine sets the
+attribute to True. The layer itself chooses the part that it recomputes and the random states for it. Megatron-core's
+attention has its own switch for this.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ MEGATRON_SWITCH = "checkpoint_core_attention"
 
 
 def offers_selective(layer: Any) -> bool:
-    """Whether ``layer``, or a module inside, can recompute a part of itself."""
+    """Returns whether ``layer``, or a module inside it, can recompute a part of itself."""
     return isinstance(layer, nn.Module) and any(_switch_of(module) is not None for module in layer.modules())
 
 
@@ -32,8 +32,8 @@ def refuse_unless_offered(offers: Iterable[bool]) -> None:
 
 
 def switch_on(layers: nn.Module) -> None:
-    """Lets layers recompute a part of themselves. A Megatron-core layer whose TransformerConfig names what to recompute
-    stays as it is."""
+    """Makes layers recompute a part of themselves. A Megatron-core layer stays as it is if its TransformerConfig sets
+    ``recompute_granularity``."""
     for module in layers.modules():
         name = _switch_of(module)
         if name == SWITCH or (name == MEGATRON_SWITCH and not _configured(module)):
@@ -43,7 +43,7 @@ def switch_on(layers: nn.Module) -> None:
 def _switch_of(module: nn.Module) -> str | None:
     if hasattr(module, SWITCH):
         return SWITCH
-    # Megatron-core reads the random states of a GPU when it recomputes.
+    # Megatron-core cannot recompute on the CPU, because it reads the random states of a GPU then.
     if hasattr(module, MEGATRON_SWITCH) and get_accelerator().device_name() != "cpu":
         return MEGATRON_SWITCH
     return None

@@ -1,4 +1,4 @@
-"""How the tensor-parallel ranks of a DeepSpeed grid share the parameters of their layers."""
+"""Tells how the tensor-parallel ranks of a DeepSpeed grid share the parameters of their layers."""
 
 from typing import NamedTuple
 
@@ -11,23 +11,25 @@ from ds_lgamp.config import ConfigError
 
 
 class Sharing(NamedTuple):
+    """How the tensor-parallel ranks share a parameter."""
+
     sliced_dimension: int | None = None
-    """Along which each tensor-parallel rank has a slice; None if each has all of it."""
+    """Each tensor-parallel rank has a slice along this dimension; None if each has the whole parameter."""
     partial_gradient: bool = False
-    """Whether each computes a part of the gradient."""
+    """Whether each tensor-parallel rank computes only a part of the gradient."""
 
 
 def tensor_group(module: PipelineModule) -> dist.ProcessGroup | None:
-    """This rank's tensor-parallel ranks; None if there is one."""
+    """Returns the group of this rank's tensor-parallel ranks; None if this rank is the only one."""
     grid = module._grid
     return grid.get_slice_parallel_group() if grid.get_slice_parallel_world_size() > 1 else None
 
 
 def sharing_of(name: str, parameter: Parameter) -> Sharing:
-    """What Megatron-core's attributes say: ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and
-    ``sequence_parallel``.
+    """Returns the sharing of ``parameter`` from Megatron-core's attributes ``tensor_model_parallel``,
+    ``partition_dim``, ``partition_stride`` and ``sequence_parallel``.
 
-    Raises ConfigError if a parameter is sliced in another way.
+    Raises ConfigError unless a sliced parameter has equal slices along one dimension, in the order of the ranks.
     """
     if not is_model_parallel_parameter(parameter):
         return Sharing(partial_gradient=bool(getattr(parameter, "sequence_parallel", False)))

@@ -1,8 +1,8 @@
 """``deepspeed.zero.Init`` around a PipelineModule: the module is built whole, as if the context were not there.
 
-``zero.Init`` shares every parameter out at once, over all ranks unless it is given a group. No pipeline trains that:
-other pipeline ranks build other layers and wait for each other, what counts the parameters of layers finds none, and
-DeepSpeed's own pipeline engine multiplies with the empty rest.
+``zero.Init`` partitions every parameter at once, over all ranks unless it is given a group. No pipeline can train such
+a module. Pipeline ranks build different layers and wait for each other. Code that counts the parameters of layers finds
+none. DeepSpeed's own pipeline engine multiplies with the empty parameters.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,13 +21,13 @@ from ds_lgamp.integrations.deepspeed.model.module import global_names
 from ds_lgamp.partition.agreement import raise_everywhere
 
 _MARKS = {*partition_parameters.Init._convert_to_deepspeed_param.__code__.co_names, "ds_numel_aligned"}
-"""The attributes that zero.Init sets on a parameter, among other names."""
+"""Names that include all attributes that zero.Init sets on a parameter."""
 
 
 def whole_construction(construct: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of PipelineModule, with ``zero.Init`` suspended as ``deepspeed.initialize`` suspends it.
+    """Returns the constructor of PipelineModule with ``zero.Init`` suspended, as ``deepspeed.initialize`` suspends it.
 
-    Layers that ``zero.Init`` partitioned before they were given to the module get their values back.
+    If ``zero.Init`` partitioned layers before the constructor received them, they get their values back.
     """
 
     @wraps(construct)
@@ -43,16 +43,16 @@ def whole_construction(construct: Callable[..., None]) -> Callable[..., None]:
             construct(self, layers, *arguments, **options)
         finally:
             partition_parameters.restore_init_context()
-            # It may be that of ds_lgamp.deferred_init(), which zero.Init does not know.
+            # The constructor may be that of ds_lgamp.deferred_init(), which zero.Init does not know.
             PipelineModule.__init__ = constructor
 
     return construct_whole
 
 
 def gather_partitioned(module: PipelineModule) -> None:
-    """Gives the parameters of ``module`` the values that ``zero.Init(module=...)`` has shared out. Collective.
+    """Gathers the parameters of ``module`` that ``zero.Init(module=...)`` has partitioned. Collective.
 
-    Raises ConfigError where it shared them out over ranks that do not all have them.
+    Raises ConfigError on all ranks if the ranks that share a parameter are not those that have its layer.
     """
     partitioned = {name: tensor for name, tensor in global_names(module) if _is_partitioned(tensor)}
     raise_everywhere(_complaint(module, partitioned), ConfigError)
@@ -60,8 +60,8 @@ def gather_partitioned(module: PipelineModule) -> None:
 
 
 def make_whole(parameters: Iterable[Any]) -> None:
-    """Gathers the partitioned ones of ``parameters`` and takes off every mark of zero.Init. Collective over the ranks
-    that share them."""
+    """Gathers those of ``parameters`` that are partitioned and removes every mark of zero.Init. Collective over the
+    ranks that share them."""
     for parameter in parameters:
         if _is_partitioned(parameter):
             parameter.all_gather()
@@ -71,12 +71,13 @@ def make_whole(parameters: Iterable[Any]) -> None:
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:
-    """By zero.Init; parameters of this package's engine have other marks."""
+    """Returns whether zero.Init partitioned ``tensor``. Parameters of this package's engine have other marks."""
     return hasattr(tensor, "ds_tensor")
 
 
 def _parameters_in(layers: list[Any]) -> list[nn.Parameter]:
-    """Of modules among ``layers`` and among what LayerSpecs pass on to theirs; the same list on every rank."""
+    """Returns the parameters of the modules among ``layers`` and among the arguments of LayerSpecs. The list is the
+    same on every rank."""
     found: dict[int, nn.Parameter] = {}
     for layer in layers:
         given = tree_leaves((getattr(layer, "module_args", ()), getattr(layer, "module_kwargs", {})))

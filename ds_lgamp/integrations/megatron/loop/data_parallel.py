@@ -1,11 +1,13 @@
-"""Parameters and gradients where Megatron-core holds them: DistributedDataParallel and its distributed optimizer.
+"""Leaves parameters and gradients to Megatron-core's DistributedDataParallel and its distributed optimizer.
 
-A chunk's GATHER is its ``param_sync_func``; where that is not given, hooks gather. A chunk's REDUCE is part of its
-last backward pass, the only one outside ``no_sync_func``. There DistributedDataParallel counts the gradients, and hooks
-reduce a bucket as soon as it is complete. In the first batch, it learns how many to expect, and reduces at the end.
+GATHER calls the chunk's ``param_sync_func``. If there is none, hooks gather. REDUCE of a chunk happens within its last
+backward pass, the only one outside ``no_sync_func``. DistributedDataParallel counts the gradients of that pass, and
+hooks reduce a bucket as soon as it is complete. In the first batch it learns how many gradients to expect, and reduces
+at the end.
 
-``grad_sync_func`` reduces chunks that have no ``no_sync_func``. Beside one it is not called. DistributedDataParallel
-would learn nothing, and with several instances of the distributed optimizer it would reduce twice.
+``grad_sync_func`` reduces chunks that have no ``no_sync_func``. It is not called beside a ``no_sync_func``:
+DistributedDataParallel would learn nothing, and with several instances of the distributed optimizer it would reduce
+twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,21 +20,22 @@ SyncFunction = Callable[..., Any]
 
 
 class DistributedData:
-    """A rank's part in Megatron-core's data parallelism; it lives as long as the executor, batch after batch."""
+    """A rank's part in Megatron-core's data parallelism. It lives as long as the executor and serves every batch."""
 
     def begin(self, batch: Batch) -> None:
-        """Takes what the configuration of ``batch`` says, which may change between batches."""
+        """Reads the configuration of ``batch``, which may differ from that of the last batch."""
         self._models = dict(zip(batch.chunks, batch.models))
         self._left = dict.fromkeys(batch.chunks, batch.backward_passes)
-        """Backward passes of every chunk that have not begun."""
+        """Number of backward passes that have not begun, by chunk."""
         config = batch.config
-        # In evaluation parameters are there.
+        # Evaluation needs no gather, because the parameters are there.
         self._gathers = _by_chunk(config.param_sync_func if batch.backward_passes else None, batch.chunks)
         self._no_sync = _by_chunk(config.no_sync_func, batch.chunks)
         self._reductions = _by_chunk(None if self._no_sync else config.grad_sync_func, batch.chunks)
         self._one_for_all = callable(config.no_sync_func)
         self._closed: dict[int, AbstractContextManager[Any]] = {}
-        """The contexts in which a chunk's backward passes reduce nothing, by chunk; by 0 if one is for all."""
+        """The entered contexts, in which backward passes reduce nothing. The key is the chunk, or 0 if one context is
+        for all chunks."""
         for chunk in batch.chunks:
             self._close(chunk)
 
@@ -41,10 +44,10 @@ class DistributedData:
             self._gathers[chunk](self._models[chunk].parameters())
 
     def wait_gather(self, chunk: int) -> None:
-        """A hook of the model waits."""
+        """Does nothing: a hook of the model waits."""
 
     def release(self, chunk: int) -> None:
-        """Weights stay at ZeRO stages 0 and 1."""
+        """Does nothing: weights stay at ZeRO stages 0 and 1."""
 
     def begin_backward(self, chunk: int) -> None:
         self._left[chunk] -= 1
@@ -57,7 +60,7 @@ class DistributedData:
         self._close(chunk)
 
     def wait_reduce(self, chunk: int) -> None:
-        """Megatron-core has a buffer for every gradient; ``finalize_model_grads_func`` waits."""
+        """Does nothing: Megatron-core has a buffer for every gradient, and ``finalize_model_grads_func`` waits."""
 
     def end(self) -> None:
         """Leaves every context."""
@@ -77,7 +80,7 @@ class DistributedData:
 
 
 def _by_chunk(functions: SyncFunction | Sequence[SyncFunction] | None, chunks: Sequence[int]) -> dict[int, Any]:
-    """One function for every chunk, from a list of them, one for all, or none."""
+    """Returns the function of every chunk. ``functions`` is a list of them, one function for all chunks, or None."""
     if functions is None:
         return {}
     return dict.fromkeys(chunks, functions) if callable(functions) else dict(zip(chunks, functions, strict=True))

@@ -17,15 +17,17 @@ from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.schedule.actions import Action
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
-"""Where shapes change unexpectedly."""
+"""The advice in errors about shapes that change unexpectedly."""
 
 
 class Pipeline:
-    """Built with the first batch, by all ranks together unless there is one pipeline rank. It keeps no model alive.
+    """Runs the batches of one pipeline rank. It keeps no model alive between batches.
+
+    All ranks build it together at the first batch, unless there is one pipeline rank.
 
     Args:
-        first: that batch.
-        shapes: whatever the shapes of tensors derive from.
+        first: the first batch.
+        shapes: the values that determine the shapes of tensors.
     """
 
     def __init__(self, first: Batch, shapes: Any) -> None:
@@ -49,7 +51,14 @@ class Pipeline:
         )
 
     def run(self, batch: Batch, program: Sequence[Action], shapes: Any) -> None:
-        """Runs ``batch``. Raises ActionError, naming rank and action, if anything fails."""
+        """Runs ``batch``.
+
+        Args:
+            program: the actions of this rank.
+            shapes: the values that determine the shapes of tensors. If they changed, the links forget all shapes.
+
+        Raises ActionError, which names rank and action, if an action fails.
+        """
         if shapes != self._shapes:
             self._links.reset()
         self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
@@ -66,7 +75,7 @@ class Pipeline:
         return self._batch
 
     def _finish_gradients(self) -> None:
-        """Megatron-core's loop steps the optimizer itself."""
+        """Finishes the gradients, but leaves the optimizer's step to Megatron-core's loop."""
         self._data.end()
         self._running().finalize()
 
@@ -75,12 +84,12 @@ class Pipeline:
 
 
 def _no_data(micro_batch: int) -> tuple[None, None]:
-    """``forward_step`` reads its micro-batch itself."""
+    """Returns no data: ``forward_step`` reads its micro-batch itself."""
     return None, None
 
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
-    """The global ranks of every pipeline. Collective over all ranks."""
+    """Returns the global ranks of every pipeline. Collective over all ranks."""
     return [
         list(ranks) for ranks in sorted({tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))})
     ]
