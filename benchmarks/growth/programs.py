@@ -111,14 +111,15 @@ def predicted_actions(job: Job, rank: int) -> int:
 
     Each chunk and micro-batch has a forward and a backward, and a send or receive in each direction at every boundary
     with a neighbour. Each chunk has two gathers, two releases and a reduction. Chunks that stay resident at the
-    turn-around save one gather and one release. The optimizer's step comes last.
+    turn-around save one gather and one release. Each gather and each reduction has a wait. The optimizer's step comes
+    last.
     """
     chunks = job.chunks_per_rank
     boundaries = 0
     if job.pipeline_ranks > 1:
         boundaries = 2 * chunks - (rank == 0) - (rank == job.pipeline_ranks - 1)
     gathers = 2 * chunks - min(RESIDENT_CHUNKS, chunks)
-    return 2 * job.micro_batches * (chunks + boundaries) + 2 * gathers + chunks + 1
+    return 2 * job.micro_batches * (chunks + boundaries) + 3 * gathers + 2 * chunks + 1
 
 
 def _enter_job(record: Record, axis: str, job: Job, found: dict[str, list[float]]) -> None:

@@ -127,6 +127,8 @@ class Executor:
                 self.links.drain()
             self._broken = False
         except Exception as error:
+            batch.graphs.clear()
+            batch.results.clear()
             action = "the end of the batch" if self.current is None else str(self.current)
             raise ActionError(
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}: "
@@ -249,8 +251,7 @@ class Executor:
             self.partition.wait_reduce(action.chunk)
 
     def step(self, action: Action) -> None:
-        with self.timing.time("step"):
-            self._step()
+        self._step()
 
     def _take_input(self, chunk: int, micro_batch: int) -> Tensors:
         batch = self._batch

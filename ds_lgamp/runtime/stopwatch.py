@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 EXPOSED_WAITS = ("data", "gather", "reduce", "activation", "gradient", "send")
-"""What each wait is for: micro-batches (data), parameters (gather), room or the end of reductions (reduce), results of
+"""What each wait is for: micro-batches (data), parameters (gather), the end of reductions (reduce), results of
 neighbours (activation, gradient) and sends (send)."""
 COMPUTE = ("forward", "backward", "step")
 

@@ -1,4 +1,4 @@
-"""Decides which gathers and reductions an action must wait for. No other code makes ranks stand still."""
+"""Decides which gathers and reductions an action must wait for."""
 
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -14,6 +14,9 @@ class Waits:
     - STEP waits for all reductions.
 
     So reductions are awaited as late as possible. They end in the order they began, and waits follow that order.
+
+    Every chunk counts as one full gradient, whatever parameters it has. A tied module is reduced with the last chunk
+    that uses it; the partition itself waits if another chunk's backward accumulates into the module before that.
 
     Args:
         current: the chunks whose gathers the previous step has launched.

@@ -194,7 +194,7 @@ def test_one_resident_chunk_exposes_every_gather_and_reduction_that_no_visit_hid
     assert result.step_time == chunks * group * groups * 21 + exposed
 
 
-def test_a_backward_waits_for_the_oldest_reduction_when_gradient_buffers_are_full():
+def test_a_backward_waits_for_the_oldest_reduction_when_as_many_gradients_are_held_as_chunks_may_be_resident():
     """Two buffers: the backward of chunk 1 needs that of chunk 3, whose reduction outlasts the backward of chunk 2."""
     spec = ProgramSpec((0,) * 4, "layered", 1, 1, 2, resident_chunks=2)
     (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits

@@ -242,14 +242,16 @@ class LgampEngine(PipelineEngine):
 
     def _step(self) -> None:
         """Averages the loss over ranks, then steps the optimizer. After the step the data-parallel group is busy with
-        gathers, and the loss would wait for them."""
+        gathers, and the loss would wait for them. An error in the average fails the batch."""
         if self.executor.losses:
             self.total_loss = torch.stack(self.executor.losses).sum(0)
         with torch.no_grad():
             self._batch_loss = super()._aggregate_total_loss() if self.is_last_stage() else self._received_loss()
-        self._partition.finish_gradients()
-        self._exec_optimizer_step()
-        self._partition.after_update()
+        with self._stopwatch.time("reduce"):
+            self._partition.finish_gradients()
+        with self._stopwatch.time("step"):
+            self._exec_optimizer_step()
+            self._partition.after_update()
 
     def _received_loss(self) -> torch.Tensor:
         names, group = self.module.get_additional_losses(), self.grid.get_pipe_parallel_group()

@@ -17,10 +17,11 @@ from torch.utils.data import default_collate
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.integrations.deepspeed.config.precision import input_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, input_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import switch_on
+from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, differentiable
 from ds_lgamp.runtime.chunk_memory import chunk_bytes
 from ds_lgamp.runtime.random_state import read_states, undisturbed
@@ -145,7 +146,7 @@ def _faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator
                     if tensor is not None:
                         kept.append((tensors, name, tensor))
                         if id(tensor) not in replaced:
-                            replaced[id(tensor)] = _fake_weight(tensor, data_type, device)
+                            replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
                         tensors[name] = replaced[id(tensor)]
         yield
     finally:
@@ -153,7 +154,9 @@ def _faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator
             tensors[name] = tensor
 
 
-def _fake_weight(tensor: torch.Tensor, data_type: torch.dtype | None, device: torch.device) -> torch.Tensor:
+def _fake_weight(
+    tensor: torch.Tensor, data_type: torch.dtype | None, gradient_type: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Returns a fake tensor of the same kind. A parameter that trains has a gradient already, as it has in every
     micro-batch but the first."""
     cast = data_type if data_type is not None and tensor.is_floating_point() else tensor.dtype
@@ -163,7 +166,10 @@ def _fake_weight(tensor: torch.Tensor, data_type: torch.dtype | None, device: to
     parameter = nn.Parameter(values, tensor.requires_grad)
     vars(parameter).update(vars(tensor))
     if tensor.requires_grad:
-        parameter.grad = torch.zeros_like(values)
+        if ACCUMULATES_IN_OTHER_DTYPES and cast != gradient_type:
+            # Autograd then casts each gradient to this type before it adds it.
+            parameter.grad_dtype = cast = gradient_type
+        parameter.grad = torch.zeros_like(values, dtype=cast)
     return parameter
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 
 SyncFunction = Callable[..., Any]
@@ -21,6 +23,12 @@ SyncFunction = Callable[..., Any]
 
 class DistributedData:
     """A rank's part in Megatron-core's data parallelism. It lives as long as the executor and serves every batch."""
+
+    def __init__(self) -> None:
+        self._models: dict[int, torch.nn.Module] = {}
+        self._gathers: dict[int, SyncFunction] = {}
+        self._no_sync: dict[int, SyncFunction] = {}
+        self._reductions: dict[int, SyncFunction] = {}
 
     def begin(self, batch: Batch) -> None:
         """Reads the configuration of ``batch``, which may differ from that of the last batch."""
@@ -38,6 +46,10 @@ class DistributedData:
         for all chunks."""
         for chunk in batch.chunks:
             self._close(chunk)
+
+    def forget(self) -> None:
+        """Drops the models and functions of the batch."""
+        self._models, self._gathers, self._no_sync, self._reductions = {}, {}, {}, {}
 
     def gather(self, chunk: int) -> None:
         if chunk in self._gathers:

@@ -15,6 +15,7 @@ from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
+from ds_lgamp.runtime.executor import ActionError
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_rank_program
 
@@ -30,8 +31,8 @@ class ForwardBackward:
     def __init__(self, settings: LgampConfig, zero_stage: int) -> None:
         self._settings, self._zero_stage = settings, zero_stage
         self._program = lru_cache(maxsize=16)(self._build_program)
-        self._pipelines: dict[tuple[dist.ProcessGroup, int], Pipeline] = {}
-        """By pipeline and chunks per rank."""
+        self._pipelines: dict[dist.ProcessGroup, Pipeline] = {}
+        self._failed = False
 
     def __call__(
         self,
@@ -82,14 +83,16 @@ class ForwardBackward:
         return batch.reports
 
     def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
-        chunks_per_rank = len(batch.models)
+        if self._failed:
+            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         program = self._program(
-            batch.pipeline_ranks, chunks_per_rank, batch.rank, batch.micro_batches, batch.forward_only
+            batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
-        key = batch.groups.pp, chunks_per_rank
-        if key not in self._pipelines:
-            self._pipelines[key] = Pipeline(batch, shapes)
-        self._pipelines[key].run(batch, program, shapes)
+        self._failed = True
+        if batch.groups.pp not in self._pipelines:
+            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes)
+        self._pipelines[batch.groups.pp].run(batch, program, shapes)
+        self._failed = False
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool

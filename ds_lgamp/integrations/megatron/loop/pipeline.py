@@ -36,19 +36,8 @@ class Pipeline:
         self._shapes = shapes
         self._data, self._timing = DistributedData(), MegatronTiming()
         self._batch: Batch | None = None
-        self._executor = Executor(
-            first.placement,
-            first.rank,
-            {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(first.chunks)},
-            self._data,
-            self._links,
-            loss_function=None,
-            step=self._finish_gradients,
-            random_sources=[],
-            recompute=False,
-            loss_gradient=self._loss_gradient,
-            timing=self._timing,
-        )
+        self._executors: dict[int, Executor] = {}
+        """By the number of chunks per rank."""
 
     def run(self, batch: Batch, program: Sequence[Action], shapes: Any) -> None:
         """Runs ``batch``.
@@ -61,14 +50,33 @@ class Pipeline:
         """
         if shapes != self._shapes:
             self._links.reset()
-        self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
-        self._data.begin(batch)
+        executor = self._executor_of(batch)
         try:
-            with self._executor.run_batch(ExecutorBatch(batch.micro_batches, _no_data, not batch.forward_only)):
-                self._executor.run(program)
-            self._data.end()
+            self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
+            self._data.begin(batch)
+            with executor.run_batch(ExecutorBatch(batch.micro_batches, _no_data, not batch.forward_only)):
+                executor.run(program)
+                self._data.end()
         finally:
             self._batch = self._timing.timers = None
+            self._data.forget()
+
+    def _executor_of(self, batch: Batch) -> Executor:
+        if len(batch.models) not in self._executors:
+            self._executors[len(batch.models)] = Executor(
+                batch.placement,
+                batch.rank,
+                {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
+                self._data,
+                self._links,
+                loss_function=None,
+                step=self._finish_gradients,
+                random_sources=[],
+                recompute=False,
+                loss_gradient=self._loss_gradient,
+                timing=self._timing,
+            )
+        return self._executors[len(batch.models)]
 
     def _running(self) -> Batch:
         assert self._batch is not None, "chunks compute while a batch runs"

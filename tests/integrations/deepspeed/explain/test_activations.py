@@ -15,6 +15,7 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     first_micro_batch,
     measure_activations,
 )
+from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.schedule.spec import ProgramSpec
 
 SIZE = ModelSize(4, 64, 32, 2)
@@ -24,13 +25,14 @@ IN_FP32 = SimpleNamespace(
     float16_config=SimpleNamespace(enabled=False, auto_cast=False),
     bfloat16_config=SimpleNamespace(enabled=False),
     buffer_dtype=None,
+    grad_accum_dtype=None,
 )
 
 
-def measured(layers, data, loss_fn=loss_function, settings=None):
+def measured(layers, data, loss_fn=loss_function, settings=None, config=IN_FP32):
     module = SimpleNamespace(_layer_specs=layers, loss_fn=loss_fn)
     bounds = list(range(len(layers) + 1))
-    return measure_activations(module, layers, bounds, data, SPEC, settings or LgampConfig(), IN_FP32)
+    return measure_activations(module, layers, bounds, data, SPEC, settings or LgampConfig(), config)
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
@@ -85,3 +87,19 @@ def test_gradients_accumulate_where_they_are():
     told = measured(layers, (torch.zeros(1, 64), torch.zeros(1, 64)), torch.nn.functional.mse_loss)
     weight = 4 * 64 * 64
     assert weight < told.chunks[1].backward < 2 * weight
+
+
+@pytest.mark.skipif(not ACCUMULATES_IN_OTHER_DTYPES, reason="this torch accumulates in another type through a hook")
+def test_gradients_that_accumulate_in_another_type_are_cast_first():
+    """The cast is one temporary gradient of the weight, in that type."""
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
+    data = torch.zeros(1, 64), torch.zeros(1, 64)
+    bf16 = {**vars(IN_FP32), "bfloat16_config": SimpleNamespace(enabled=True)}
+    data = tuple(member.bfloat16() for member in data)
+    plain, wide = (
+        measured(
+            layers, data, torch.nn.functional.mse_loss, config=SimpleNamespace(**{**bf16, "grad_accum_dtype": kind})
+        )
+        for kind in (None, "fp32")
+    )
+    assert wide.chunks[1].backward == plain.chunks[1].backward + 4 * 64 * 64
