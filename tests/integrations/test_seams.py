@@ -68,7 +68,8 @@ def test_the_methods_of_deepspeed_set_or_use_every_attribute():
 
 def test_a_deepspeed_whose_methods_no_longer_set_an_attribute_is_noticed(monkeypatch):
     for name, member in list(vars(PipelineModule).items()):
-        if "tied_comms" in getattr(getattr(member, "__code__", None), "co_names", ()):
+        # Another test may have installed the hook, which wraps the constructor.
+        if "tied_comms" in getattr(getattr(inspect.unwrap(member), "__code__", None), "co_names", ()):
             monkeypatch.setattr(PipelineModule, name, lambda self: None)
     assert "deepspeed.runtime.pipe.module.PipelineModule.tied_comms" in missing_attributes()
 

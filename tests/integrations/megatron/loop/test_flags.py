@@ -237,7 +237,7 @@ PAGE = ROOT / "docs" / "megatron.md"
 
 
 def test_the_page_lists_what_is_refused():
-    (listed,) = re.findall("Refused beside a block: (.*?)\\n\\n", PAGE.read_text(), re.DOTALL)
+    (listed,) = re.findall("are refused beside a block: (.*?)\\n\\n", PAGE.read_text(), re.DOTALL)
     refused = [flag for flag in FLAGS if flag.treatment is Treatment.REFUSED]
     assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == {
         flag.option or option_of(flag.argument or flag.name) for flag in refused if flag.name != "use_custom_fsdp"
