@@ -42,6 +42,8 @@ class ZeroPartition:
         self.device = device
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
+        self._accumulating: set[int] = set()
+        """Chunks between their first backward and their REDUCE."""
         self._reducing: dict[int, list[Unit]] = {}
         """Units under reduction, by the chunk whose REDUCE launched it."""
 
@@ -76,6 +78,9 @@ class ZeroPartition:
     def begin_backward(self, chunk: int) -> None:
         """Lets the gradients of ``chunk`` accumulate, before a backward pass of it. The program has waited for the
         chunk's own reduction; a tied unit may still be under one that another chunk launched."""
+        if chunk in self._accumulating:
+            return
+        self._accumulating.add(chunk)
         reductions = [unit.reduction for unit in self.chunk_units[chunk] if unit.trains]
         beginning = [reduction for reduction in reductions if not reduction.accumulating]
         for reduction in beginning:
@@ -89,6 +94,7 @@ class ZeroPartition:
         Raises:
             ValueError: somebody unfroze a parameter that was frozen when the engine was built.
         """
+        self._accumulating.discard(chunk)
         launched = self._reducing[chunk] = []
         for unit in self.chunk_units[chunk]:
             if not unit.trains:
