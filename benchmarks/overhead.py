@@ -34,7 +34,7 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
-from ds_lgamp.runtime.batch import Batch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
@@ -214,7 +214,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
     inputs = torch.ones(SIZE)
 
     def step() -> list[torch.Tensor]:
-        with executor.run_batch(Batch(spec.micro_batches, lambda index: (inputs, inputs))):
+        with executor.run_batch(BatchState(spec.micro_batches, lambda index: (inputs, inputs))):
             executor.run(program)
         return executor.losses
 

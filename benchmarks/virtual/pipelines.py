@@ -26,7 +26,7 @@ from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
-from ds_lgamp.runtime.batch import Batch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
@@ -131,7 +131,7 @@ class Executed:
         )
 
     def step(self) -> float | None:
-        with self.executor.run_batch(Batch(self.setting.micro_batches, self._load)):
+        with self.executor.run_batch(BatchState(self.setting.micro_batches, self._load)):
             self.executor.run(self.program)
         losses = self.executor.losses
         return torch.stack(losses).mean().item() if losses else None

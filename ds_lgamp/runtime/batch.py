@@ -26,7 +26,7 @@ class Graph(NamedTuple):
 
 
 @dataclass
-class Batch:
+class BatchState:
     """One batch while it runs.
 
     Args:

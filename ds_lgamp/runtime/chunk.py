@@ -127,6 +127,29 @@ def differentiable(value: Tensors) -> list[torch.Tensor]:
     return [member for member in members if member.is_floating_point()]
 
 
+def cloned(value: Any) -> Any:
+    """Copies the tensors in ``value``. The copies are part of the graph."""
+    if isinstance(value, tuple):
+        return tuple(map(cloned, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def detached(value: Any) -> Any:
+    """Returns the tensors in ``value`` without their graph."""
+    if isinstance(value, tuple):
+        return tuple(map(detached, value))
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def as_leaves(inputs: Tensors) -> Tensors:
+    """Returns fresh leaves with the same data, whose gradients can be read after the backward pass."""
+    return tuple(map(_as_leaf, inputs)) if isinstance(inputs, tuple) else _as_leaf(inputs)
+
+
+def _as_leaf(member: torch.Tensor) -> torch.Tensor:
+    return member.detach().requires_grad_(member.is_floating_point())
+
+
 def _refusal(value: object) -> str:
     described = type(value).__name__
     if isinstance(value, (list, tuple)):

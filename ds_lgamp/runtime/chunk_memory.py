@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.cost.activations import ChunkBytes
-from ds_lgamp.runtime.chunk import Tensors
+from ds_lgamp.runtime.chunk import as_leaves, cloned
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.saved_tensors import SavedTensors
@@ -36,69 +36,35 @@ def chunk_bytes(
         recompute: whether the backward computes the chunk again.
         fake: whether all tensors are fake.
     """
-    with PeakMemory([*existing, *gradients, *_tensors(inputs)], fake) as memory:
-        measure = _with_recomputation if recompute else _without_recomputation
-        return measure(memory, compute, inputs, gradients, result_bytes, is_first, is_last)
-
-
-def _with_recomputation(
-    memory: PeakMemory,
-    compute: Callable[[Any], Any],
-    inputs: Any,
-    gradients: Sequence[torch.Tensor],
-    result_bytes: int,
-    is_first: bool,
-    is_last: bool,
-) -> ChunkBytes:
-    before = memory.live()
-    saved = SavedTensors()
-    with saved.dropped():
-        leaves = inputs if is_first else _leaves(inputs)
-        result = compute(leaves)
-    forward = memory.peak - before
-    ends = [own_loss(result)] if is_last else end_graph(result)
-    del result
-    memory.peak = 0
-    saved.restore(partial(compute, inputs if is_first else _leaves(inputs)), completely=False)
-    backpropagate(ends, gradients)
-    return ChunkBytes(result_bytes, forward, memory.peak - before)
-
-
-def _without_recomputation(
-    memory: PeakMemory,
-    compute: Callable[[Any], Any],
-    inputs: Any,
-    gradients: Sequence[torch.Tensor],
-    result_bytes: int,
-    is_first: bool,
-    is_last: bool,
-) -> ChunkBytes:
-    before = memory.live()
-    copy = _map(torch.clone, inputs)
-    # The leaves receive gradients, and so they live until the end.
-    leaves, followers = (None, copy) if is_first else begin_graph(copy)
-    del copy
-    result = compute(followers)
-    forward = memory.peak - before - sum(tensor.nbytes for tensor in _tensors(inputs))
-    ends = [own_loss(result)] if is_last else end_graph(result)
-    del followers
-    with_result = memory.live()
-    del result
-    kept, memory.peak = memory.live() - before, 0
-    keeps_result = not is_last and before + kept == with_result
-    backpropagate(ends, gradients)
-    saved = kept - result_bytes if keeps_result else kept
-    return ChunkBytes(result_bytes, forward, memory.peak - before - kept, saved, keeps_result)
-
-
-def _leaves(inputs: Tensors) -> Any:
-    return _map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), inputs)
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_map(function, member) for member in value)
-    return function(value) if isinstance(value, torch.Tensor) else value
+    given = _tensors(inputs)
+    with PeakMemory([*existing, *gradients, *given], fake) as memory:
+        before = memory.live()
+        if recompute:
+            saved = SavedTensors()
+            with saved.dropped():
+                result = compute(inputs if is_first else as_leaves(inputs))
+            forward = memory.peak - before
+            ends = [own_loss(result)] if is_last else end_graph(result)
+            del result
+            memory.peak = 0
+            saved.restore(partial(compute, inputs if is_first else as_leaves(inputs)), completely=False)
+            backpropagate(ends, gradients)
+            return ChunkBytes(result_bytes, forward, memory.peak - before)
+        copy = cloned(inputs)
+        # The leaves receive gradients, and so they live until the end.
+        leaves, followers = (None, copy) if is_first else begin_graph(copy)
+        del copy
+        result = compute(followers)
+        forward = memory.peak - before - sum(tensor.nbytes for tensor in given)
+        ends = [own_loss(result)] if is_last else end_graph(result)
+        del followers
+        with_result = memory.live()
+        del result
+        kept, memory.peak = memory.live() - before, 0
+        keeps_result = not is_last and before + kept == with_result
+        backpropagate(ends, gradients)
+        by_autograd = kept - result_bytes if keeps_result else kept
+        return ChunkBytes(result_bytes, forward, memory.peak - before - kept, by_autograd, keeps_result)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

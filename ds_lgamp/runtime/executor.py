@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.batch import Batch, Graph
-from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_tuple, differentiable
+from ds_lgamp.runtime.batch import BatchState, Graph
+from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import Draws, RandomSource
@@ -104,20 +104,20 @@ class Executor:
         self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
         self._owns = owns
         self.current: Action | None = None
-        self._broken = False
-        self._batch: Batch
+        self._batch: BatchState
         """The current batch; between batches, the last one."""
         self._last_chunk = len(placement) - 1
 
     @contextmanager
-    def run_batch(self, batch: Batch) -> Iterator[None]:
+    def run_batch(self, batch: BatchState) -> Iterator[None]:
         """Executes the actions of ``batch`` inside the block.
 
-        Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch raises too.
+        Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch on
+        these links raises too.
         """
-        if self._broken:
+        if self.links.broken:
             raise ActionError("a batch failed; its communication cannot be taken back, start anew")
-        self._broken = True
+        self.links.broken = True
         self._batch = batch
         self.current = None
         try:
@@ -125,7 +125,7 @@ class Executor:
             self.current = None
             with self.timing.time("send"):
                 self.links.drain()
-            self._broken = False
+            self.links.broken = False
         except Exception as error:
             batch.graphs.clear()
             batch.results.clear()
@@ -172,14 +172,14 @@ class Executor:
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
-            beginning = inputs = _as_leaves(inputs) if chunk > 0 else inputs
+            beginning = inputs = as_leaves(inputs) if chunk > 0 else inputs
         else:
             self.draws.leave()
             if batch.training and chunk > 0:
                 # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
-                beginning, inputs = begin_graph(_cloned(inputs) if saved_here else inputs)
+                beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
         with self.timing.time("forward"), torch.set_grad_enabled(batch.training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
@@ -190,11 +190,11 @@ class Executor:
                 moved = [] if saved is None else self.chunks[chunk].moved(buffers)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
         if chunk == self._last_chunk:
-            batch.losses.append(_detached(result))
+            batch.losses.append(detached(result))
             if not batch.training:
                 batch.labels.pop(micro_batch, None)
         else:
-            batch.results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, _detached(result))
+            batch.results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, detached(result))
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch = action
@@ -270,7 +270,7 @@ class Executor:
         """Returns the chunk's result; for the last chunk, the loss."""
         if chunk == 0 or self._recomputes(chunk):
             # Layers may change their input in place. The stored input and the user's batch must stay as they are.
-            inputs = _cloned(inputs)
+            inputs = cloned(inputs)
         result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
             as_tuple(result)
@@ -278,7 +278,7 @@ class Executor:
         if self.loss_function is None:
             return result
         labels = self._batch.labels[micro_batch]
-        return self.loss_function(result, _cloned(labels) if self._recomputes(chunk) else labels)
+        return self.loss_function(result, cloned(labels) if self._recomputes(chunk) else labels)
 
     def _independent(self, chunk: int, result: Tensors) -> Tensors:
         """Copies members of ``result`` that are views of the chunk's parameters, which a release frees."""
@@ -293,7 +293,7 @@ class Executor:
 
         Returns the buffers as they were before this call.
         """
-        inputs = _as_leaves(graph.beginning) if chunk > 0 else graph.beginning
+        inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         current = self.chunks[chunk].read_buffers()
         self.chunks[chunk].write_buffers(graph.buffers)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
@@ -335,29 +335,6 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
 }
 """Functions, because bound methods would form a reference cycle with the executor that only the garbage collector
 frees."""
-
-
-def _cloned(value: Any) -> Any:
-    """Copies the tensors in ``value``. The copies are part of the graph."""
-    if isinstance(value, tuple):
-        return tuple(map(_cloned, value))
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _detached(value: Any) -> Any:
-    """Returns the tensors in ``value`` without their graph."""
-    if isinstance(value, tuple):
-        return tuple(map(_detached, value))
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _as_leaves(inputs: Tensors) -> Tensors:
-    """Returns fresh leaves with the same data, whose gradients can be read after the backward pass."""
-    return tuple(map(_as_leaf, inputs)) if isinstance(inputs, tuple) else _as_leaf(inputs)
-
-
-def _as_leaf(member: torch.Tensor) -> torch.Tensor:
-    return member.detach().requires_grad_(member.is_floating_point())
 
 
 def _place_of(error: BaseException) -> str:

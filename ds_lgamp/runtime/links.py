@@ -232,6 +232,8 @@ class Links:
         dynamic: bool = False,
         advice: str = RESET,
     ) -> None:
+        self.broken = False
+        """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
         self._activations_in = Incoming(activations_in, device, True, dynamic)
         self._activations_out = Outgoing(activations_out, device, dynamic, advice)
         self._gradients_in = Incoming(gradients_in, device, False, dynamic)

@@ -9,7 +9,7 @@ import torch
 from ds_lgamp.cost.memory import ElementBytes, UnitSize
 from ds_lgamp.cost.storage import aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
-from ds_lgamp.runtime.batch import Batch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
@@ -33,7 +33,7 @@ def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
     for step in range(steps):
         if trace is not None:
             trace.clear()
-        batch = Batch(
+        batch = BatchState(
             spec.micro_batches, lambda index, step=step: micro_batch(step, index), turns_at_once=spec.turns_at_once
         )
         with CollectiveCounter() as counter, assembled.executor.run_batch(batch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.batch import Batch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -65,7 +65,7 @@ def compare(grid, configuration, tied, recompute, reference):
     program = build_program(configuration)
     validate(configuration, program)
     for step in range(STEPS):
-        batch = Batch(
+        batch = BatchState(
             4,
             lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index),
             turns_at_once=configuration.turns_at_once,

@@ -1,9 +1,11 @@
-"""The executor follows its program to the letter, and launches the collectives it names."""
+"""Collectives begin and are awaited where the program says so, and nowhere else."""
 
 from itertools import product
 
 import pytest
 
+from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.gradient_reduction import GradientReduction
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -26,13 +28,34 @@ def specs(pipeline_ranks):
         yield ProgramSpec(place_chunks("modular", pipeline_ranks, pipeline_ranks), "1f1b", 4, 4, stage)
 
 
+AWAITED = {Kind.WAIT_GATHER: "awaits a gather", Kind.WAIT_REDUCE: "awaits a reduction"}
+
+
+def trace_waits(trace):
+    """Lets units enter into ``trace`` whenever they await a collective that is under way."""
+
+    def tracing(owner, method, under_way, event):
+        stock = getattr(owner, method)
+
+        def await_collective(self):
+            if getattr(self, under_way) is not None:
+                trace.append(event)
+            stock(self)
+
+        setattr(owner, method, await_collective)
+
+    tracing(FlatStorage, "finish_gather", "gathering", AWAITED[Kind.WAIT_GATHER])
+    tracing(GradientReduction, "finish", "_reducing", AWAITED[Kind.WAIT_REDUCE])
+
+
 def compare_traces(pipeline_ranks, data_ranks):
     grid = build_grid(pipeline_ranks, data_ranks)
-    compared = 0
+    compared, trace = 0, []
+    trace_waits(trace)
     for spec in specs(pipeline_ranks):
-        trace = []
         counter, _, actions, _ = train(grid, spec, tied=False, trace=trace)
-        assert trace == [str(action) for action in actions], spec
+        awaited = [AWAITED.get(action.kind) for action in actions]
+        assert trace == [event for pair in zip(map(str, actions), awaited) for event in pair if event], spec
         kinds = {Kind.GATHER: "all_gather", Kind.REDUCE: "all_to_all" if spec.zero_stage else "all_reduce"}
         launched = [kind for kind, _ in counter.log if kind not in ("send", "receive")]
         assert launched == [kinds[action.kind] for action in actions if action.kind in kinds], spec
@@ -41,6 +64,6 @@ def compare_traces(pipeline_ranks, data_ranks):
 
 
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), [(1, 2), (1, 4), (2, 2)])
-def test_the_executor_does_what_its_program_says(pipeline_ranks, data_ranks):
+def test_collectives_begin_and_are_awaited_where_the_program_says(pipeline_ranks, data_ranks):
     counts = run_on_ranks(pipeline_ranks * data_ranks, compare_traces, pipeline_ranks, data_ranks)
     assert counts == [8 * 2 + 2 + 4] * pipeline_ranks * data_ranks

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.runtime.batch import Batch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
@@ -63,7 +63,7 @@ def train_step(layers, bounds, micro_batches, sources=None, steps=1, turns_at_on
         assembled.executor.draws = Draws(sources)
     seed_all()
     for _ in range(steps):
-        batch = Batch(micro_batches, lambda index: micro_batch(0, index), turns_at_once=turns_at_once)
+        batch = BatchState(micro_batches, lambda index: micro_batch(0, index), turns_at_once=turns_at_once)
         with assembled.executor.run_batch(batch):
             assembled.executor.run(build_program(spec)[0])
     return next_numbers()

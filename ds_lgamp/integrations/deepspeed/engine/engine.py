@@ -33,7 +33,7 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
-from ds_lgamp.runtime.batch import Batch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.runtime.reproducible import laid_out
 from ds_lgamp.runtime.stopwatch import Stopwatch
@@ -210,7 +210,7 @@ class LgampEngine(PipelineEngine):
             self._loader.pull(spec.micro_batches, self._next_batch)
         # Seeds of layers must not show in what the script draws, such as the order of its data.
         seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
-        batch = Batch(spec.micro_batches, self._loader.take, not spec.forward_only, spec.turns_at_once)
+        batch = BatchState(spec.micro_batches, self._loader.take, not spec.forward_only, spec.turns_at_once)
         with seeded, self.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)
         self.module.micro_offset += spec.micro_batches

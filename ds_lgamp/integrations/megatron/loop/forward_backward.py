@@ -15,7 +15,6 @@ from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
-from ds_lgamp.runtime.executor import ActionError
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_rank_program
 
@@ -32,7 +31,6 @@ class ForwardBackward:
         self._settings, self._zero_stage = settings, zero_stage
         self._program = lru_cache(maxsize=16)(self._build_program)
         self._pipelines: dict[dist.ProcessGroup, Pipeline] = {}
-        self._failed = False
 
     def __call__(
         self,
@@ -83,16 +81,12 @@ class ForwardBackward:
         return batch.reports
 
     def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
-        if self._failed:
-            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
         program = self._program(
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
-        self._failed = True
         if batch.groups.pp not in self._pipelines:
             self._pipelines[batch.groups.pp] = Pipeline(batch, shapes)
         self._pipelines[batch.groups.pp].run(batch, program, shapes)
-        self._failed = False
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool

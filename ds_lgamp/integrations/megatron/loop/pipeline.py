@@ -11,7 +11,7 @@ from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.runtime.batch import Batch as ExecutorBatch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.schedule.actions import Action
@@ -53,8 +53,8 @@ class Pipeline:
         executor = self._executor_of(batch)
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
-            self._data.begin(batch)
-            with executor.run_batch(ExecutorBatch(batch.micro_batches, _no_data, not batch.forward_only)):
+            with executor.run_batch(BatchState(batch.micro_batches, _no_data, not batch.forward_only)):
+                self._data.begin(batch)
                 executor.run(program)
                 self._data.end()
         finally:
@@ -98,6 +98,5 @@ def _no_data(micro_batch: int) -> tuple[None, None]:
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
     """Returns the global ranks of every pipeline. Collective over all ranks."""
-    return [
-        list(ranks) for ranks in sorted({tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))})
-    ]
+    pipelines = {tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))}
+    return [list(ranks) for ranks in sorted(pipelines)]

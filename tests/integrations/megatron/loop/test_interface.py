@@ -1,6 +1,7 @@
 """What Megatron-core's loop, its users and its own extensions ask of a ``forward_backward_func`` beside training."""
 
 import gc
+import weakref
 from argparse import Namespace
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 from ds_lgamp.runtime.executor import ActionError, Executor
@@ -427,6 +429,20 @@ def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_re
     share_embedding(models)
     refuse_unsupported(batch_of(*models))
     assert models[1].shared_embedding_or_output_weight() is models[0].embedding.word_embeddings.weight
+
+
+def test_between_batches_no_model_is_kept_alive():
+    models, data = [model()], DistributedData()
+    alive = weakref.ref(models[0])
+    syncs = {"param_sync_func": models[0].forward, "no_sync_func": nullcontext, "grad_sync_func": None}
+    data.begin(Namespace(chunks=[0], models=models, backward_passes=1, config=Namespace(**syncs)))
+    del models, syncs
+    gc.collect()
+    assert alive() is not None
+    data.end()
+    data.forget()
+    gc.collect()
+    assert alive() is None
 
 
 def model(**attributes):
