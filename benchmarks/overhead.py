@@ -37,7 +37,7 @@ from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import ring_links
+from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program

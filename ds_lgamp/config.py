@@ -167,7 +167,13 @@ def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
     return place_chunks(settings.placement or default_placement(settings.schedule), chunks, pipeline_ranks)
 
 
-def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int) -> ProgramSpec:
+def program_spec(
+    settings: LgampConfig,
+    placement: Placement,
+    micro_batches: int,
+    zero_stage: int,
+    receives_on_arrival: bool = False,
+) -> ProgramSpec:
     """The spec from which the programs of a training step are built. Raises ConfigError if the batch does not fit the
     schedule."""
     group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
@@ -186,6 +192,7 @@ def program_spec(settings: LgampConfig, placement: Placement, micro_batches: int
             zero_stage,
             settings.resident_chunks,
             defers_gathers=settings.defer_gathers,
+            receives_on_arrival=receives_on_arrival,
         )
     except ValueError as error:
         raise ConfigError(f"{BLOCK}.{error}") from None

@@ -29,8 +29,8 @@ from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec

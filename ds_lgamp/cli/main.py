@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
-from ds_lgamp.schedule.program import Program, build_program
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Durations, Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate

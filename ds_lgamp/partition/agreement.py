@@ -1,8 +1,25 @@
 """Lets ranks agree before they act, so that they go on together or fail together."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
+
+
+def host_group() -> dist.ProcessGroup:
+    """Returns the group of all ranks through which hosts talk, without their devices. It runs on gloo.
+
+    The first call is collective over all ranks, unless the default group runs on gloo itself.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return world if dist.get_backend() == "gloo" else _gloo_beside(world)
+
+
+@lru_cache(maxsize=1)
+def _gloo_beside(default: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Makes one gloo group for each default group."""
+    return dist.new_group(backend="gloo")
 
 
 def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

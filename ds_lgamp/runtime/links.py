@@ -3,6 +3,12 @@
 Both ends of a link know the shapes in advance. Gradients have the shapes of the activations that this rank sent. A
 header precedes the first activation that crosses a chunk boundary. If shapes are dynamic, a header precedes every
 activation, and the receive is posted once the header has been read.
+
+The tensors of a message travel as one, so that a message is one operation on the device. Headers travel between hosts,
+so that reading one does not wait for the device.
+
+Streams that share hardware queues need receives on arrival (:mod:`ds_lgamp.schedule.receives`). A rank then reads a
+header as soon as it is due, because a message that nobody receives would block the sender's queue.
 """
 
 from collections import deque
@@ -16,6 +22,8 @@ from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 _HEADER_ELEMENTS = 128
+_ALIGNMENT = 16
+"""In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
 _DTYPES = [
     torch.float32,
     torch.float64,
@@ -48,8 +56,8 @@ class MessageSpec(NamedTuple):
     def of(cls, value: Tensors) -> "MessageSpec":
         return cls(isinstance(value, tuple), tuple((tensor.shape, tensor.dtype) for tensor in as_tuple(value)))
 
-    def to_header(self, device: torch.device) -> torch.Tensor:
-        """Returns an int64 tensor of 128 elements, padded with zeros.
+    def to_header(self) -> torch.Tensor:
+        """Returns an int64 tensor of 128 elements on the host, padded with zeros.
 
         It holds is_tuple, the number of tensors, then the dtype, number of dimensions and sizes of each tensor. Raises
         TypeError for a dtype that no link carries, ValueError if the tensors do not fit.
@@ -62,7 +70,7 @@ class MessageSpec(NamedTuple):
         if len(numbers) > _HEADER_ELEMENTS:
             raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")
         numbers += [0] * (_HEADER_ELEMENTS - len(numbers))
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+        return torch.tensor(numbers, dtype=torch.int64)
 
     @classmethod
     def from_header(cls, header: torch.Tensor) -> "MessageSpec":
@@ -75,8 +83,43 @@ class MessageSpec(NamedTuple):
         return cls(is_tuple, tuple(tensors))
 
 
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the message that holds ``tensors``: the only one itself, or the bytes of all.
+
+    No device library carries int16, so int16 travels as bytes too.
+    """
+    if len(tensors) == 1 and tensors[0].dtype is not torch.int16:
+        return tensors[0].contiguous()
+    message, members = allocate(MessageSpec.of(tuple(tensors)), tensors[0].device)
+    for member, tensor in zip(members, tensors):
+        member.copy_(tensor)
+    return message
+
+
+def allocate(spec: MessageSpec, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns an uninitialised message and its tensors, which share its memory.
+
+    They are no views of the message, because a view raises if autograd saved it and another view changes in place.
+    """
+    if len(spec.tensors) == 1 and spec.tensors[0][1] is not torch.int16:
+        shape, dtype = spec.tensors[0]
+        message = torch.empty(shape, dtype=dtype, device=device)
+        return message, [message]
+    starts = [0]
+    for shape, dtype in spec.tensors:
+        size = shape.numel() * dtype.itemsize
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    message = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    storage, members = message.untyped_storage(), []
+    for start, (shape, dtype) in zip(starts, spec.tensors):
+        flat = torch.empty(0, dtype=dtype, device=device)
+        flat.set_(storage, start // dtype.itemsize, (shape.numel(),), (1,))
+        members.append(flat.view(shape))
+    return message, members
+
+
 class Endpoint(NamedTuple):
-    """How tensors of one link and kind travel: to or from the global rank ``peer``, in ``group``, under ``tag``."""
+    """How messages of one link and kind travel: to or from the global rank ``peer``, in ``group``, under ``tag``."""
 
     peer: int
     group: dist.ProcessGroup | None
@@ -84,15 +127,22 @@ class Endpoint(NamedTuple):
 
 
 class Outgoing:
-    """The sending end of a link, for one kind of message."""
+    """The sending end of a link, for one kind of message.
 
-    def __init__(self, endpoint: Endpoint, device: torch.device, dynamic: bool, advice: str) -> None:
-        self.endpoint, self.device, self.dynamic, self.advice = endpoint, device, dynamic, advice
+    Args:
+        headers: how headers travel.
+        on_arrival: whether the peer posts receives when messages arrive, headers or not.
+    """
+
+    def __init__(self, endpoint: Endpoint, headers: Endpoint, dynamic: bool, on_arrival: bool, advice: str) -> None:
+        self.endpoint, self.headers = endpoint, headers
+        self.dynamic, self.on_arrival, self.advice = dynamic, on_arrival, advice
         self._announced: dict[int, MessageSpec] = {}
         self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._peer_posts = False
-        """Whether the peer posts receives ahead of use. While it waits for headers instead, sends must not wait for
-        it."""
+        self._headers_in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+        self._peer_posts = on_arrival
+        """Whether the peer posts receives without being asked. If it posts ahead, it waits for headers first; sends
+        must not wait for it then."""
 
     def announce(self, chunk: int, value: Tensors) -> None:
         """Tells the peer the shapes of ``value`` before the first message of ``chunk``; if shapes are dynamic, before
@@ -101,37 +151,30 @@ class Outgoing:
         known = None if self.dynamic else self._announced.get(chunk)
         if known is None:
             self._announced[chunk] = spec
-            self._start(spec.to_header(self.device))
+            self._headers_in_flight.append(_send(spec.to_header(), self.headers))
         elif known != spec:
             raise ValueError(f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; {self.advice}")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches the send of one message. Waits for the oldest messages if too many are under way."""
-        for tensor in tensors:
-            self._start(tensor.detach().contiguous())
+        self._in_flight.append(_send(pack([tensor.detach() for tensor in tensors]), self.endpoint))
         if self._peer_posts:
-            while len(self._in_flight) > SENDS_IN_FLIGHT * len(tensors):
+            while len(self._in_flight) > SENDS_IN_FLIGHT:
                 self._finish_oldest()
 
     def drain(self) -> None:
         """Waits for all sends under way."""
         while self._in_flight:
             self._finish_oldest()
-        self._peer_posts = not self.dynamic
+        for work, _ in self._headers_in_flight:
+            _wait(work, self.headers.peer)
+        self._headers_in_flight.clear()
+        self._peer_posts = self.on_arrival or not self.dynamic
 
     def reset(self) -> None:
         """Forgets announced shapes, because they may change."""
         self._announced.clear()
-        self._peer_posts = False
-
-    def _start(self, tensor: torch.Tensor) -> None:
-        peer, group, tag = self.endpoint
-        try:
-            work = dist.isend(tensor, peer, group=group, tag=tag)
-        except RuntimeError as error:
-            raise LinkError(peer, error) from error
-        assert work is not None, "both ends of a link are members of its group"
-        self._in_flight.append((work, tensor))
+        self._peer_posts = self.on_arrival
 
     def _finish_oldest(self) -> None:
         work, _ = self._in_flight.popleft()
@@ -143,19 +186,28 @@ class Incoming:
 
     Messages are posted and taken in the same order. A message of unknown shapes cannot be posted yet, so it waits in
     line and holds back all later ones.
+
+    Args:
+        headers: how headers travel; None if messages of this kind have none.
+        on_arrival: whether to read a header as soon as it is due, so that no message waits in line.
     """
 
-    def __init__(self, endpoint: Endpoint, device: torch.device, has_headers: bool, dynamic: bool) -> None:
-        self.endpoint, self.device = endpoint, device
-        self.has_headers, self.dynamic = has_headers, dynamic
+    def __init__(
+        self, endpoint: Endpoint, device: torch.device, headers: Endpoint | None, dynamic: bool, on_arrival: bool
+    ) -> None:
+        self.endpoint, self.device, self.headers = endpoint, device, headers
+        self.dynamic, self.on_arrival = dynamic, on_arrival
         self._specs: dict[tuple[int, int], MessageSpec] = {}
         self._line: deque[tuple[int, int]] = deque()
-        self._posted: dict[tuple[int, int], list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._posted: dict[tuple[int, int], tuple[dist.Work, list[torch.Tensor]]] = {}
         self._header: tuple[dist.Work, torch.Tensor] | None = None
 
     def post(self, chunk: int, micro_batch: int) -> None:
         self._line.append((chunk, micro_batch))
         self._advance()
+        while self.on_arrival and self._line:
+            self._read_header()
+            self._advance()
 
     def expect(self, chunk: int, micro_batch: int, like: Sequence[torch.Tensor]) -> None:
         """Makes known that the tensors of a message have the shapes and dtypes of ``like``."""
@@ -169,10 +221,8 @@ class Incoming:
         while (chunk, micro_batch) not in self._posted:
             self._read_header()
             self._advance()
-        tensors = []
-        for work, tensor in self._posted.pop((chunk, micro_batch)):
-            _wait(work, self.endpoint.peer)
-            tensors.append(tensor)
+        work, tensors = self._posted.pop((chunk, micro_batch))
+        _wait(work, self.endpoint.peer)
         key = self._key(chunk, micro_batch)
         spec = self._specs.pop(key) if self.dynamic else self._specs[key]
         return tuple(tensors) if spec.is_tuple else tensors[0]
@@ -189,27 +239,19 @@ class Incoming:
         while self._line:
             spec = self._specs.get(self._key(*self._line[0]))
             if spec is None:
-                if self.has_headers and self._header is None:
-                    self._header = self._receive(torch.Size([_HEADER_ELEMENTS]), torch.int64)
+                if self.headers is not None and self._header is None:
+                    header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64)
+                    self._header = _receive(header, self.headers), header
                 return
-            self._posted[self._line.popleft()] = [self._receive(shape, dtype) for shape, dtype in spec.tensors]
+            message, tensors = allocate(spec, self.device)
+            self._posted[self._line.popleft()] = _receive(message, self.endpoint), tensors
 
     def _read_header(self) -> None:
-        assert self._header is not None and self._line, "only a missing header holds back a message that is due"
+        assert self.headers is not None and self._header is not None, "a known message does not wait in line"
         work, header = self._header
-        _wait(work, self.endpoint.peer)
+        _wait(work, self.headers.peer)
         self._header = None
         self._specs[self._key(*self._line[0])] = MessageSpec.from_header(header)
-
-    def _receive(self, shape: torch.Size, dtype: torch.dtype) -> tuple[dist.Work, torch.Tensor]:
-        peer, group, tag = self.endpoint
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        try:
-            work = dist.irecv(tensor, peer, group=group, tag=tag)
-        except RuntimeError as error:
-            raise LinkError(peer, error) from error
-        assert work is not None, "both ends of a link are members of its group"
-        return work, tensor
 
 
 class Links:
@@ -218,7 +260,9 @@ class Links:
     Activations come from the previous rank of the ring and go to the next one. Gradients travel the other way.
 
     Args:
+        headers_in, headers_out: how headers of activations travel.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
+        on_arrival: whether programs post receives on arrival.
         advice: the fix that the error names if shapes differ unexpectedly.
     """
 
@@ -229,15 +273,18 @@ class Links:
         activations_out: Endpoint,
         gradients_in: Endpoint,
         gradients_out: Endpoint,
+        headers_in: Endpoint,
+        headers_out: Endpoint,
         dynamic: bool = False,
+        on_arrival: bool = False,
         advice: str = RESET,
     ) -> None:
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
-        self._activations_in = Incoming(activations_in, device, True, dynamic)
-        self._activations_out = Outgoing(activations_out, device, dynamic, advice)
-        self._gradients_in = Incoming(gradients_in, device, False, dynamic)
-        self._gradients_out = Outgoing(gradients_out, device, dynamic, advice)
+        self._activations_in = Incoming(activations_in, device, headers_in, dynamic, on_arrival)
+        self._activations_out = Outgoing(activations_out, headers_out, dynamic, on_arrival, advice)
+        self._gradients_in = Incoming(gradients_in, device, None, dynamic, on_arrival)
+        self._gradients_out = Outgoing(gradients_out, headers_out, dynamic, on_arrival, advice)
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
         self._activations_in.post(chunk, micro_batch)
@@ -280,50 +327,25 @@ class Links:
         self._gradients_out.reset()
 
 
-def ring_links(
-    pipelines: Sequence[Sequence[int]], device: torch.device, dynamic: bool = False, advice: str = RESET
-) -> Links:
-    """Creates the links of this rank in its pipeline. Collective over all ranks.
-
-    NCCL runs everything on a communicator in order, so two links or kinds that share one can deadlock. Every directed
-    link and kind therefore has a group of its own, except on gloo, which tells them apart by tag.
-
-    Args:
-        pipelines: the global ranks of every pipeline, in pipeline order.
-        dynamic: whether the shapes of a chunk's results may differ between micro-batches.
-        advice: the fix that the error names if shapes differ unexpectedly.
-    """
-    own = dist.get_rank()
-    separate = len(pipelines[0]) > 1 and dist.get_backend() != "gloo"
-    ends: dict[str, Endpoint] = {}
-    for pipeline in pipelines:
-        for position, source in enumerate(pipeline):
-            following = pipeline[(position + 1) % len(pipeline)]
-            for tag, kind, sender, receiver in (
-                (0, "activations", source, following),
-                (1, "gradients", following, source),
-            ):
-                group = dist.new_group([sender, receiver]) if separate else None
-                if group is not None and own in (sender, receiver):
-                    _open_communicator(group, own, sender, receiver, device)
-                if own == sender:
-                    ends[f"{kind}_out"] = Endpoint(receiver, group, tag)
-                if own == receiver:
-                    ends[f"{kind}_in"] = Endpoint(sender, group, tag)
-    return Links(device, **ends, dynamic=dynamic, advice=advice)
+def _send(message: torch.Tensor, endpoint: Endpoint) -> tuple[dist.Work, torch.Tensor]:
+    """Launches a send. Returns its work, and the message, which must live until the work is done."""
+    peer, group, tag = endpoint
+    try:
+        work = dist.isend(message, peer, group=group, tag=tag)
+    except RuntimeError as error:
+        raise LinkError(peer, error) from error
+    assert work is not None, "both ends of a link are members of its group"
+    return work, message
 
 
-def _open_communicator(group: dist.ProcessGroup, own: int, sender: int, receiver: int, device: torch.device) -> None:
-    """Sends a first message, so that the communicator exists before receives are posted.
-
-    NCCL creates a communicator when both ends call. A rank that posted a receive first would wait there for a peer that
-    does the same on another link.
-    """
-    message = torch.zeros(1, device=device)
-    if own == sender:
-        dist.send(message, receiver, group=group)
-    else:
-        dist.recv(message, sender, group=group)
+def _receive(message: torch.Tensor, endpoint: Endpoint) -> dist.Work:
+    peer, group, tag = endpoint
+    try:
+        work = dist.irecv(message, peer, group=group, tag=tag)
+    except RuntimeError as error:
+        raise LinkError(peer, error) from error
+    assert work is not None, "both ends of a link are members of its group"
+    return work
 
 
 def _wait(work: dist.Work, peer: int) -> None:

@@ -71,6 +71,10 @@ class Action(NamedTuple):
         return cls(Kind.STEP)
 
 
+Program = list[list[Action]]
+"""The actions of every pipeline rank."""
+
+
 def send_of(compute: Action) -> Action:
     """Returns the action that sends the result of ``compute``."""
     kind = Kind.SEND_FORWARD if compute.kind is Kind.FORWARD else Kind.SEND_BACKWARD
@@ -88,6 +92,13 @@ def receive_matching(send: Action) -> Action:
     if send.kind is Kind.SEND_FORWARD:
         return Action(Kind.RECV_FORWARD, send.chunk + 1, send.micro_batch)
     return Action(Kind.RECV_BACKWARD, send.chunk - 1, send.micro_batch)
+
+
+def send_matching(receive: Action) -> Action:
+    """Returns the action that sends the message of ``receive`` on the other rank."""
+    if receive.kind is Kind.RECV_FORWARD:
+        return Action(Kind.SEND_FORWARD, receive.chunk - 1, receive.micro_batch)
+    return Action(Kind.SEND_BACKWARD, receive.chunk + 1, receive.micro_batch)
 
 
 def awaited_by(wait: Action) -> Action:

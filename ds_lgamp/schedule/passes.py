@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, receive_of, send_of
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, send_of
+from ds_lgamp.schedule.receives import receive_posts
 from ds_lgamp.schedule.residency import chunk_visits, current_chunks, resident_windows
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.waits import Waits
@@ -28,7 +29,7 @@ def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> li
 
 
 def add_receives(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds each RECV ahead of the compute that consumes the message."""
+    """Adds each RECV, ahead of the compute that consumes the message or when the message arrives."""
     posts = iter(receive_posts(spec, rank, _computes(actions)))
     lowered: list[Action] = []
     for action in actions:
@@ -91,26 +92,6 @@ def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[list[in
 def current_of(spec: ProgramSpec, actions: Iterable[Action]) -> list[int]:
     """Returns the chunks whose gathers the previous step has launched."""
     return current_chunks(chunk_visits(_computes(actions)), spec.zero_stage, spec.defers_gathers)
-
-
-def receive_posts(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
-    """Returns, for each compute, the receives to post directly before it.
-
-    Receives of one kind are posted in the order of their consumers. With a window of n receives, each is posted n - 1
-    computes of its kind ahead of its consumer, but not before the window has room. Forwards and backwards may alternate
-    in between, so a receive is posted at most 2(n - 1) computes of any kind ahead.
-    """
-    posts: list[list[Action]] = [[] for _ in computes]
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        alike = [index for index, action in enumerate(computes) if action.kind is kind]
-        received = [order for order, index in enumerate(alike) if spec.receives_input(computes[index])]
-        window = spec.receive_window(rank, kind)
-        for position, order in enumerate(received):
-            consumer, ahead = alike[order], order - (window - 1)
-            early = alike[ahead] if ahead >= 0 else alike[0] + ahead
-            room = alike[received[position - window]] + 1 if position >= window else 0
-            posts[max(room, early, consumer - 2 * (window - 1))].append(receive_of(computes[consumer]))
-    return posts
 
 
 def _computes(actions: Iterable[Action]) -> list[Action]:

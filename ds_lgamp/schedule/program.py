@@ -5,12 +5,9 @@ WAIT_REDUCE, the compute, its SEND, and REDUCE if the chunk's gradient is final.
 WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer.
 """
 
-from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.actions import Action, Program
 from ds_lgamp.schedule.passes import add_receives, add_reductions, add_residency, add_sends, add_step, add_waits
 from ds_lgamp.schedule.spec import ProgramSpec
-
-Program = list[list[Action]]
-"""The actions of every pipeline rank."""
 
 PASSES = (add_residency, add_receives, add_sends, add_reductions, add_step, add_waits)
 """In the order they apply. All schedules share them."""

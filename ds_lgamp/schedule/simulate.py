@@ -23,10 +23,10 @@ from ds_lgamp.schedule.actions import (
     WAITS,
     Action,
     Kind,
+    Program,
     awaited_by,
     receive_matching,
 )
-from ds_lgamp.schedule.program import Program
 from ds_lgamp.schedule.spec import ProgramSpec
 
 

@@ -8,21 +8,15 @@ from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import (
     SCHEDULES,
     SINGLE_CHUNK_SCHEDULES,
-    first_turning_chunk,
     forward_only,
     order_of,
     turns_at_once,
 )
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
-RECEIVES_POSTED = 3
-"""How many receives of one kind a rank keeps posted if no messages pile up. One is for the next compute, one is in
-flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
-permission (docs/performance.md)."""
-
 SENDS_IN_FLIGHT = 2
-"""How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank has more
-receives posted than that, so the wait is short."""
+"""How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank that posts
+receives ahead has more of them posted, so the wait is short."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,9 @@ class ProgramSpec:
     defers_gathers: bool = False
     """Whether stages 1 and 2 gather updated weights during the next step, each chunk one visit ahead, instead of behind
     the step that updated them."""
+    receives_on_arrival: bool = False
+    """Whether a rank posts a receive when its message has been sent, as streams that share hardware queues require,
+    instead of well ahead (:mod:`ds_lgamp.schedule.receives`)."""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
@@ -123,24 +120,6 @@ class ProgramSpec:
         """Returns the chunk whose output or input gradient a compute consumes; None at the ends of the model."""
         source = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
         return source if 0 <= source < len(self.placement) else None
-
-    def receive_window(self, rank: int, kind: Kind) -> int:
-        """Returns how many receives of one kind ``rank`` keeps posted.
-
-        This is ``RECEIVES_POSTED`` unless messages pile up. While a group larger than the ring passes, they do so on
-        the wrap-around link and where the turn begins.
-        """
-        forward = kind is Kind.FORWARD
-        # Evaluation ignores groups: all micro-batches pass through a chunk together. It has no turn.
-        group = self.micro_batches if self.forward_only else min(self.micro_batch_group, self.micro_batches)
-        turn = self.chunks if self.forward_only else first_turning_chunk(self.placement)
-        for chunk, owner in enumerate(self.placement):
-            source = chunk - 1 if forward else chunk + 1
-            if owner == rank and 0 <= source < self.chunks and self.placement[source] != rank:
-                wraps = self.placement[source] > rank if forward else self.placement[source] < rank
-                if wraps or max(chunk, source) == turn:
-                    return max(RECEIVES_POSTED, group - self.pipeline_ranks + 2)
-        return RECEIVES_POSTED
 
     @cached_property
     def turns_at_once(self) -> bool:

@@ -3,23 +3,18 @@
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, WAITS, Action, Kind, receive_matching, send_of
-from ds_lgamp.schedule.passes import current_of, receive_posts, windows_of
-from ds_lgamp.schedule.program import Program
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, WAITS, Action, Kind, Program, receive_matching, send_of
+from ds_lgamp.schedule.passes import current_of, windows_of
+from ds_lgamp.schedule.queues import run_in_one_queue
+from ds_lgamp.schedule.receives import receive_posts
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.waits import Waits
 
 _ROWS_SHOWN = 4
-_BEFORE_COMPUTE = (
-    Kind.RELEASE,
-    Kind.GATHER,
-    Kind.RECV_FORWARD,
-    Kind.RECV_BACKWARD,
-    Kind.WAIT_GATHER,
-    Kind.WAIT_REDUCE,
-)
+_BEFORE_COMPUTE = ({Kind.RELEASE}, {Kind.GATHER}, RECEIVES, {Kind.WAIT_GATHER}, {Kind.WAIT_REDUCE})
 """Kinds that may stand before a compute, in this order."""
+_PLACE = {kind: place for place, kinds in enumerate(_BEFORE_COMPUTE) for kind in kinds}
 
 
 class ProgramError(ValueError):
@@ -33,8 +28,9 @@ class ProgramError(ValueError):
 def validate(spec: ProgramSpec, program: Program) -> None:
     """Checks the program of each rank by itself, then all programs together.
 
-    Raises ProgramError if a rank's program is faulty, or if the ranks deadlock when every SEND blocks until its RECV is
-    posted. Raises ValueError if the number of ranks is wrong.
+    Raises ProgramError if a rank's program is faulty or if the ranks deadlock. Receives that are posted ahead must
+    allow every SEND to block until its RECV is posted. Receives that are posted on arrival must allow a device to put
+    all its work into one hardware queue. Raises ValueError if the number of ranks is wrong.
     """
     if len(program) != spec.pipeline_ranks:
         raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
@@ -42,7 +38,10 @@ def validate(spec: ProgramSpec, program: Program) -> None:
         _RankCheck(spec, rank, actions).run()
     _check_channels(spec, program)
     try:
-        simulate(spec, program, blocking_sends=True)
+        if spec.receives_on_arrival:
+            run_in_one_queue(spec, program)
+        else:
+            simulate(spec, program, blocking_sends=True)
     except DeadlockError as deadlock:
         rank = next(rank for rank, row in enumerate(deadlock.positions) if row < len(program[rank]))
         row = deadlock.positions[rank]
@@ -52,8 +51,8 @@ def validate(spec: ProgramSpec, program: Program) -> None:
 class _RankCheck:
     """Compares the actions of one rank with the compute order of its schedule.
 
-    Between two computes, actions stand in this order: SEND and REDUCE of the first; then RELEASE, GATHER, RECV of
-    activations, RECV of gradients and the waits of the second.
+    Between two computes, actions stand in this order: SEND and REDUCE of the first; then RELEASE, GATHER, RECV and the
+    waits of the second.
     """
 
     def __init__(self, spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> None:
@@ -93,12 +92,12 @@ class _RankCheck:
         start, place = self.row, 0
         while self.row < len(self.actions) and self.actions[self.row].kind not in COMPUTE:
             action = self.actions[self.row]
-            if action.kind not in _BEFORE_COMPUTE:
+            if action.kind not in _PLACE:
                 raise self.fault(f"{action} does not belong here")
-            if _BEFORE_COMPUTE.index(action.kind) < place:
-                order = ", ".join(kind.value for kind in _BEFORE_COMPUTE)
+            if _PLACE[action.kind] < place:
+                order = ", ".join(" and ".join(sorted(kinds)) for kinds in _BEFORE_COMPUTE)
                 raise self.fault(f"{action} is out of order: {order} stand in this order")
-            place = _BEFORE_COMPUTE.index(action.kind)
+            place = _PLACE[action.kind]
             self.row += 1
         return list(self.actions[start : self.row])
 

@@ -12,8 +12,9 @@ from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import Links, ring_links
+from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.runtime.models import Model, loss_function
 

@@ -30,6 +30,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         resident_chunks=draw(st.integers(1, max_chunks_per_rank + 1)),
         forward_only=draw(st.booleans()),
         defers_gathers=draw(st.booleans()),
+        receives_on_arrival=draw(st.booleans()),
     )
 
 

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.dataloader import RepeatingLoader
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.agreement import host_group, raise_everywhere
 
 _READY, _ENDED, _FAULTY = range(3)
 
@@ -66,7 +66,7 @@ class BatchLoader:
         self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
         self._inputs_dtype = inputs_dtype
         # The host waits for the answer, so the answer travels between hosts, not between devices.
-        self._agreement = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._agreement = host_group()
         self._micro_batches: dict[int, Any] = {}
         self.tokens = 0
         """Number of elements of the integer inputs taken since the counter was last set to 0."""

@@ -177,7 +177,10 @@ class LgampEngine(PipelineEngine):
     # What DeepSpeed asks while it trains
 
     def _train_schedule(self) -> ProgramSchedule:
-        spec = program_spec(self.lgamp_settings, self.program_spec.placement, self.micro_batches, self.zero_stage)
+        planned = self.program_spec
+        spec = program_spec(
+            self.lgamp_settings, planned.placement, self.micro_batches, self.zero_stage, planned.receives_on_arrival
+        )
         return self._schedule(spec, self.stage_id)
 
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:

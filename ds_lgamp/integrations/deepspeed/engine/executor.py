@@ -9,12 +9,13 @@ from torch import Tensor
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import ring_links
 from ds_lgamp.runtime.random_state import RandomSource
 from ds_lgamp.runtime.reproducible import laid_out
+from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.stopwatch import Stopwatch
 
 _SHAPES_ADVICE = (
@@ -53,7 +54,7 @@ def build_executor(
         module.stage_id,
         chunks,
         partition,
-        ring_links(module._grid.pipe_groups, device, module.dynamic_shape, _SHAPES_ADVICE),
+        ring_links(module._grid.pipe_groups, device, host_group(), module.dynamic_shape, _SHAPES_ADVICE),
         loss,
         step,
         # Seeded ahead of every layer, generators need not be restored.

@@ -7,6 +7,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.deepspeed.config.refusals import refuse_irreproducible, refuse_unsupported
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
+from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
@@ -25,4 +26,4 @@ def plan_training(
     refuse_irreproducible(settings, config, module)
     layout = layout_of(settings, module, partition_method)
     micro_batches, zero_stage = config.gradient_accumulation_steps, int(config.zero_optimization_stage)
-    return layout, program_spec(settings, layout.placement, micro_batches, zero_stage)
+    return layout, program_spec(settings, layout.placement, micro_batches, zero_stage, posts_on_arrival())

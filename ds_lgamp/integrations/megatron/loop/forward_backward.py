@@ -15,8 +15,10 @@ from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
+from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.validate import validate
 
 
 class ForwardBackward:
@@ -94,10 +96,13 @@ class ForwardBackward:
         placement = placement_of(chunks_per_rank, pipeline_ranks)
         # Evaluation takes any number of micro-batches. Some schedules train with a multiple of the ranks only.
         trained = pipeline_ranks if forward_only else micro_batches
-        spec = program_spec(self._settings, placement, trained, self._zero_stage)
+        spec = program_spec(self._settings, placement, trained, self._zero_stage, posts_on_arrival())
         # Megatron-core's loop steps the optimizer after the program, so nothing can be gathered behind the step.
         spec = replace(spec, defers_gathers=True)
-        return build_rank_program(spec.evaluation(micro_batches) if forward_only else spec, rank)
+        spec = spec.evaluation(micro_batches) if forward_only else spec
+        program = build_program(spec)
+        validate(spec, program)
+        return program[rank]
 
 
 def global_groups() -> ProcessGroupCollection:

@@ -10,10 +10,10 @@ from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
-from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import ring_links
+from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.actions import Action
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -32,7 +32,7 @@ class Pipeline:
 
     def __init__(self, first: Batch, shapes: Any) -> None:
         pipelines = _all_pipelines(first.groups.pp) if first.pipeline_ranks > 1 else [[dist.get_rank()]]
-        self._links = ring_links(pipelines, first.device, first.config.variable_seq_lengths, _ADVICE)
+        self._links = ring_links(pipelines, first.device, host_group(), first.config.variable_seq_lengths, _ADVICE)
         self._shapes = shapes
         self._data, self._timing = DistributedData(), MegatronTiming()
         self._batch: Batch | None = None

@@ -1,0 +1,124 @@
+"""Connects the ranks of every pipeline to their neighbours in the ring."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.runtime.links import RESET, Endpoint, Links
+
+_KINDS = ("activations", "gradients")
+_HEADER_TAG = len(_KINDS)
+
+Edge = tuple[int, int]
+"""Two neighbours of a ring, by global rank: the sender and the receiver of activations."""
+
+
+def posts_on_arrival() -> bool:
+    """Whether programs of this job must post receives on arrival: with any backend but gloo, operations run in order on
+    a device's streams, which may share hardware queues."""
+    return dist.get_backend() != "gloo"
+
+
+def ring_links(
+    pipelines: Sequence[Sequence[int]],
+    device: torch.device,
+    hosts: dist.ProcessGroup | None = None,
+    dynamic: bool = False,
+    advice: str = RESET,
+) -> Links:
+    """Creates the links of this rank in its pipeline. Collective over all ranks.
+
+    Args:
+        pipelines: the global ranks of every pipeline, in pipeline order.
+        hosts: a group of all ranks on gloo, which carries headers; default the default group.
+        dynamic: whether the shapes of a chunk's results may differ between micro-batches.
+        advice: the fix that the error names if shapes differ unexpectedly.
+    """
+    own = dist.get_rank()
+    pipeline = next(list(ranks) for ranks in pipelines if own in ranks)
+    position, length = pipeline.index(own), len(pipeline)
+    previous, following = pipeline[position - 1], pipeline[(position + 1) % length]
+    on_arrival = posts_on_arrival()
+    groups: dict[tuple[Edge, str], dist.ProcessGroup] = {}
+    if on_arrival and length > 1:
+        groups = _edge_groups(pipelines, device)
+    ends = {}
+    for tag, kind in enumerate(_KINDS):
+        before, after = groups.get(((previous, own), kind)), groups.get(((own, following), kind))
+        forward = kind == "activations"
+        ends[f"{kind}_in"] = Endpoint(previous, before, tag) if forward else Endpoint(following, after, tag)
+        ends[f"{kind}_out"] = Endpoint(following, after, tag) if forward else Endpoint(previous, before, tag)
+    return Links(
+        device,
+        **ends,
+        headers_in=Endpoint(previous, hosts, _HEADER_TAG),
+        headers_out=Endpoint(following, hosts, _HEADER_TAG),
+        dynamic=dynamic,
+        on_arrival=on_arrival,
+        advice=advice,
+    )
+
+
+def edge_colours(pipelines: Sequence[Sequence[int]]) -> list[list[Edge]]:
+    """Returns the edges of all rings in two or three colours. No rank has two edges of one colour.
+
+    A ring of an odd number of ranks needs the third colour.
+    """
+    colours: list[list[Edge]] = [[], [], []]
+    for pipeline in pipelines:
+        length = len(pipeline)
+        for position, rank in enumerate(pipeline):
+            lone = length % 2 == 1 and position == length - 1
+            colours[2 if lone else position % 2].append((rank, pipeline[(position + 1) % length]))
+    return [edges for edges in colours if edges]
+
+
+def _edge_groups(pipelines: Sequence[Sequence[int]], device: torch.device) -> dict[tuple[Edge, str], dist.ProcessGroup]:
+    """Returns the groups of this rank by edge and kind of message. Collective over all ranks.
+
+    NCCL runs everything on a communicator in order, so two links or kinds that share one can deadlock. Every edge and
+    kind therefore has a group of its own. All edges of a colour open at once, so that the time does not grow with the
+    number of ranks.
+    """
+    own = dist.get_rank()
+    groups = {}
+    for edges in edge_colours(pipelines):
+        for kind in _KINDS:
+            group = _group_of_pair(edges, device)
+            for edge in edges:
+                if group is not None and own in edge:
+                    _open_communicator(group, edge if kind == "activations" else edge[::-1], device)
+                    groups[edge, kind] = group
+    return groups
+
+
+def _group_of_pair(edges: Sequence[Edge], device: torch.device) -> dist.ProcessGroup | None:
+    """Makes a group of every edge of one colour. Returns this rank's; None if it has no such edge.
+
+    If the default group is bound to a device, torch splits communicators, and every split is collective over all ranks.
+    One split then makes all groups. Otherwise ``new_group`` costs no communication, and only members connect.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    # torch would give new groups its own default.
+    timeout: timedelta = world._get_backend(device).options._timeout
+    if world.bound_device_id is not None:
+        return dist.split_group(split_ranks=[sorted(edge) for edge in edges], timeout=timeout)
+    groups = {edge: dist.new_group(list(edge), timeout=timeout) for edge in edges}
+    return next((group for edge, group in groups.items() if dist.get_rank() in edge), None)
+
+
+def _open_communicator(group: dist.ProcessGroup, link: Edge, device: torch.device) -> None:
+    """Sends a first message over ``link``, from its first rank to its second, so that the connection exists before
+    receives are posted.
+
+    NCCL connects two ranks when both call. A rank that posted a receive first would wait there for a peer that does the
+    same on another link.
+    """
+    message = torch.zeros(1, device=device)
+    if dist.get_rank() == link[0]:
+        dist.send(message, link[1], group=group)
+    else:
+        dist.recv(message, link[0], group=group)
