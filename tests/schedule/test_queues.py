@@ -7,11 +7,22 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Program, receive_matching, receive_of
+from ds_lgamp.schedule import receives
+from ds_lgamp.schedule.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Program,
+    receive_matching,
+    receive_of,
+    send_matching,
+)
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.queues import run_in_one_queue
-from ds_lgamp.schedule.simulate import DeadlockError
+from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.strategies import program_specs
@@ -151,13 +162,24 @@ def test_every_program_with_receives_on_arrival_ends_in_one_queue(spec):
     run_in_one_queue(spec, build_program(spec))
 
 
-def test_a_program_that_would_block_a_queue_is_refused():
+def test_a_program_that_would_block_a_queue_is_refused(monkeypatch):
     """Two ranks of one queue each: both post a receive ahead of the send that the other needs."""
-    spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, zero_stage=0)
-    with pytest.raises(DeadlockError):
-        run_in_one_queue(spec, build_program(spec))
-    with pytest.raises(ProgramError):
-        validate(replace(spec, receives_on_arrival=True), build_program(spec))
+    monkeypatch.setattr(receives, "_on_arrival", receives._ahead)
+    spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, zero_stage=0, receives_on_arrival=True)
+    with pytest.raises(ProgramError, match="deadlock: RECV_F"):
+        validate(spec, build_program(spec))
+
+
+@settings(max_examples=60)
+@given(program_specs(max_ranks=4, max_chunks_per_rank=3, max_micro_batches=6))
+def test_a_rank_posts_receives_in_the_order_in_which_messages_are_sent(spec):
+    program = build_program(replace(spec, receives_on_arrival=True))
+    sent = {span.action: span.end for spans in simulate(spec, program).spans for span in spans}
+    for actions in program:
+        messages = [send_matching(action) for action in actions if action.kind in RECEIVES]
+        kinds = {Kind.SEND_FORWARD: Kind.FORWARD, Kind.SEND_BACKWARD: Kind.BACKWARD}
+        arrivals = [sent[message._replace(kind=kinds[message.kind])] for message in messages]
+        assert arrivals == sorted(arrivals)
 
 
 def test_a_receive_is_posted_once_its_message_is_sent():

@@ -1,0 +1,113 @@
+"""How links are set up on backends that run a communicator's work in order, such as NCCL."""
+
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_lgamp.runtime import ring
+from ds_lgamp.runtime.ring import edge_colours, ring_links
+
+TIMEOUT = timedelta(seconds=77)
+
+
+def grid(pipeline_ranks: int, data_ranks: int) -> list[list[int]]:
+    """The ranks of each pipeline, numbered as DeepSpeed numbers them."""
+    return [[pipe * data_ranks + data for pipe in range(pipeline_ranks)] for data in range(data_ranks)]
+
+
+class StandIn:
+    """Takes the place of torch.distributed on one rank and counts its calls."""
+
+    def __init__(self, rank: int, splits: bool) -> None:
+        self.calls: Counter[str] = Counter()
+        self.timeouts = set()
+        self.messages: list[tuple[str, int, tuple[int, ...]]] = []
+        self.rank = rank
+        backend = SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT))
+        self.group = SimpleNamespace(
+            WORLD=SimpleNamespace(
+                bound_device_id=torch.device("cpu") if splits else None, _get_backend=lambda device: backend
+            )
+        )
+
+    def get_rank(self):
+        return self.rank
+
+    def get_backend(self):
+        return "nccl"
+
+    def split_group(self, split_ranks, timeout):
+        self.calls["split_group"] += 1
+        self.timeouts.add(timeout)
+        return next((tuple(ranks) for ranks in split_ranks if self.rank in ranks), None)
+
+    def new_group(self, ranks, timeout):
+        self.calls["new_group"] += 1
+        self.timeouts.add(timeout)
+        return tuple(sorted(ranks)) if self.rank in ranks else None
+
+    def send(self, message, peer, group):
+        self.messages.append(("send", peer, group))
+
+    def recv(self, message, peer, group):
+        self.messages.append(("recv", peer, group))
+
+
+@given(st.integers(2, 9), st.integers(1, 3))
+def test_no_rank_has_two_edges_of_one_colour(pipeline_ranks, data_ranks):
+    pipelines = grid(pipeline_ranks, data_ranks)
+    colours = edge_colours(pipelines)
+    assert len(colours) == 2 + pipeline_ranks % 2
+    for edges in colours:
+        ranks = [rank for edge in edges for rank in edge]
+        assert len(set(ranks)) == len(ranks)
+    around = {(ring[position - 1], ring[position]) for ring in pipelines for position in range(pipeline_ranks)}
+    assert {edge for edges in colours for edge in edges} == around
+
+
+@pytest.mark.parametrize("rank", [0, 64, 4095])
+def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
+    """Two colours of edges and two kinds of messages. A split is collective over all ranks; 8192 would take minutes."""
+    stand_in = StandIn(rank, splits=True)
+    monkeypatch.setattr(ring, "dist", stand_in)
+    ring_links(grid(64, 64), torch.device("cpu"))
+    assert stand_in.calls == {"split_group": 4}
+    assert len(stand_in.messages) == 4
+    assert stand_in.timeouts == {TIMEOUT}
+
+
+def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
+    """``new_group`` then only enters names; members connect when they send."""
+    stand_in = StandIn(64, splits=False)
+    monkeypatch.setattr(ring, "dist", stand_in)
+    ring_links(grid(64, 64), torch.device("cpu"))
+    assert stand_in.calls == {"new_group": 2 * 64 * 64}
+    assert {group for _, _, group in stand_in.messages} == {(0, 64), (64, 128)}
+    assert stand_in.timeouts == {TIMEOUT}
+
+
+def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
+    """Activations flow from rank 0 to 1 to 2, gradients back; even links open before odd ones."""
+    stand_in = StandIn(1, splits=True)
+    monkeypatch.setattr(ring, "dist", stand_in)
+    ring_links(grid(4, 1), torch.device("cpu"))
+    assert stand_in.messages == [
+        ("recv", 0, (0, 1)),
+        ("send", 0, (0, 1)),
+        ("send", 2, (1, 2)),
+        ("recv", 2, (1, 2)),
+    ]
+
+
+def test_two_ranks_share_no_group_between_their_two_edges(monkeypatch):
+    """The ring of two ranks leads there and back: 2 edges x 2 kinds of messages are 4 groups."""
+    stand_in = StandIn(0, splits=False)
+    monkeypatch.setattr(ring, "dist", stand_in)
+    ring_links(grid(2, 1), torch.device("cpu"))
+    assert stand_in.calls == {"new_group": 4}
+    assert stand_in.messages == [("send", 1, (0, 1)), ("recv", 1, (0, 1)), ("recv", 1, (0, 1)), ("send", 1, (0, 1))]
