@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
@@ -156,11 +157,15 @@ class Executor:
             self.execute(action)
 
     def execute(self, action: Action) -> None:
-        """Executes one action."""
+        """Executes one action. While a profiler of torch records, the action is one of its ranges."""
         self.current = action
         if self.trace is not None:
             self.trace.append(str(action))
-        _EXECUTE[action.kind](self, action)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(str(action)):
+                _EXECUTE[action.kind](self, action)
+        else:
+            _EXECUTE[action.kind](self, action)
 
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
