@@ -1,4 +1,5 @@
-"""With patched hosts nothing is replaced at run time; collected where ``pytest --patched`` names this file."""
+"""With patched hosts nothing is replaced at run time. Only ``pytest --patched`` with this file's name collects these
+tests."""
 
 import pytest
 
@@ -75,7 +76,8 @@ def megatron_with_its_registry():
 
 
 def layers_of_chunks(cut):
-    """How many layers each chunk of one rank has, and how many come before them: Megatron-core's answer, and ours."""
+    """Returns the number of layers of each chunk of one rank, and of the layers before it: Megatron-core's answer and
+    ds_lgamp's."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig, transformer_block, transformer_layer
 

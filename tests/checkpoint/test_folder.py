@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and that they appear, are replaced and disappear as a whole."""
+"""Checkpoints appear, are replaced and disappear as a whole."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A forged checkpoint, all its checksums right, is refused in a sentence, and no code in it runs."""
+"""A forged checkpoint with correct checksums is refused in one sentence, and its code does not run."""
 
 import io
 import json
@@ -41,7 +41,7 @@ WEIGHT = "parameters/0.weight"
 
 
 class Attack:
-    """Unpickled, writes a file."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = str(marker)
@@ -52,7 +52,7 @@ class Attack:
 
 @pytest.fixture
 def marker(tmp_path):
-    """A file that code in a checkpoint would write."""
+    """Returns the path of a file that the attack would write. Checks at the end that it does not exist."""
     path = tmp_path / "marker"
     yield path
     assert not path.exists()
@@ -83,14 +83,14 @@ def test_the_attack_of_these_tests_is_one(tmp_path):
 
 
 def test_code_in_the_index_of_dcp_does_not_run(checkpoint, marker):
-    """Only other programs read it: the checkpoint is what it was."""
+    """Only other programs read this index, so the checkpoint still loads unchanged."""
     forge_metadata(checkpoint, pickle.dumps(Attack(marker)))
     verify(checkpoint)
     assert content(read_whole(checkpoint)) == content(example())
 
 
 def test_bytes_in_the_index_of_dcp_are_not_unpickled(checkpoint, marker):
-    """Where DCP's own reader takes the item of a weight for an object, which it would unpickle."""
+    """The forged index makes the weight a pickled object, which DCP's own reader would unpickle."""
     metadata = FileSystemReader(tensors_folder(checkpoint)).read_metadata()
     metadata.state_dict_metadata[WEIGHT] = BytesStorageMetadata()
     forge_metadata(checkpoint, pickle.dumps(metadata))
@@ -105,7 +105,7 @@ def test_code_in_the_place_of_a_tensor_does_not_run(checkpoint, marker, pickled)
 
 
 def test_code_beside_the_numbers_of_a_tensor_does_not_run(checkpoint, marker):
-    """They are what is read."""
+    """Only the numbers are read."""
     forge_item(checkpoint, WEIGHT, saved([torch.ones(3, 4, 5), Attack(marker)]))
     assert read_whole(checkpoint).parameters["0.weight"].eq(1).all()
 
@@ -157,7 +157,7 @@ def part_of_weight(position, value):
 
 
 def overlapping_halves(index):
-    """Columns 0 and 1 of 4 twice, the others not at all."""
+    """Lists columns 0 and 1 of 4 twice and the others not at all."""
     _, _, *rest = index["tensors"][WEIGHT]["parts"][0]
     index["tensors"][WEIGHT]["parts"] = [[[0, column, 0], [3, 2, 5], *rest] for column in (0, 0)]
 
@@ -220,7 +220,7 @@ def test_bytes_that_are_not_there_are_refused(checkpoint, position, value):
 
 
 def test_a_file_elsewhere_is_not_followed(checkpoint, tmp_path):
-    """Also a link is damaged unless it leads to what was written."""
+    """A link counts as damaged unless it leads to the written bytes."""
     (tmp_path / "secret").write_bytes(b"secret")
     items_file(checkpoint).unlink()
     (tensors_folder(checkpoint) / "__0_0.distcp").symlink_to(tmp_path / "secret")
@@ -310,7 +310,7 @@ def test_an_odd_text_of_a_rank_is_refused(checkpoint, text):
 
 
 def forge_text(checkpoint, text):
-    """``text`` as what belongs to the first rank."""
+    """Makes ``text`` the record of the first rank."""
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     forge_index(checkpoint, lambda index: index["tensors"]["ranks/0-0"].update(shape=[len(text)]))
     forge_index(checkpoint, lambda index: index["tensors"]["ranks/0-0"]["parts"][0].__setitem__(1, [len(text)]))
@@ -318,7 +318,7 @@ def forge_text(checkpoint, text):
 
 
 RAN: list[str] = []
-"""What ran of the classes below."""
+"""The methods of the classes below that ran."""
 
 
 def note(name: str) -> Callable[..., Any]:
@@ -327,7 +327,7 @@ def note(name: str) -> Callable[..., Any]:
 
 @dataclass(init=False)
 class Busy:
-    """A dataclass of the user that does something wherever it can, but for being called or discarded."""
+    """A user's dataclass that notes every use of itself. The classes below cover calling and discarding."""
 
     value: Any
     __init__ = note("init")
@@ -361,7 +361,7 @@ class Careful(Enum, metaclass=Meta):
 
 
 class Ordinary:
-    """No dataclass."""
+    """Not a dataclass."""
 
     __init__ = note("init")
     __setstate__ = note("setstate")
@@ -473,7 +473,7 @@ def test_no_module_is_imported(checkpoint, marker, tmp_path, monkeypatch):
 
 
 class Lazy(ModuleType):
-    """Imports what is asked for, as some libraries do."""
+    """Imports a name when it is asked for, as some libraries do."""
 
     __getattribute__ = note("import")
 
@@ -492,7 +492,7 @@ def test_a_module_is_not_asked_to_import_more(checkpoint, monkeypatch, nothing_r
 
 
 def test_what_is_not_imported_travels_on(checkpoint, tmp_path):
-    """Through a program that does not know the classes, as the command line is."""
+    """A program that does not know the classes passes their records on. The command line is such a program."""
     written = {
         "settings": {"type": "dataclass", "class": "absent:Settings", "value": {"rate": 0.5, "fields": [1]}},
         "colours": {"type": "set", "value": [{"type": "enum", "class": "absent:Colour", "value": {"names": ["RED"]}}]},

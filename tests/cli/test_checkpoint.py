@@ -1,4 +1,4 @@
-"""``ds_lgamp checkpoint``: what it prints, writes and refuses."""
+"""``ds_lgamp checkpoint``: its output, its files and its refusals."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from testing.checkpoints import content, example, flip, flip_in, items_file, wri
 
 @pytest.fixture
 def run(tmp_path):
-    """A directory with the example as its latest checkpoint."""
+    """Returns a directory with the example as its latest checkpoint."""
     written(tmp_path / "run" / "global_step3")
     write_latest(tmp_path / "run", "global_step3")
     return tmp_path / "run"
@@ -28,7 +28,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def command(capfd):
-    """Exit status and what was printed to standard output and error."""
+    """Returns the exit status, the standard output and the standard error."""
 
     def run(*words):
         try:
@@ -47,7 +47,7 @@ def refused(done, words):
 
 
 def exported():
-    """Names and values of the example in other formats."""
+    """Returns names and values of the example in other formats."""
     whole = example()
     return {**{name: tensor.float() for name, tensor in whole.parameters.items()}, **whole.buffers}
 
@@ -118,7 +118,7 @@ def test_parameters_are_exported_in_bf16_and_buffers_as_they_are(command, run, t
 
 
 def test_large_weights_are_exported_into_several_files_one_after_another(command, run, tmp_path, monkeypatch):
-    """In the example a tensor of 240 bytes and one of 112 exceed the 100 bytes of a file."""
+    """Two tensors of the example, of 240 and 112 bytes, exceed the limit of 100 bytes per file."""
     save, held, most = safetensors.torch.save_file, [], []
 
     def save_and_look(tensors, *arguments, **options):
@@ -161,7 +161,7 @@ def test_exported_weights_are_imported_as_they_were(command, run, tmp_path, argu
 
 
 def test_weights_of_others_are_imported(command, tmp_path):
-    """They say nothing of buffers: what holds no real numbers is one."""
+    """The file does not name its buffers. Tensors that do not hold real numbers become buffers."""
     state = {"0.weight": torch.randn(2, 3).half(), "0.num_batches_tracked": torch.tensor(4)}
     safetensors.torch.save_file(state, tmp_path / "start.v1.safetensors")
     (tmp_path / "run").mkdir()
