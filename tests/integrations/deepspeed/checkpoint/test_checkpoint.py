@@ -1,4 +1,4 @@
-"""A run that is saved and resumed at the same layout equals one that was not interrupted, to the bit."""
+"""A run that is saved and resumed at the same layout equals an uninterrupted run, to the bit."""
 
 import random
 from argparse import Namespace
@@ -24,8 +24,8 @@ from tests.integrations.deepspeed.models import seed
 
 DATA = list(zip(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(48, 6)))
 SAVED, RESUMED = 3, 3
-"""Steps before and after. The engine's own data are 10 or 12 micro-batches for each of 2 data-parallel ranks: they
-start anew in step 3 or just after it."""
+"""Steps before and after the save. The engine's own data have 10 or 12 micro-batches for each of 2 data-parallel ranks,
+so they start again in step 3 or just after it."""
 LAYOUTS = {
     "zero 3, own data": (3, {"layers_per_chunk": 1}, {"training_data": 40}),
     "zero 1, end of an epoch": (1, {"layers_per_chunk": 1}, {"training_data": 48}),
@@ -95,7 +95,7 @@ def engine_of(stage, block, options, width=6, grouped=False, scheduler=True, opt
 
 
 def steps(engine, count):
-    """Loss, norm, learning rate and samples of every step."""
+    """Trains. Returns loss, norm, learning rate and samples of every step."""
     results = []
     for _ in range(count):
         loss = engine.train_batch(None if engine.training_data else own_batches(engine))
@@ -105,7 +105,7 @@ def steps(engine, count):
 
 
 def own_batches(engine):
-    """Of this step and data-parallel rank."""
+    """Returns the micro-batches of this step and data-parallel rank."""
     generator = torch.Generator().manual_seed(10 * engine.global_steps + engine.grid.data_parallel_id)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     return iter([(torch.randn(2, 6, generator=generator).to(dtype), torch.zeros(2, 6)) for _ in range(4)])
@@ -116,13 +116,14 @@ def end_state(engine):
 
 
 def client_state_of(engine):
-    """What scripts keep: their arguments, and more."""
+    """Returns what scripts save: their arguments, and more."""
     arguments = Namespace(rate=numpy.float64(0.1), dtype=torch.bfloat16, output=Path("runs"), place=Place.RUNS)
     return {"epoch": 7, "args": arguments, "seen": {engine.stage_id, 1}, "best": numpy.float32(0.5)}
 
 
 def resume(folder, layout):
-    """The uninterrupted run, which saves on its way, and the resumed one: steps and weights after them."""
+    """Returns the steps and weights after the save: of the uninterrupted run, of the resumed one, and after the first
+    engine loads again."""
     uninterrupted = engine_of(*layout)
     steps(uninterrupted, SAVED)
     uninterrupted.save_checkpoint(folder, client_state=client_state_of(uninterrupted))
@@ -133,14 +134,14 @@ def resume(folder, layout):
     path, client_state = fresh.load_checkpoint(folder)
     assert client_state == client_state_of(fresh) and path == str(Path(folder) / "global_step3")
     resumed = steps(fresh, RESUMED), end_state(fresh)
-    # Back once more, without a new engine.
+    # Loads once more into the first engine.
     uninterrupted.load_checkpoint(folder, tag="global_step3")
     again = steps(uninterrupted, RESUMED), end_state(uninterrupted)
     return expected, resumed, again
 
 
 def weights_only(folder):
-    """The weights of a run, those of a fresh one that starts from them, its steps and optimizer state."""
+    """Returns the weights of a run, and of a fresh run that loads only them: weights, steps and optimizer state."""
     saved, engine = (engine_of(*LAYOUTS["zero 2, bf16"]) for _ in range(2))
     steps(saved, 1)
     saved.save_checkpoint(folder, tag=1, save_latest=False)
@@ -150,7 +151,7 @@ def weights_only(folder):
 
 
 def neighbours(folder):
-    """What lies in a checkpoint's folder after it was saved again, and below it."""
+    """Saves a tag again beside a deeper tag and a user's file. Returns what its folder then holds."""
     engine = engine_of(*LAYOUTS["zero 0"])
     engine.save_checkpoint(folder, tag="run/deeper")
     engine.save_checkpoint(folder, tag="run")
@@ -162,7 +163,7 @@ def neighbours(folder):
 
 
 def few_kept(folder):
-    """What lies in the directory after each of four saves that return when they are on the disk."""
+    """Returns the content of the directory after each of four synchronous saves."""
     engine = engine_of(1, {"keep_last": 2, "asynchronous_save": False}, {})
     seen = []
     for tag in ("first", "second", "third", "second"):
@@ -174,7 +175,8 @@ def few_kept(folder):
 
 
 def fewer_layers(folder):
-    """Weights of a model that has two layers more than the checkpoint: as built and as loaded."""
+    """Loads a checkpoint into a model with two more layers. Returns the weights of the small model, and of the large
+    one as built and as loaded."""
     small, large = (engine_of(3, {"layers_per_chunk": 1}, {"more": more}) for more in (0, 2))
     steps(small, 1)
     small.save_checkpoint(folder)
@@ -189,7 +191,7 @@ def fewer_layers(folder):
 
 
 class Counting(nn.Module):
-    """Has a buffer that every copy counts by itself."""
+    """Has a buffer whose value differs between copies."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +203,7 @@ class Counting(nn.Module):
 
 
 def own_buffers(folder):
-    """What each rank has of its copy of a tied module's buffer, and what it has after it loaded that."""
+    """Returns each rank's copy of a tied module's buffer, before the save and after the load."""
     layers = [TiedLayerSpec("counting", Counting), LayerSpec(nn.Linear, 6, 6), TiedLayerSpec("counting", Counting)]
     ds_lgamp.install()
     config = {
@@ -227,7 +229,7 @@ def own_buffers(folder):
 
 
 class WarmupLR:
-    """Like the one of the checkpoint by its name only."""
+    """Shares only its name with the checkpoint's scheduler."""
 
     def __init__(self):
         self.state = {"part": 1}
@@ -243,7 +245,7 @@ class WarmupLR:
 
 
 def refusals(folder):
-    """What each impossible save or load says, and that the engine trains on as if nothing had been asked."""
+    """Returns the error of each impossible save or load. Checks that the engine then trains on unchanged."""
     said = {}
     layout = LAYOUTS["zero 3, stored activations"]
     engine, untouched = engine_of(*layout), engine_of(*layout)
@@ -373,7 +375,8 @@ def test_a_model_with_more_layers_takes_what_there_is(results):
     ],
 )
 def test_the_position_in_the_data_is_kept_in_samples(pulled, there, here, expected):
-    """Epochs of so many micro-batches of so many samples; never further than the run has seen."""
+    """Epochs have the given number of micro-batches with the given samples. The position never exceeds the data that
+    the run has seen."""
     keys = "micro_batches_per_epoch", "samples"
     assert micro_batches_here(pulled, dict(zip(keys, there)), dict(zip(keys, here))) == expected
 

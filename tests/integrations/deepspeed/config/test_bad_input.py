@@ -1,4 +1,4 @@
-"""Wrong input ends before anything changes, on every rank, in one sentence that names key, value and fix."""
+"""Invalid input ends a run before anything changes, on every rank, in one sentence that names key, value and fix."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.integrations.deepspeed.linear import batches, linears, mean_square
 
 EXAMPLE = SCRIPTS / "public_example.py"
 NULL = object()
-"""Stands for null; None takes a key away."""
+"""Stands for null. None removes a key."""
 BASE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
 
 BLOCKS = {
@@ -256,14 +256,14 @@ OPTIMIZERS = {
 
 
 def snapshot(module, optimizer):
-    """What a refusal must leave alone."""
+    """Returns everything that a refusal must leave unchanged."""
     parameters = {name: (id(tensor), tensor.tolist()) for name, tensor in module.named_parameters()}
     groups = optimizer and [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     return type(module), parameters, groups, torch.get_rng_state().tolist()
 
 
 def refusal(config, module=None, optimizer=None):
-    """The sentence, after a look at what must not have changed."""
+    """Returns the error of a refused initialization. Checks that it changed nothing."""
     module = pipeline() if module is None else module
     client = sgd(module.parameters()) if optimizer is None and "optimizer" not in config else None
     client = optimizer(module) if optimizer is not None else client
@@ -275,14 +275,14 @@ def refusal(config, module=None, optimizer=None):
 
 
 def merged(changes):
-    """The base configuration with changes."""
+    """Returns the base configuration with changes."""
     config = {key: value for key, value in {**BASE, "ds_lgamp": {}, **changes}.items() if value is not None}
     return {key: None if value is NULL else value for key, value in config.items()}
 
 
 def run_all():
     prepare_rank()
-    # Whatever this machine has.
+    # Makes this test independent of the machine's fp16 support.
     get_accelerator().is_fp16_supported = lambda: False
     ds_lgamp.install()
     said = {("block", name): refusal({**BASE, "ds_lgamp": block}) for name, (block, _) in BLOCKS.items()}
@@ -299,7 +299,7 @@ def run_all():
 
 
 def still_trains():
-    """After all those refusals, stock DeepSpeed and a block train as ever."""
+    """After all refusals, stock DeepSpeed and a block still train. Returns their losses."""
     losses = []
     for block in (None, {}):
         torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""What the ranks of test_tensor_access.py do: trainings in which user code reads and writes tensors."""
+"""The code of the ranks of test_tensor_access.py: trainings in which user code reads and writes tensors."""
 
 from functools import partial
 from itertools import product
@@ -46,7 +46,7 @@ MOMENTUM = "momentum_buffer"
 
 
 def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None, hook=None):
-    """``hook``: what the user's optimizer calls behind its steps."""
+    """Builds an engine. The user's optimizer calls ``hook`` after its steps."""
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -79,7 +79,7 @@ def detached(tensors):
 
 
 def before_step(engine, function):
-    """Calls ``function`` when the next step's gradients are final."""
+    """Calls ``function`` when the gradients of the next step are final."""
     step = engine.optimizer.step
 
     def wrapped():
@@ -187,11 +187,11 @@ def intervene(pipeline_ranks, stage):
     return record
 
 
-# The same in bf16: master weights and weights, to the bit.
+# The same in bf16. Master weights and weights match to the bit.
 
 
 def half_precision(pipeline_ranks, stage):
-    """What must be equal tensors, by what it shows."""
+    """Returns pairs of tensors that must be equal, by description."""
     engine = engine_of(pipeline_ranks, stage, BF16, clipping=0)
     parameters = named(engine)
     for step in range(2):
@@ -240,7 +240,8 @@ def half_precision(pipeline_ranks, stage):
 
 
 def this_ranks_part():
-    """Functions for parts at stage 3, joined over the data-parallel ranks, beside those for whole tensors."""
+    """Returns, at stage 3, tensors from the functions for parts, joined over the data-parallel ranks, beside the whole
+    tensors."""
     engine = engine_of(2, 3)
     engine.train_batch(batches(0, engine))
     pairs = {}
@@ -277,12 +278,12 @@ def over_data_ranks(engine, tensor):
     return everyone
 
 
-# What user code sees of parameters outside a step.
+# The view of user code on parameters outside a step.
 
 
 def seen(engine):
-    """Per parameter: shape, whether it has elements, and status, after a step, inside a block of what is missing, and
-    after the block."""
+    """Returns shape, whether all elements are there, and status of every parameter: after a step, inside a block that
+    gathers the missing ones, and after the block."""
     parameters = list(engine.module.parameters())
     moments = []
 
@@ -303,7 +304,7 @@ def seen(engine):
 
 
 def changes_in_blocks(engine, stage):
-    """What must be equal tensors, by what it shows."""
+    """Returns pairs of tensors that must be equal, by description."""
     parameters = named(engine)
     before = read(safe_get_full_fp32_param, engine)
     pairs = {}
@@ -331,8 +332,8 @@ def changes_in_blocks(engine, stage):
 
 
 def values_that_differ(engine):
-    """What the data-parallel ranks see of every parameter, and its master weights, after each rank has written another
-    value."""
+    """Writes another value on each rank. Returns what the data-parallel ranks then see of every parameter, and its
+    master weights."""
     parameters = named(engine)
     for parameter in parameters.values():
         safe_set_full_fp32_param(parameter, torch.full(parameter.ds_shape, float(engine.grid.data_parallel_id)))
@@ -352,14 +353,14 @@ def outside_a_step(stage):
 
 
 def refusal(call):
-    """What ``call`` is refused with."""
+    """Returns the error of ``call``."""
     with pytest.raises(ConfigError) as refused:
         call()
     return str(refused.value)
 
 
 def refusals():
-    """By what is asked."""
+    """Returns the errors by case."""
     engine = engine_of(2, 3)
     parameters = list(engine.module.parameters())
     first = parameters[0]
@@ -374,7 +375,7 @@ def refusals():
     engine.train_batch(batches(0, engine))
     refused["no gradient between two groups of micro-batches"] = gradient_in_the_loss()
     refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(first))
-    # Of every parameter: some have no elements on this rank.
+    # Tries every parameter, because some have no elements on this rank.
     for parameter in parameters:
         zeros = torch.zeros(parameter.ds_shape)
         refused["another name"] = refusal(partial(safe_set_full_optimizer_state, parameter, zeros, "exp_avg"))
@@ -394,7 +395,7 @@ def refusals():
 
 
 def gradient_in_the_loss():
-    """What reading a gradient is refused with where the loss of a second group of micro-batches is computed."""
+    """Returns the error of reading a gradient in the loss of a second group of micro-batches."""
     engine = engine_of(2, 3, block={"micro_batch_group": 2})
     loss_fn, refused = engine.module.loss_fn, []
 
@@ -409,7 +410,7 @@ def gradient_in_the_loss():
 
 
 def parameters_without_optimizer():
-    """What is read of a frozen parameter, what writing to it is refused with, and its values before and after a block
+    """Returns the value that is read of a frozen parameter, the error of a write to it, and its values after a block
     that changed it."""
     ds_lgamp.install()
     with quiet():
@@ -439,8 +440,8 @@ def parameters_without_optimizer():
 
 
 def optimizer_state(stage, precision):
-    """Losses and weights after a state was taken, and each time it was loaded; what states are refused with that do not
-    fit."""
+    """Returns losses and weights after a state was taken and after each load of it, and the errors of states that do
+    not fit."""
     engine = engine_of(2, stage, precision)
     engine.train_batch(batches(0, engine))
     state, ends = engine.optimizer.state_dict(), []

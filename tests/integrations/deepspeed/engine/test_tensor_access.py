@@ -1,5 +1,7 @@
-"""Parameters, gradients and optimizer state read and written by DeepSpeed's functions while training: what they give is
-what one process without parallelism has, and training goes on from what was written, at every stage."""
+"""DeepSpeed's functions read and write parameters, gradients and optimizer state during training, at every stage.
+
+They return what one process without parallelism has, and training continues from what was written.
+"""
 
 import pytest
 import torch

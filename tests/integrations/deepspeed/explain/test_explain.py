@@ -110,8 +110,8 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory):
-    """The outcomes of several explanations, by name: one by itself, the others in forks of one process, because
-    importing DeepSpeed takes seconds."""
+    """Returns the outcomes of several explanations by name. One runs by itself and the others in forks of one process,
+    because importing DeepSpeed takes seconds."""
     folder = tmp_path_factory.mktemp("explain")
     (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
     (folder / "data.py").write_text(DATA_SCRIPT)
@@ -170,11 +170,11 @@ def facts_of(ended):
 
 
 class Counted(Exception):
-    """Ends a script whose second step was counted."""
+    """Ends a script after its second step was counted."""
 
 
 def train_for_real(config):
-    """Per rank: what the engine of the example holds, and what its second step moves."""
+    """Returns per rank what the engine of the example holds, and what its second step communicates."""
     import deepspeed
 
     import ds_lgamp
@@ -225,7 +225,7 @@ def test_every_number_is_the_engines(explained):
     facts = facts_of(explained["json"])
     real = run_on_ranks(4, train_for_real, LAYERED)
     assert (facts["pipeline_ranks"], facts["data_ranks"], facts["chunks"], facts["micro_batches"]) == (2, 2, 6, 4)
-    assert facts["parameters"] == 13 * 8 + 6 * (8 + 8 + 64 + 8) + 16, "the tied embedding once"
+    assert facts["parameters"] == 13 * 8 + 6 * (8 + 8 + 64 + 8) + 16, "the tied embedding counts once"
     for rank in (0, 1):
         told, engine = facts["ranks"][rank], real[2 * rank]
         assert engine["rank"] == rank
@@ -236,7 +236,7 @@ def test_every_number_is_the_engines(explained):
         assert chunks == {str(chunk): entry for chunk, entry in engine["chunks"].items()}
         moved, calls = told["traffic"], Counter(engine["calls"])
         assert moved["gathers"] + moved["tied_gathers"] + told["tied_sums"] == calls["all_gather"]
-        assert moved["reduces"] + moved["tied_reduces"] == calls["all_to_all"], "gloo's reduce-scatter"
+        assert moved["reduces"] + moved["tied_reduces"] == calls["all_to_all"], "gloo has no reduce-scatter"
         assert moved["sends"] == calls["send"] and moved["receives"] == calls["receive"]
         assert told["collective_bytes_sent"] == engine["bytes"]["all_gather"] + engine["bytes"]["all_to_all"]
         assert told["memory"]["weights"] == engine["weights"]
@@ -251,7 +251,7 @@ def test_the_example_is_explained(explained):
     assert [chunk["chunk"] for chunk in first["chunks"]] == [0, 2, 4]
     assert first["chunks"][0]["layer_types"] == ["EmbeddingPipe", "BlockPipe"]
     assert first["tied"][0]["pipeline_ranks"] == [0, 1] and first["tied"][0]["parameters"] == 13 * 8
-    # Three chunks, two resident: 2 * 3 - 2 gathers, against one per chunk, pass and micro-batch.
+    # Three chunks, two resident: 2 * 3 - 2 gathers, instead of one per chunk, pass and micro-batch.
     assert [rank["traffic"]["gathers"] for rank in facts["ranks"]] == [4, 4]
     assert [rank["traffic"]["reduces"] for rank in facts["ranks"]] == [3, 3]
     assert facts["micro_batch_outer_gathers"] == 2 * 3 * 4
@@ -269,8 +269,10 @@ def test_text_is_for_people_and_nothing_but_the_explanation(explained):
 
 
 def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explained(explained):
-    """Four layers of 20, 0, 20 and 10 parameters, one chunk each, on two ranks; one data-parallel rank. The third,
-    which needs data, is built on the second rank."""
+    """Four layers of 20, 0, 20 and 10 parameters, one chunk each, on two pipeline ranks and one data-parallel rank.
+
+    The second rank builds the third layer, which needs data.
+    """
     facts = facts_of(explained["unusual"])
     assert facts["precision"] == "bf16" and facts["optimizer"] == "AdamW" and facts["parameters"] == 50
     assert facts["micro_batch_group"] == 2 and facts["bubble_formula"] is None
@@ -279,20 +281,20 @@ def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explai
     assert first["traffic"] | {"sends": 0, "receives": 0} == dict.fromkeys(first["traffic"], 0)
     assert first["collective_bytes_sent"] == 0
     memory = first["memory"]
-    # Of 16 and 4 parameters each, which begin at multiples of 32.
+    # 16 and 4 parameters per layer, which begin at multiples of 32.
     stored = 2 * 2 * 32
     assert (memory["weights"], memory["master_weights"]) == (stored * 2, stored * 4)
     assert (memory["optimizer_state"], memory["gradients"], memory["gradient_buffers"]) == (stored * 8, stored * 4, 0)
 
 
 def test_with_training_data_the_peak_has_activations(explained):
-    """In bf16, micro-batches of 2 samples of 32 numbers with a label, 4 of them, of which 2 are under way."""
+    """bf16, and 4 micro-batches of 2 samples of 32 numbers with a label, of which 2 are under way."""
     facts = facts_of(explained["data"])
     assert facts["activations_unknown"] is None
     first, last = (rank["memory"]["activations"] for rank in facts["ranks"])
     assert first["batch"] == last["batch"] == 4 * (2 * 32 * 2 + 2 * 8)
     result = 2 * 32 * 2
-    # Of chunk 2, of two micro-batches; those of chunk 0 belong to the batch.
+    # Chunk 2 stores inputs of two micro-batches. The inputs of chunk 0 belong to the batch.
     assert first["inputs"] == 2 * result and first["handed_over"] == 0
     assert min(first[kind] for kind in ("receives", "sends", "working")) >= result
     words = explained["data in words"].output
@@ -384,7 +386,7 @@ def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
 
 
 def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype, communication_dtype, in_rank_order):
-    """On pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6; the first and the last share a tied module."""
+    """Compares on pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6. The first and the last share a tied module."""
     schedule, micro_batches, group, resident = case
     spec = ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident)
     actions = build_program(spec)[0]
@@ -424,7 +426,7 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
     held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
     assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
     converts = communication_dtype is not None or element.gradients != element.master
-    # Converting takes a moment of its own, as does adding up, which only the peak shows.
+    # Conversions and additions need more memory for a moment. Only the peak shows it.
     partitioned = partition.units[0].storage.partitioned
     assert told.gradients == gradients or (converts and not partitioned), label
     assert told.gradient_buffers == buffers or (converts and partitioned) or in_rank_order, label
@@ -432,7 +434,7 @@ def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtyp
 
 
 def parameters(name, shapes, frozen_shapes, dtype):
-    """The last one that trains is owned by no optimizer."""
+    """Makes a unit's parameters. No optimizer owns the last trainable one."""
     tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
     training = [
         UnitParameter(f"{name}.{index}", tensor, 0 if index + 1 < len(shapes) or len(shapes) == 1 else None)
@@ -448,13 +450,15 @@ def numbers(shapes):
 
 
 def numel(shapes):
-    """In a unit's storage."""
+    """Returns the number of elements in a unit's storage."""
     return sum(aligned(torch.Size(shape).numel()) for shape in shapes)
 
 
 def follow(partition, actions):
-    """Does to the partition what an executor does; returns the gradients (bytes) at the step, and the most of full ones
-    that are on their way to one."""
+    """Runs the partition's part of the actions.
+
+    Returns the bytes of gradients at the step, and the most bytes of full gradients on their way to it.
+    """
     gradients = buffers = 0
     for action in actions:
         if action.kind is Kind.GATHER:

@@ -1,4 +1,4 @@
-"""What Megatron-core's loop, its users and its own extensions ask of a ``forward_backward_func`` beside training."""
+"""A ``forward_backward_func`` does all that Megatron-core's loop, its users and its own extensions ask of it."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 
 MICRO_BATCHES, CHUNKS = 4, 4
-"""Chunks of a rank, of which there are two."""
+"""Micro-batches per batch, and chunks of each of two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def ranks():
 
 
 def ask_everything():
-    """What a rank finds out, by question."""
+    """Asks this rank all questions. Returns the answers by question."""
     training = Training(Place(2, CHUNKS, "layered", tied=False))
     return {question.__name__: question(training) for question in QUESTIONS}
 
 
 def gradient_norm(training):
-    """Of this rank's gradients, in one batch."""
+    """Returns the squared norm of this rank's gradients in one batch."""
     for model in training.models:
         model.zero_grad_buffer()
     training.run_batch(0)
@@ -107,7 +107,7 @@ def collecting(training):
 
 
 def batches_and_executors_alive(training):
-    """A batch frees what it allocates without the garbage collector, and runs on the executor of the batches before."""
+    """A batch frees its memory without the garbage collector, and reuses the executor of earlier batches."""
     gc.collect()
     gc.disable()
     try:
@@ -132,7 +132,7 @@ def calls_that_finalize(training):
 
 
 def first_micro_batches(training):
-    """How often a chunk is told that a micro-batch is the first: in training, and in two steps of evaluation."""
+    """Returns how often a chunk hears that a micro-batch is the first: in training, and in two steps of evaluation."""
     told = Counter()
     for number, model in enumerate(training.models):
         model.set_is_first_microbatch = partial(told.update, [number])
@@ -152,7 +152,7 @@ def first_micro_batches(training):
 
 
 class Timers(Counter):
-    """Counts how often a timer was started and stopped."""
+    """Counts how often each timer was started and stopped."""
 
     def __call__(self, name, log_level=None):
         self.name = name
@@ -175,7 +175,7 @@ def timers(training):
 
 
 def sent_outputs_alive(training):
-    """Of those of a rank, when its first backward pass begins."""
+    """Returns how many outputs the rank sent, and how many are alive when its first backward pass begins."""
     outputs, alive = [], []
 
     def forward_step(iterator, model):
@@ -190,7 +190,7 @@ def sent_outputs_alive(training):
 
 
 def backward_passes_that_synchronise(training):
-    """Those outside a ``no_sync_func`` that is one for all chunks."""
+    """Returns every backward pass and whether it ran inside the ``no_sync_func``. One function serves all chunks."""
     inside, passes = [0], []
 
     @contextmanager
@@ -213,7 +213,7 @@ def backward_passes_that_synchronise(training):
 
 
 def chunks_that_a_grad_sync_func_reduces(training):
-    """In a batch without a ``no_sync_func``, and in one with."""
+    """Returns the chunks that are reduced in a batch without a ``no_sync_func``, and in one with it."""
     reduced, counts = [], []
     training.config.grad_sync_func = [partial(lambda own, _: reduced.append(own), own) for own in range(CHUNKS)]
     for no_sync in (None, nullcontext):
@@ -226,7 +226,7 @@ def chunks_that_a_grad_sync_func_reduces(training):
 
 
 def norms_with_the_heads_gradient_deferred(training):
-    """Megatron-core may leave the gradient of the output layer's weight to the end of a batch."""
+    """Megatron-core may defer the gradient of the output layer's weight to the end of a batch."""
     from megatron.core.pipeline_parallel import schedules
 
     def drain(config, inputs, gradients, weight, tp_group):
@@ -237,14 +237,14 @@ def norms_with_the_heads_gradient_deferred(training):
     at_once = gradient_norm(training)
     last = training.models[-1].module
     if last.post_process:
-        # What a model has that was built with the setting. Its other layers would have to be Transformer Engine's.
+        # A model that was built with the setting has these attributes. Its other layers would need Transformer Engine.
         deferring = copy(training.config)
         deferring.defer_embedding_wgrad_compute = True
         last.output_layer.gradient_accumulation_fusion = True
         training.models[0].config = last.output_layer.config = deferring
         last.embedding_activation_buffer = last.output_layer.embedding_activation_buffer = []
         last.grad_output_buffer = last.output_layer.grad_output_buffer = []
-    # The kernel that sums is CUDA's.
+    # Replaces the kernel that sums, because it needs CUDA.
     stock, schedules.drain_embedding_wgrad_compute = schedules.drain_embedding_wgrad_compute, drain
     deferred = gradient_norm(training)
     schedules.drain_embedding_wgrad_compute = stock
@@ -252,7 +252,7 @@ def norms_with_the_heads_gradient_deferred(training):
 
 
 def odd_evaluation_and_what_follows_a_failure(_training):
-    """Comes last: another model takes the place of the first."""
+    """Comes last, because another model replaces the first."""
 
     def fail(iterator, model):
         raise ArithmeticError("trouble")
@@ -263,7 +263,7 @@ def odd_evaluation_and_what_follows_a_failure(_training):
         reports = training.forward_backward(**call, forward_only=True)
     failures: list[str] = []
     if dist.get_rank() == 1:
-        # Its first action would wait for what never comes.
+        # The first action of rank 1 would wait for a message that never comes.
         return len(reports), failures
     for _ in range(2):
         with pytest.raises(ActionError) as failure:
