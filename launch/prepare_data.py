@@ -92,8 +92,8 @@ def write_dataset(documents: list[str], tokenizer: Tokenizer, prefix: str) -> in
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="UTF-8 text files (default: the documentation of Python itself)")
-    parser.add_argument("--output-prefix", default="data/pydoc", help="where to write, without the suffixes")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="tokens in the vocabulary")
+    parser.add_argument("--output-prefix", default="data/pydoc", help="path of the output files without their suffixes")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="number of tokens in the vocabulary")
     return parser.parse_args()
 
 
@@ -105,7 +105,7 @@ def main() -> None:
         return
     documents = list(file_documents(args.files) if args.files else python_documents())
     if len(documents) < FEWEST_DOCUMENTS:
-        raise SystemExit(f"found {len(documents)} documents, need {FEWEST_DOCUMENTS}: separate them by blank lines")
+        raise SystemExit(f"found {len(documents)} documents, need {FEWEST_DOCUMENTS}; separate them by blank lines")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(documents, args.vocab_size)
     # Writes under other names and renames, so that an interrupted run leaves no partial dataset.

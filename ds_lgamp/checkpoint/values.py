@@ -182,7 +182,7 @@ def _encode_member(value: Enum) -> dict[str, Any]:
     kind, names = type(value), members_of(value)
     _refuse_if(complaint_about(kind), kind)
     if names is None:
-        raise _unsupported(kind, "which is no combination of its members")
+        _refuse_if("which is not a combination of its members; use one of them", kind)
     return {_TAG: "enum", "class": name_of(kind), "value": {"names": names}}
 
 

@@ -152,7 +152,7 @@ def test_a_run_that_fails_loses_no_other_and_is_recorded(monkeypatch):
     assert list(reasons) == ["none", "layers", "deadly"]
     assert reasons["none"] == "MemoryError: too large"
     assert "computes something else: loss" in reasons["layers"]
-    assert "died without a word" in reasons["deadly"]
+    assert "died without an error" in reasons["deadly"]
     assert {row.config["recompute"] for row in record.rows} == {"full"}
 
 

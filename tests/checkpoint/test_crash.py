@@ -241,7 +241,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path,
     for number, rank in enumerate(range(2), 1):
         said, left, last, following = first[f"rank {rank}"]
         assert said.startswith(f"{tmp_path / f'step{number}'} could not be saved (rank {rank}: OSError: [Errno 27]")
-        assert said.endswith("; checkpoints that are there are whole: mend that and save again")
+        assert said.endswith("; existing checkpoints are whole: fix the cause and save again")
         assert not left and (last, following) == (number - 1, number)
 
 

@@ -173,7 +173,7 @@ def without(key):
         (without("tensors"), "tensors: Field required"),
         (lambda index: index.update(tensors=[]), "tensors: "),
         (lambda index: index.update(code="x"), "code: Extra inputs"),
-        (of_weight(dtype="load"), "'load' is no type of this torch"),
+        (of_weight(dtype="load"), "'load' is not a data type of this torch"),
         (of_weight(dtype=3), "dtype: "),
         (of_weight(shape=[2**40, 2**20]), "a part lies outside"),
         (of_weight(shape=[2**70]), "shape.0: "),
@@ -194,16 +194,22 @@ def without(key):
         (part_of_weight(2, "a\0.distcp"), "parts.0.2: "),
         (part_of_weight(3, -1), "parts.0.3: "),
         (part_of_weight(4, "all"), "parts.0.4: "),
-        (lambda index: index["tensors"].update(evil=index["tensors"][WEIGHT]), "beside it is evil"),
-        (lambda index: index["tensors"].update({"ranks/0-1": index["tensors"][WEIGHT]}), "beside it is ranks/0-1"),
-        (lambda index: index["tensors"].pop(WEIGHT) and None, "it lists parameter 0.weight, which is not there"),
+        (
+            lambda index: index["tensors"].update(evil=index["tensors"][WEIGHT]),
+            "it has evil, which belongs",
+        ),
+        (
+            lambda index: index["tensors"].update({"ranks/0-1": index["tensors"][WEIGHT]}),
+            "it has ranks/0-1, which",
+        ),
+        (lambda index: index["tensors"].pop(WEIGHT) and None, "it lists parameter 0.weight, but has no tensor of it"),
         (
             lambda index: index["tensors"].update({"parameters/9.weight": index["tensors"][WEIGHT]}),
-            "it says that 9.weight is absent, parameters/9.weight is [3, 4, 5]",
+            "it does not list 9.weight, but has parameters/9.weight with shape [3, 4, 5]",
         ),
         (
             lambda index: index["tensors"].update({"optimizer/9.weight": index["tensors"][WEIGHT]}),
-            "it says that  is absent, optimizer/9.weight is [3, 4, 5]",
+            "it does not list optimizer/9.weight, but has optimizer/9.weight with shape [3, 4, 5]",
         ),
     ],
 )
@@ -263,17 +269,20 @@ def test_a_state_of_other_types_is_refused(checkpoint, key, value):
         (inside("tensors", ".."), "tensors: "),
         (inside("tensors", "tensors-../../../secret"), "tensors: "),
         (inside("tensors", "/etc"), "tensors: "),
-        (inside("parameters/0.weight", {"shape": [2**62, 2**62], "group": 0}), "0.weight is [4611686018427387904, "),
+        (
+            inside("parameters/0.weight", {"shape": [2**62, 2**62], "group": 0}),
+            "lists 0.weight with shape [4611686018427",
+        ),
         (inside("parameters/0.none", {"shape": [2**70, 0], "group": None}), "parameters.0.none.shape.0: "),
-        (inside("parameters/0.none", {"shape": [2, 1], "group": None}), "it lists parameter 0.none, which is not"),
+        (inside("parameters/0.none", {"shape": [2, 1], "group": None}), "it lists parameter 0.none, but has no tensor"),
         (inside("parameters/0.weight/group", -1), "parameters.0.weight.group: "),
         (inside("layout/data_ranks", 0), "layout.data_ranks: "),
-        (inside("layout/data_type", "load"), "'load' is no type of this torch"),
+        (inside("layout/data_type", "load"), "'load' is not a data type of this torch"),
         (inside("layers/tied", {"embed": [-1]}), "layers.tied.embed.0: "),
         (inside("data/micro_batches_per_epoch", 0), "data.micro_batches_per_epoch: "),
         (inside("counters/global_steps", "3"), "counters.global_steps: "),
         (inside("counters/global_steps", 10**30), "counters.global_steps: "),
-        (inside("optimizer/scalars", []), "it has 1 groups and scalars of 0"),
+        (inside("optimizer/scalars", []), "it has 1 parameter groups but scalars of 0"),
         (inside("optimizer/groups", [{"lr": {"type": "object"}}]), "it holds a value marked as 'object'"),
         (inside("optimizer/scalars", [{"step": {"type": "tensor"}}]), "it holds a value that cannot be decoded"),
         (inside("lr_scheduler/state", {"type": "tensor"}), "it holds a value that cannot be decoded"),
@@ -488,7 +497,7 @@ def test_a_module_is_not_asked_to_import_more(checkpoint, monkeypatch, nothing_r
             dtype = {"value": "_inductor"} if where == "dtype" else {"dtype": "_inductor", "shape": [0], "data": ""}
             client_state_of(checkpoint, {"type": where, **dtype})
     forge_index(checkpoint, of_weight(dtype="_inductor"))
-    refused(checkpoint, "'_inductor' is no type of this torch")
+    refused(checkpoint, "'_inductor' is not a data type of this torch")
 
 
 def test_what_is_not_imported_travels_on(checkpoint, tmp_path):
@@ -536,7 +545,7 @@ def test_a_broken_safetensors_file_is_refused(tmp_path, monkeypatch, data):
     for source in (tmp_path, tmp_path / "model.safetensors"):
         with pytest.raises(CheckpointError) as error:
             read_safetensors(source)
-        assert "model.safetensors is no safetensors file that can be read (" in str(error.value)
+        assert "model.safetensors cannot be read as a safetensors file (" in str(error.value)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "marker").exists()
 
@@ -556,5 +565,5 @@ def test_a_broken_safetensors_file_is_refused(tmp_path, monkeypatch, data):
 )
 def test_a_broken_index_of_safetensors_files_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match="index.json is no index of safetensors files"):
+    with pytest.raises(CheckpointError, match="index.json is not an index of safetensors files"):
         read_safetensors(tmp_path)

@@ -106,7 +106,7 @@ def test_every_changed_bit_is_refused_or_changes_nothing(checkpoint, name, dista
         except CheckpointError as error:
             assert f"{path}" in str(error) and "\n" not in str(error)
         if name != "state.json":
-            with pytest.raises(CheckpointError, match=f"{name} is damaged: its checksum is another"):
+            with pytest.raises(CheckpointError, match=f"{name} is damaged: its checksum differs"):
                 verify(checkpoint)
         flip(path, position, position % 8)
     verify(checkpoint)
@@ -117,7 +117,7 @@ def test_a_file_that_was_cut_is_named(checkpoint, kept):
     path = items_file(checkpoint)
     path.write_bytes(path.read_bytes()[:kept])
     for read in (read_whole, verify):
-        with pytest.raises(CheckpointError, match=f"{path.name} is damaged: its checksum is another; bring it back"):
+        with pytest.raises(CheckpointError, match=f"{path.name} is damaged: its checksum differs; restore the"):
             read(checkpoint)
 
 
@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(checkpoint):
     for path in (items_file(checkpoint), tensors_folder(checkpoint) / INDEX):
         path.rename(path.with_suffix(".away"))
         for read in (read_whole, verify):
-            with pytest.raises(CheckpointError, match=f"{path.name} is missing; bring it back"):
+            with pytest.raises(CheckpointError, match=f"{path.name} is missing; restore it"):
                 read(checkpoint)
         path.with_suffix(".away").rename(path)
     (tensors_folder(checkpoint) / ".metadata").unlink()

@@ -311,7 +311,7 @@ def local_dataclass():
         (Failing(), "Failing, a dataclass that has"),
         (local_dataclass(), "Local, which cannot be found by its name; define it at the top of a module"),
         (Enum("Made", "a").a, "Made, which cannot be found by its name"),
-        (Bits(8), "Bits; which is no combination of its members"),
+        (Bits(8), "Bits, which is not a combination of its members"),
         ({"args": Namespace(model={1: print})}, "^under 'args' under 'model' under 1 a value of type builtins.builtin"),
     ],
     ids=lambda value: type(value).__name__,

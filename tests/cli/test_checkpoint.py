@@ -90,7 +90,7 @@ def test_verify_reads_every_byte(command, run):
     assert command("verify", run) == (0, f"{run / 'global_step3'} is whole\n", "")
     path = items_file(run / "global_step3")
     flip(path, path.stat().st_size // 2, 3)
-    refused(command("verify", run), f"verify: {path} is damaged: its checksum is another; bring it back")
+    refused(command("verify", run), f"verify: {path} is damaged: its checksum differs; restore the")
 
 
 @pytest.mark.parametrize("action", ["info", "verify", "export"])
@@ -214,7 +214,10 @@ def test_a_failed_export_leaves_nothing(command, run, tmp_path):
 
 def test_a_failed_import_leaves_nothing(command, run, tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"none")
-    refused(command("import", tmp_path / "weights.safetensors", tmp_path / "new" / "tag"), "is no safetensors file")
+    refused(
+        command("import", tmp_path / "weights.safetensors", tmp_path / "new" / "tag"),
+        "cannot be read as a safetens",
+    )
     refused(command("import", tmp_path / "absent.safetensors", tmp_path / "new" / "tag"), "absent.safetensors is missi")
     safetensors.torch.save_file({"0.seen": torch.tensor(4)}, tmp_path / "weights.safetensors")
     refused(command("import", tmp_path / "weights.safetensors", tmp_path / "new" / "tag"), "has no weights; name a fil")
@@ -231,7 +234,7 @@ def test_files_and_index_must_agree(command, run, tmp_path):
         "gone.safetensors",
     )
     index.write_text(json.dumps(listed))
-    refused(command("import", tmp_path / "weights", tmp_path / "new"), "disagree about 1.gain; bring both back")
+    refused(command("import", tmp_path / "weights", tmp_path / "new"), "disagree about 1.gain; restore both")
     listed["weight_map"] = {"0.weight": "gone.safetensors"}
     index.write_text(json.dumps(listed))
     refused(command("import", tmp_path / "weights", tmp_path / "new"), "gone.safetensors is missing")

@@ -395,21 +395,24 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     ("name", "words"),
     [
         ("other shapes", ["is of another model (0.bias is [6] there, [8] here, ", "build the model as it was"]),
-        ("grouped", ["has 1 parameter groups, this run 2; build them as they were, or pass load_optimizer_states="]),
+        (
+            "grouped",
+            ["has 1 parameter groups, not 2; build them as they were, or pass load_optimizer_states="],
+        ),
         (
             "scheduler",
-            ["has learning rate scheduler WarmupLR, this run has None; use the same, or pass load_lr_scheduler_"],
+            ["has learning rate scheduler WarmupLR, but this run has None; use the same, or pass load_lr_scheduler_"],
         ),
         (
             "scheduler of that name",
             ["has the state of another WarmupLR (rank 0: KeyError: 'part'); build it as"],
         ),
-        ("other scheduler", ["has learning rate scheduler WarmupLR, this run has LambdaLR; use the same"]),
+        ("other scheduler", ["has learning rate scheduler WarmupLR, but this run has LambdaLR; use the same"]),
         (
             "optimizer",
-            ["is that of AdamW, this run's optimizer is SGD; use AdamW, or pass load_optimizer_states=False"],
+            ["is from AdamW, but this run has SGD; use AdamW, or pass load_optimizer_states=False"],
         ),
-        ("optimizer state", ["is that of AdamW, this run's optimizer is SGD; use AdamW"]),
+        ("optimizer state", ["is from AdamW, but this run has SGD; use AdamW"]),
         ("block", ["load_checkpoint is called inside a block of deepspeed.zero.GatheredParameters; leave it first"]),
         ("option", ["optimizer.param_groups: name holds a value of type builtins.builtin_function_or_method; use"]),
         ("option of state", ["the optimizer's state holds a value of type builtins.builtin_function_or_method; use"]),
@@ -421,7 +424,7 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         ("frozen", ["exclude_frozen_parameters is True", "remove it"]),
         ("client state", ["client_state holds under 'here' a value of type builtins.builtin_function_or_method; use"]),
         ("no dictionary", ["client_state is a Namespace; pass a dictionary that holds it"]),
-        ("no folder", ["file is a file; name a folder for checkpoints", "checkpoints that are there are whole"]),
+        ("no folder", ["file is a file; name a folder for checkpoints", "existing checkpoints are whole"]),
     ],
 )
 def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(results, name, words):

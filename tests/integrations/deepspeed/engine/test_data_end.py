@@ -116,7 +116,7 @@ def test_a_rank_with_both_ends_pulls_every_micro_batch_once_and_middle_ranks_non
 def test_unusable_data_are_named_on_every_rank(results):
     for rank in results:
         missing, number, single, failing = rank["complaints"]
-        assert "there is none; pass data_iter to train_batch" in missing
+        assert "there are no data; pass data_iter to train_batch" in missing
         assert "a micro-batch is int; a pipeline takes pairs" in number
         assert "a micro-batch is tuple" in single
         assert failing == "the data of rank 0 failed: OSError: the disk is gone"

@@ -277,12 +277,12 @@ def test_training_equals_one_process_and_stock(ranks):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("history", "optimizer is SGD with state for whole parameters, which shards cannot take over; pass one that"),
+        ("history", "optimizer is SGD with state for whole parameters, which shards cannot take over; pass a new"),
         ("other rates", "parameter groups differ between data-parallel ranks; give every rank the same ones"),
         ("two groups", "parameter 0.bias is in parameter groups 0 and 1; keep it in one"),
         ("nothing trains", "the optimizer holds no parameter that trains; unfreeze one, or give it others"),
         ("params", "optimizer.params is {'lr': 0.1, 'differentiable': True}, but adamw refuses it ("),
-        ("SGD", "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; give it all"),
+        ("SGD", "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; pass all"),
         ("PartitionedOptimizer", "a parameter group was added after deepspeed.initialize"),
     ],
 )

@@ -361,4 +361,4 @@ def test_what_depends_on_the_layout_is_refused():
     ((about_ties, about_sums),) = run_on_ranks(1, complaints)
     assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in about_ties
     assert "at zero_optimization.stage 0 gradients are summed in torch.float16" in about_sums
-    assert "set communication_data_type to 'fp32' or another stage" in about_sums
+    assert "set communication_data_type to 'fp32', or use another stage" in about_sums

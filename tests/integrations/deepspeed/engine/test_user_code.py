@@ -366,4 +366,4 @@ def test_an_engine_does_not_go_on_after_a_batch_that_failed():
     failure, *after_it, loss, again, evaluation = run_on_ranks(1, run_failures)[0]
     assert "ArithmeticError: the layer is in trouble" in failure
     assert "the loss needs no gradient" in loss
-    assert all("start anew" in message for message in (*after_it, again, evaluation))
+    assert all("restart the run" in message for message in (*after_it, again, evaluation))

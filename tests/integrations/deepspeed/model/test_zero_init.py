@@ -175,5 +175,5 @@ def test_deferred_init_inside_and_outside_defers(ranks):
 def test_what_was_shared_out_later_comes_back_or_is_refused(ranks):
     for *_, (with_data, alone, refused), rank in ranks:
         assert with_data is alone is True, rank
-        assert refused.startswith("deepspeed.zero.Init shared parameter 0.weight out over ranks [0, 1, 2, 3], but its")
+        assert refused.startswith("deepspeed.zero.Init partitioned parameter 0.weight over ranks [0, 1, 2, 3], but its")
         assert "pipeline rank has only [" in refused and "inside deepspeed.zero.Init or ds_lgamp.defer" in refused

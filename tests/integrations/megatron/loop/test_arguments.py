@@ -273,7 +273,7 @@ def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model(bloc
 
 
 def test_models_that_have_no_chunks_are_refused_on_one_rank():
-    with pytest.raises(ConfigError, match="have 3 layers, but num_layers is 1: Namespace does not heed vp_stage"):
+    with pytest.raises(ConfigError, match="have 3 layers, but num_layers is 1: Namespace ignores vp_stage"):
         chunks_provider(provider, 3)(config=Namespace(num_layers=1))
     with pytest.raises(ConfigError, match="model_provider takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"):
         chunks_provider(lambda pre_process, post_process: None, 3)

@@ -362,7 +362,7 @@ def test_evaluation_takes_any_number_of_micro_batches_whatever_the_schedule(rank
 def test_no_batch_follows_one_that_failed(ranks):
     _, (first, second) = ranks[0]["odd_evaluation_and_what_follows_a_failure"]
     assert "rank 0 (pipeline rank 0) failed at F0.0: ArithmeticError: trouble" in first
-    assert second == "a batch failed; its communication cannot be taken back, start anew"
+    assert second == "an earlier batch failed, and its communication cannot be undone; restart the run"
 
 
 def test_only_the_last_backward_pass_of_a_chunk_synchronises_gradients(ranks):
