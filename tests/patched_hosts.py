@@ -7,7 +7,8 @@ import ds_lgamp
 from ds_lgamp.config import LgampConfig
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.config.test_bad_input import MODULES, merged, pipeline, refusal
+from tests.integrations.deepspeed.config.bad_input import MODULES, merged, pipeline
+from tests.integrations.deepspeed.config.test_bad_input import refusal
 from tests.integrations.deepspeed.engine.test_equivalence import check, pairwise_cases
 from tests.integrations.deepspeed.hook.test_install import attributes_of, differences
 from tests.integrations.deepspeed.models import Training

@@ -16,7 +16,7 @@ from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.engine.interventions import (
+from tests.integrations.deepspeed.engine.tensor_reading import (
     BF16,
     FP32,
     detached,
@@ -25,7 +25,7 @@ from tests.integrations.deepspeed.engine.interventions import (
     over_data_ranks,
     read,
 )
-from tests.integrations.deepspeed.engine.interventions import TRAINING as WITH_CLIPPING
+from tests.integrations.deepspeed.engine.tensor_reading import TRAINING as WITH_CLIPPING
 from tests.integrations.deepspeed.models import train_reference
 from tests.integrations.deepspeed.running import batches
 
