@@ -1,4 +1,4 @@
-"""The flags of pretrain_gpt.py, which are Megatron-LM's, and their translation for Megatron-core and DeepSpeed."""
+"""Parses Megatron-LM's flags for pretrain_gpt.py and translates them for Megatron-core and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 
 def parse_arguments(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
-    """Parses the flags in ``words``, or of the command line. Exits with a message if they are invalid or data is
+    """Parses the flags in ``words``, or those of the command line. Exits with a message if flags are invalid or data is
     missing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser.add_argument_group("model"))
@@ -161,7 +161,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     ffn_hidden_size, activation = args.ffn_hidden_size, {}
     if args.swiglu:
         activation = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-        # As in Megatron-LM: two matrices replace one, with about as many weights, and the size is a multiple of 64.
+        # Like Megatron-LM: two matrices replace one, with about as many weights. The size is a multiple of 64.
         ffn_hidden_size = ffn_hidden_size or int(args.hidden_size * 8 / 3 / 64) * 64
     elif args.squared_relu:
         activation = {"activation_func": squared_relu}

@@ -23,10 +23,10 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-FEWEST_DOCUMENTS = 20  # with fewer, the default 5 % may be no document, and the dataset would wait forever
+FEWEST_DOCUMENTS = 20  # with fewer, 5 % may be no document, and then the dataset would wait forever
 # The index comes last. If it exists, the other two files are complete.
 OUTPUT_SUFFIXES = (".tokenizer.json", ".bin", ".idx")
-# Folders of the standard library's tree with tests or with packages of others.
+# Folders of the standard library's tree that hold tests or other projects' packages.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 

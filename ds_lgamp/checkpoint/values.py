@@ -112,8 +112,10 @@ def _decode(value: Any) -> Any:
     return _DECODERS[tag](value)
 
 
-def _unsupported(kind: type, why: str = "use numbers, strings, tensors, lists and dictionaries") -> UnsupportedValue:
-    return UnsupportedValue(f"a value of type {kind.__module__}.{kind.__qualname__}; {why}")
+def _unsupported(kind: type) -> UnsupportedValue:
+    return UnsupportedValue(
+        f"a value of type {kind.__module__}.{kind.__qualname__}; use numbers, strings, tensors, lists and dictionaries"
+    )
 
 
 def _refuse_if(complaint: str | None, kind: type) -> None:
@@ -181,8 +183,7 @@ def _encode_tuple(value: tuple[Any, ...]) -> dict[str, Any]:
 def _encode_member(value: Enum) -> dict[str, Any]:
     kind, names = type(value), members_of(value)
     _refuse_if(complaint_about(kind), kind)
-    if names is None:
-        _refuse_if("which is not a combination of its members; use one of them", kind)
+    _refuse_if("which is not a combination of its members; use one that is" if names is None else None, kind)
     return {_TAG: "enum", "class": name_of(kind), "value": {"names": names}}
 
 

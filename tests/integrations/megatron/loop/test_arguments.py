@@ -173,7 +173,7 @@ REFUSED = [
         "--microbatch-group-size-.* 2: .* set ds_lgamp.micro_batch_group",
     ),
     ({}, {}, {"multiple_validation_sets": True}, "--multiple-validation-sets is True: every chunk"),
-    ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; say with --pipeline-model-parallel-layout"),
+    ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; place these layers with --pipeline-model"),
     (
         {},
         {"schedule": "interleaved_1f1b"},
