@@ -94,7 +94,9 @@ def _encode(value: Any) -> Any:
     if is_dataclass(kind):
         _refuse_if(complaint_about(kind), kind)
         return {_TAG: "dataclass", "class": name_of(kind), "value": _encode_mapping(attributes_of(value))}
-    raise _unsupported(kind)
+    raise UnsupportedValue(
+        f"a value of type {kind.__module__}.{kind.__qualname__}; use numbers, strings, tensors, lists and dictionaries"
+    )
 
 
 def _decode(value: Any) -> Any:
@@ -110,12 +112,6 @@ def _decode(value: Any) -> Any:
             f"a value marked as '{tag}', which this release does not know; use the one that wrote it"
         )
     return _DECODERS[tag](value)
-
-
-def _unsupported(kind: type) -> UnsupportedValue:
-    return UnsupportedValue(
-        f"a value of type {kind.__module__}.{kind.__qualname__}; use numbers, strings, tensors, lists and dictionaries"
-    )
 
 
 def _refuse_if(complaint: str | None, kind: type) -> None:
