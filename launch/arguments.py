@@ -1,4 +1,4 @@
-"""The flags of pretrain_gpt.py, which are Megatron-LM's, and their translation for Megatron-core and DeepSpeed."""
+"""Parses Megatron-LM's flags for pretrain_gpt.py and translates them for Megatron-core and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.core.transformer import TransformerConfig
 
 
 def parse_arguments(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
-    """Parses the flags in ``words``, or of the command line. Exits with a message if they are invalid or data is
+    """Parses the flags in ``words``, or those of the command line. Exits with a message if flags are invalid or data is
     missing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser.add_argument_group("model"))
     add_training_arguments(parser.add_argument_group("training"))
     add_data_arguments(parser.add_argument_group("data and output"))
     parser.add_argument(
-        "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="set by the launcher"
+        "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="local rank; set by the launcher"
     )
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args(words)
@@ -64,44 +64,61 @@ def refuse_missing_data(args: argparse.Namespace) -> None:
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-layers", type=int, default=8)
     group.add_argument("--hidden-size", type=int, default=128)
-    group.add_argument("--ffn-hidden-size", type=int, help="default: 4, with --swiglu about 8/3 times --hidden-size")
+    group.add_argument(
+        "--ffn-hidden-size",
+        type=int,
+        help="size inside the MLP (default: 4 times --hidden-size, 8/3 times with --swiglu)",
+    )
     group.add_argument("--num-attention-heads", type=int, default=4)
-    group.add_argument("--group-query-attention", action="store_true", help="heads share keys and values in groups")
-    group.add_argument("--num-query-groups", type=int, help="default: 1")
-    group.add_argument("--kv-channels", type=int, help="of a head (default: --hidden-size / --num-attention-heads)")
+    group.add_argument("--group-query-attention", action="store_true", help="let groups of heads share keys and values")
+    group.add_argument("--num-query-groups", type=int, help="number of these groups (default: 1)")
+    group.add_argument(
+        "--kv-channels", type=int, help="size of a key or value head (default: --hidden-size / --num-attention-heads)"
+    )
     group.add_argument("--seq-length", type=int, default=128)
-    group.add_argument("--max-position-embeddings", type=int, help="for learned_absolute (default: --seq-length)")
+    group.add_argument(
+        "--max-position-embeddings", type=int, help="number of learned positions (default: --seq-length)"
+    )
     group.add_argument("--position-embedding-type", choices=["rope", "learned_absolute"], default="learned_absolute")
     group.add_argument("--rotary-base", type=int, default=10000)
     group.add_argument("--rotary-percent", type=float, default=1.0)
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     group.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
-    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys")
-    group.add_argument("--swiglu", action="store_true", help="gated layers; not with tensor parallelism")
+    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys of each head")
+    group.add_argument("--swiglu", action="store_true", help="gated MLP layers; not with tensor parallelism")
     group.add_argument("--squared-relu", action="store_true")
     group.add_argument("--disable-bias-linear", action="store_true")
     group.add_argument("--init-method-std", type=float, default=0.02)
     group.add_argument("--hidden-dropout", type=float, default=0.1)
     group.add_argument("--attention-dropout", type=float, default=0.1)
     implementations = ["local", "transformer_engine"]
-    group.add_argument("--transformer-impl", choices=implementations, default="local", help="PyTorch's parts, NVIDIA's")
+    group.add_argument(
+        "--transformer-impl",
+        choices=implementations,
+        default="local",
+        help="layers of PyTorch or of NVIDIA's Transformer Engine (default: local)",
+    )
 
 
 def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument(
-        "--sequence-parallel", action="store_true", help="tensor-parallel ranks share the sequence between layers"
+        "--sequence-parallel", action="store_true", help="split the sequence between layers over tensor-parallel ranks"
     )
     group.add_argument("--micro-batch-size", type=int, default=2)
     group.add_argument("--global-batch-size", type=int, default=32)
     group.add_argument("--train-iters", type=int, default=150)
-    group.add_argument("--exit-interval", type=int, help="stop after an iteration that this divides")
+    group.add_argument(
+        "--exit-interval", type=int, help="stop after the first iteration that is a multiple of this (default: never)"
+    )
     group.add_argument("--lr", type=float, default=1e-3)
-    group.add_argument("--min-lr", type=float, default=0.0, help="where a cosine ends")
+    group.add_argument(
+        "--min-lr", type=float, default=0.0, help="learning rate at the end of a cosine decay (default: 0)"
+    )
     group.add_argument("--lr-decay-style", choices=["constant", "linear", "cosine"], default="constant")
-    group.add_argument("--lr-decay-iters", type=int, help="when decay ends (default: --train-iters)")
+    group.add_argument("--lr-decay-iters", type=int, help="last iteration of the decay (default: --train-iters)")
     group.add_argument("--lr-warmup-iters", type=int, default=5)
     group.add_argument("--weight-decay", type=float, default=0.01)
     group.add_argument("--adam-beta1", type=float, default=0.9)
@@ -114,19 +131,29 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--data-path", nargs="+", default=["data/pydoc"], help="[WEIGHT] PREFIX ...")
-    group.add_argument("--tokenizer-model", help="tokenizer.json (default: beside the first dataset)")
-    group.add_argument("--split", default="95,5,0", help="shares of documents for training, validation and test")
-    group.add_argument("--reset-attention-mask", action="store_true", help="tokens see their own document only")
-    group.add_argument("--reset-position-ids", action="store_true", help="learned positions restart with documents")
-    group.add_argument("--eod-mask-loss", action="store_true", help="no loss at the ends of documents")
+    group.add_argument(
+        "--data-path", nargs="+", default=["data/pydoc"], help="datasets as [WEIGHT] PREFIX ... (default: data/pydoc)"
+    )
+    group.add_argument(
+        "--tokenizer-model", help="file of the tokenizer (default: PREFIX.tokenizer.json of the first dataset)"
+    )
+    group.add_argument(
+        "--split", default="95,5,0", help="percentages of documents for training, validation and test (default: 95,5,0)"
+    )
+    group.add_argument(
+        "--reset-attention-mask", action="store_true", help="let tokens attend only within their document"
+    )
+    group.add_argument("--reset-position-ids", action="store_true", help="restart learned positions at each document")
+    group.add_argument("--eod-mask-loss", action="store_true", help="leave the ends of documents out of the loss")
     group.add_argument("--eval-interval", type=int, default=50)
     group.add_argument("--eval-iters", type=int, default=2)
     group.add_argument("--log-interval", type=int, default=1)
-    group.add_argument("--loss-plot", help="draw the losses into this image file")
-    group.add_argument("--save", help="write a checkpoint of the last iteration into this folder")
-    group.add_argument("--save-interval", type=int, help="write one after every iteration that this divides, too")
-    group.add_argument("--load", help="go on from the last checkpoint in this folder")
+    group.add_argument("--loss-plot", help="image file for a plot of the losses (default: none)")
+    group.add_argument("--save", help="folder for a checkpoint of the last iteration (default: none)")
+    group.add_argument(
+        "--save-interval", type=int, help="also write a checkpoint every so many iterations (default: never)"
+    )
+    group.add_argument("--load", help="folder whose last checkpoint the run resumes (default: none)")
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
@@ -134,7 +161,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     ffn_hidden_size, activation = args.ffn_hidden_size, {}
     if args.swiglu:
         activation = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-        # As in Megatron-LM: two matrices replace one, with about as many weights, and the size is a multiple of 64.
+        # Like Megatron-LM: two matrices replace one, with about as many weights. The size is a multiple of 64.
         ffn_hidden_size = ffn_hidden_size or int(args.hidden_size * 8 / 3 / 64) * 64
     elif args.squared_relu:
         activation = {"activation_func": squared_relu}

@@ -23,10 +23,10 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-FEWEST_DOCUMENTS = 20  # with fewer, the default 5 % may be no document, and the dataset would wait forever
+FEWEST_DOCUMENTS = 20  # with fewer, 5 % may be no document, and then the dataset would wait forever
 # The index comes last. If it exists, the other two files are complete.
 OUTPUT_SUFFIXES = (".tokenizer.json", ".bin", ".idx")
-# Folders of the standard library's tree with tests or with packages of others.
+# Folders of the standard library's tree that hold tests or other projects' packages.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -92,8 +92,8 @@ def write_dataset(documents: list[str], tokenizer: Tokenizer, prefix: str) -> in
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="UTF-8 text files (default: the documentation of Python itself)")
-    parser.add_argument("--output-prefix", default="data/pydoc", help="where to write, without the suffixes")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="tokens in the vocabulary")
+    parser.add_argument("--output-prefix", default="data/pydoc", help="path of the output files without their suffixes")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="number of tokens in the vocabulary")
     return parser.parse_args()
 
 
@@ -105,7 +105,7 @@ def main() -> None:
         return
     documents = list(file_documents(args.files) if args.files else python_documents())
     if len(documents) < FEWEST_DOCUMENTS:
-        raise SystemExit(f"found {len(documents)} documents, need {FEWEST_DOCUMENTS}: separate them by blank lines")
+        raise SystemExit(f"found {len(documents)} documents, need {FEWEST_DOCUMENTS}; separate them by blank lines")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(documents, args.vocab_size)
     # Writes under other names and renames, so that an interrupted run leaves no partial dataset.

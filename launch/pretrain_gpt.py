@@ -39,7 +39,7 @@ from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, la
 def start_distributed(args: argparse.Namespace) -> None:
     """Joins the process group that the launcher described, on NCCL with GPUs and on gloo without."""
     compile_no_collective()
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar says what happens
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # the progress bar reports the steps
     get_accelerator().set_device(args.local_rank)
     deepspeed.init_distributed()
     # Megatron-core's layers look up their tensor-parallel group here. DeepSpeed makes its own groups of the same ranks.
@@ -91,7 +91,7 @@ def build_model(args: argparse.Namespace, tokenizer: DatasetTokenizer) -> Pipeli
 def set_seed(seed: int) -> None:
     """Seeds one layer. DeepSpeed passes NumPy integers, which its own seeding function rejects since Python 3.11.
 
-    torch.manual_seed is not used: without a GPU it stores a seed for one, with a stack trace, at every call.
+    Does not use torch.manual_seed, because without a GPU it stores a seed for one at every call, with a stack trace.
     """
     torch.default_generator.manual_seed(int(seed))
     if get_accelerator().device_name() != "cpu":
@@ -162,7 +162,7 @@ def train(
 
 
 def evaluate(engine: deepspeed.PipelineEngine, dataset: GPTDataset, iterations: int) -> float:
-    """Mean loss over the first batches of a dataset, which are the same every time."""
+    """Returns the mean loss over the first batches of a dataset. The batches are the same every time."""
     batches = micro_batches(engine, dataset)
     return sum(engine.eval_batch(data_iter=batches).item() for _ in range(iterations)) / iterations
 

@@ -1,4 +1,4 @@
-"""Code shared by tests and benchmarks, and the runs of other projects' scripts; not shipped."""
+"""Code shared by tests and benchmarks, and the runs of other projects' scripts. It is not published."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ from ds_lgamp.checkpoint.whole import WholeCheckpoint, write_whole
 
 
 def example() -> WholeCheckpoint:
-    """A checkpoint with a frozen bf16 parameter, a parameter without elements, and a scalar parameter."""
+    """Returns a checkpoint with a frozen bf16 parameter, a parameter without elements, and a scalar parameter."""
     torch.manual_seed(0)
     parameters = {
         "tied_modules.embed.weight": torch.randn(7, 4),
@@ -162,6 +162,6 @@ def forge_item(checkpoint: Path, name: str, data: bytes) -> None:
 
 
 def content(whole: WholeCheckpoint) -> str:
-    """The whole content to the bit, except the names of files."""
+    """Returns the whole content as bits, except the names of files."""
     state = {key: value for key, value in whole.state.items() if key not in ("format", "tensors", "index_checksum")}
     return json.dumps(encode(whole._replace(state=state)), sort_keys=True)

@@ -50,7 +50,7 @@ def install(everywhere: bool = True) -> None:
 
 
 class ToCpu(TorchFunctionMode):
-    """Redirects to the CPU what code asks of "cuda" or of a device number."""
+    """Redirects to the CPU what code requests on "cuda" or on a device number."""
 
     def __torch_function__(
         self, function: Callable, types: Sequence[type], arguments: tuple = (), keywords: dict | None = None
@@ -88,7 +88,7 @@ def _answer_for_the_device() -> None:
 
 
 class _Stream:
-    """A stream or an event without function, because the CPU has always finished when it is asked."""
+    """A stream or an event that does nothing, because the CPU has always finished when it is asked."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
@@ -110,7 +110,7 @@ def _run_streams_in_order() -> None:
 
 
 def _share_random_state() -> None:
-    """All devices share the CPU's random state."""
+    """Makes all devices share the CPU's random state."""
     cuda: Any = torch.cuda
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
@@ -134,13 +134,13 @@ def _keep_sent_tensors() -> None:
 
 
 def _average_as_sums() -> None:
-    """Replaces averages, because gloo has only sums."""
+    """Replaces averages by sums, because gloo has only sums."""
     for name, reduced in (("all_reduce", 0), ("reduce_scatter_tensor", 1)):
         setattr(dist, name, _summing(getattr(dist, name), reduced))
 
 
 def _summing(collective: Callable[..., Any], reduced: int) -> Callable[..., Any]:
-    """Wraps ``collective``: it divides argument number ``reduced`` first and then sums, if it was asked to average."""
+    """Wraps ``collective``. A requested average divides argument number ``reduced`` first and then sums."""
 
     @wraps(collective)
     def summing(*arguments: Any, **keywords: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: int | None = None) -> str:
-    """A table. The columns from ``numbers_from`` on are aligned right; None aligns none."""
+    """Formats a table. The columns from ``numbers_from`` on are aligned right; None aligns none."""
     aligned_left = len(header) if numbers_from is None else numbers_from
     alignment = ["---"] * aligned_left + ["---:"] * (len(header) - aligned_left)
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, *rows)]

@@ -87,7 +87,7 @@ def _collect(ranks: list, results: Any, deadline: float) -> list[Any]:
             rank, succeeded, result = results.get(timeout=0.2)
         except queue.Empty:
             dead = [rank for rank, process in enumerate(ranks) if rank not in collected and process.exitcode]
-            assert not dead, f"ranks {dead} died without a word"
+            assert not dead, f"ranks {dead} died without an error"
             assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(ranks))) - set(collected))} hang"
             continue
         assert succeeded, f"rank {rank} failed:\n{result}"

@@ -1,4 +1,4 @@
-"""Tests run on the CPU and gloo, whatever the machine has."""
+"""Tests run on the CPU and gloo on every machine."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from tests.patched import other_versions, use_patched
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# An example takes as long as the machine is busy.
+# Sets no deadline, because an example takes longer on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 

@@ -1,12 +1,12 @@
-"""Few cases instead of a full product of factors."""
+"""Selects a few cases instead of a full product of factors."""
 
 import random
 from itertools import combinations
 
 
 def pairwise(cases: list[dict]) -> list[dict]:
-    """Few of ``cases`` that hold every pair of values of two factors that is in any of them: greedily, the case with
-    most new pairs next."""
+    """Selects few of ``cases`` that together hold every pair of values of two factors. Takes the case with most new
+    pairs first."""
     cases = list(cases)
     random.Random(0).shuffle(cases)
 

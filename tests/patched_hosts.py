@@ -1,4 +1,5 @@
-"""With patched hosts nothing is replaced at run time; collected where ``pytest --patched`` names this file."""
+"""With patched hosts nothing is replaced at run time. Only ``pytest --patched`` with this file's name collects these
+tests."""
 
 import pytest
 
@@ -6,7 +7,8 @@ import ds_lgamp
 from ds_lgamp.config import LgampConfig
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.config.test_bad_input import MODULES, merged, pipeline, refusal
+from tests.integrations.deepspeed.config.bad_input import MODULES, merged, pipeline
+from tests.integrations.deepspeed.config.test_bad_input import refusal
 from tests.integrations.deepspeed.engine.test_equivalence import check, pairwise_cases
 from tests.integrations.deepspeed.hook.test_install import attributes_of, differences
 from tests.integrations.deepspeed.models import Training
@@ -75,7 +77,8 @@ def megatron_with_its_registry():
 
 
 def layers_of_chunks(cut):
-    """How many layers each chunk of one rank has, and how many come before them: Megatron-core's answer, and ours."""
+    """Returns the number of layers of each chunk of one rank, and of the layers before it: Megatron-core's answer and
+    ds_lgamp's."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig, transformer_block, transformer_layer
 

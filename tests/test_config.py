@@ -56,7 +56,7 @@ def test_bad_blocks_are_refused_in_a_sentence(block, message):
     with pytest.raises(ConfigError) as refused:
         read_block({"ds_lgamp": block})
     assert message in str(refused.value) and "\n" not in str(refused.value)
-    # Whoever prints it puts the name of the program first.
+    # The caller puts the name of the program first.
     assert not str(refused.value).startswith("ds_lgamp:")
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom. Reads every import statement of the sources, those inside functions included."""
+"""Checks which modules import which. Reads every import statement of the sources, also those inside functions."""
 
 import ast
 import sys
@@ -27,14 +27,14 @@ FLOORS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-"""The rooms of ds_lgamp, lowest floor first. A room imports from lower floors, and from a room on its own floor if that
-room does not import it."""
+"""The rooms of ds_lgamp, lowest floor first. A room imports from lower floors. It imports from a room on its own floor
+if that room does not import it."""
 STRANGERS = (
     *(("config", room) for room in ("cost", "view", "partition", "runtime", "checkpoint")),
     ("integrations.megatron", "integrations.deepspeed"),
     ("integrations.megatron.layers", "integrations.megatron.loop"),
 )
-"""Pairs of rooms of which neither imports the other."""
+"""Pairs of rooms. Neither imports the other."""
 FOLDERS = ("ds_lgamp", "testing", "benchmarks", "tests")
 
 
@@ -42,16 +42,16 @@ class Import(NamedTuple):
     """One imported name."""
 
     module: str
-    """The module that imports it."""
+    """The module that imports."""
     source: str
-    """The module it is imported from."""
+    """The module that is imported from."""
     name: str
-    """The name; "" where a module is imported as a whole."""
+    """The imported name; "" if a module is imported as a whole."""
 
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the repository, by its dotted path."""
+    """Returns every module of the repository by its dotted path."""
     found = {}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
@@ -76,7 +76,7 @@ def imported(module: str, node: ast.AST) -> Iterator[Import]:
 
 
 def room_of(module: str) -> str:
-    """The room of a module of ds_lgamp, or of one in a room that has rooms itself."""
+    """Returns the room of a module of ds_lgamp. A room may contain rooms."""
     inside = module.removeprefix("ds_lgamp").removeprefix(".") or "__init__"
     rooms = [room for floor in FLOORS for room in floor if is_in(inside, room)]
     assert rooms, f"{module} is in no room; add its folder to FLOORS"
@@ -88,7 +88,8 @@ def is_in(module: str, room: str) -> bool:
 
 
 def inside_ds_lgamp() -> list[Import]:
-    """Imports of modules of ds_lgamp by others; folders that only hold rooms import nothing and are not imported."""
+    """Returns the imports of modules of ds_lgamp by others. Skips folders that only hold rooms: they import nothing and
+    nothing imports them."""
     return [one for one in imports() if is_in(one.module, "ds_lgamp") and is_in(one.source, "ds_lgamp")]
 
 
@@ -98,7 +99,7 @@ def between_rooms() -> set[tuple[str, str]]:
 
 
 def imports_outside(room: str) -> set[str]:
-    """The packages, but for Python's own, that modules of a room import."""
+    """Returns the packages outside Python's own that modules of a room import."""
     own = {one.source.partition(".")[0] for one in imports() if is_in(one.module, f"ds_lgamp.{room}")}
     return own - set(sys.stdlib_module_names) - {"ds_lgamp"}
 

@@ -1,4 +1,4 @@
-"""What is published: an sdist and a wheel that install beside a torch and a deepspeed without touching them."""
+"""The published sdist and wheel install beside an existing torch and deepspeed and leave them unchanged."""
 
 import json
 import os
@@ -20,7 +20,8 @@ IMPORT_SECONDS = 0.3
 
 
 def run(*words: object, cwd: Path) -> str:
-    """What a command prints, away from the checkout and from the settings of pip and Python around it."""
+    """Returns the output of a command that runs outside the checkout, without the surrounding settings of pip and
+    Python."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     done = subprocess.run(
         list(map(str, words)),
@@ -36,7 +37,7 @@ def run(*words: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of the sources: building writes into the folder it builds from."""
+    """Copies the sources, because building writes into their folder."""
     folder = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -48,7 +49,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(source):
-    """The folder with the sdist, and the wheel made from that sdist."""
+    """Returns the folder with the sdist, and the wheel made from that sdist."""
     packages = {path.relative_to(source).as_posix() for path in (source / "ds_lgamp").rglob("*") if path.is_file()}
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", cwd=source)
     return source / "dist", packages
@@ -62,16 +63,16 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """A new environment behind which stand the packages of this one, but for ds_lgamp; the wheel is installed in it.
+    """Makes an environment with the packages of this one except for ds_lgamp, and installs the wheel into it.
 
-    Nothing can be downloaded, so whatever the wheel requires must be there already.
+    Nothing can be downloaded, so every package that the wheel requires must exist already.
     """
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     lines = []
     for number, outer in enumerate(path for path in map(Path, sys.path) if any(path.glob("*.dist-info"))):
-        # Links, because a package that the outer environment has installed in place would be found too.
+        # Links every package, because the whole folder would also offer a ds_lgamp that is installed in place.
         view = folder / f"packages{number}"
         view.mkdir()
         for path in outer.iterdir():
@@ -85,7 +86,7 @@ def environment(wheel, tmp_path_factory):
 
 
 def evaluate(python: Path | str, code: str, cwd: Path):
-    """The value of ``result`` after ``code`` has run in a fresh interpreter that sees only its own environment."""
+    """Returns ``result`` after ``code`` has run in a fresh interpreter that sees only its own environment."""
     script = f"import json\n{code}\nprint(json.dumps(result))"
     return json.loads(run(python, "-I", "-c", script, cwd=cwd))
 

@@ -1,4 +1,4 @@
-"""``patches/`` fits the installed hosts, and with it the suite passes without a replacement at run time."""
+"""``patches/`` fits the installed hosts, and the tests pass with patched hosts without a replacement at run time."""
 
 import os
 import re
@@ -15,7 +15,7 @@ SUITE = (
     "tests/integrations/deepspeed/hook/test_install.py::test_without_an_enabled_block_deepspeed_is_stock_to_the_bit",
     "tests/integrations/deepspeed/hook/test_install.py::test_uninstall_leaves_no_trace",
 )
-"""The part that CI runs; ``pytest --patched`` runs all."""
+"""The part that CI runs. ``pytest --patched`` runs all."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The files that readers, hosts and tools look for, and what every file of the repository must keep to."""
+"""The files that readers, hosts and tools look for, and the rules for every file of the repository."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ def tracked_files() -> list[Path]:
 
 
 def tracked_texts():
-    """Path and text of every tracked text file."""
+    """Returns path and text of every tracked text file."""
     for path in tracked_files():
         try:
             yield path, path.read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def test_every_relative_link_of_a_document_leads_to_a_file():
 
 
 def names_at_the_top(path: str) -> set[str]:
-    """The functions, classes and variables that a module defines."""
+    """Returns the functions, classes and variables that a module defines."""
     names = set()
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -127,8 +127,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise damaged(path)
     if written.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {written.get('format')}, this release of ds_lgamp reads {FORMAT}; use the release "
-            "that wrote it"
+            f"{folder} has format {written.get('format')}, but this release of ds_lgamp reads {FORMAT}; use the "
+            "release that wrote it"
         )
     check_state(path, written)
     return written

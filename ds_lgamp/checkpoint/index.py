@@ -24,7 +24,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 def _data_type(name: str) -> str:
     # Avoids getattr, because torch imports some attributes on demand.
     if not isinstance(vars(torch).get(name), torch.dtype):
-        raise ValueError(f"'{name}' is no type of this torch")
+        raise ValueError(f"'{name}' is not a data type of this torch")
     return name
 
 

@@ -84,12 +84,12 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
         tensors, marked = _read(path)
         if listed is not None and listed != tensors.keys():
             name = min(listed ^ tensors.keys())
-            raise CheckpointError(f"{source / INDEX} and {path.name} disagree about {name}; bring both back")
+            raise CheckpointError(f"{source / INDEX} and {path.name} disagree about {name}; restore both")
         for name, tensor in tensors.items():
             kind = buffers if name in marked or not tensor.is_floating_point() else parameters
             kind[name] = tensor
     if not parameters:
-        raise CheckpointError(f"{source} has no weights; name a file or folder that has")
+        raise CheckpointError(f"{source} has no weights; name a file or folder with weights")
     return _weights_only(dict(sorted(parameters.items(), key=_place)), buffers)
 
 
@@ -165,7 +165,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
                 raise ValueError(f"'{file}' is not the name of a .safetensors file in the folder")
             files.setdefault(source / file, set()).add(name)  # type: ignore[union-attr]
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files ({error}); bring it back") from None
+        raise CheckpointError(f"{index} is not an index of safetensors files ({error}); restore it") from None
     return files
 
 
@@ -179,11 +179,11 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
             tensors = {name: content.get_tensor(name) for name in content.keys()}
             marked = json.loads((content.metadata() or {}).get(_BUFFERS_KEY, "[]"))
         if not isinstance(marked, list) or not all(isinstance(name, str) for name in marked):
-            raise ValueError(f"{_BUFFERS_KEY} is no list of names")
+            raise ValueError(f"{_BUFFERS_KEY} is not a list of names")
     # The library raises various types for a file of another format.
     except Exception as error:
         first = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path} is no safetensors file that can be read ({first}); bring it back") from None
+        raise CheckpointError(f"{path} cannot be read as a safetensors file ({first}); restore it") from None
     return tensors, set(marked)
 
 

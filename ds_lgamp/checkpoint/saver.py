@@ -181,6 +181,6 @@ def _nothing() -> None:
 
 def _failure(folder: Path, complaint: str, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{folder} {complaint} ({sentence_of(error, dist.get_rank())}); checkpoints that are there are whole: mend "
-        "that and save again"
+        f"{folder} {complaint} ({sentence_of(error, dist.get_rank())}); existing checkpoints are whole: fix the "
+        "cause and save again"
     )

@@ -65,7 +65,7 @@ class Optimizer(_Strict):
     @model_validator(mode="after")
     def _have_both(self) -> "Optimizer":
         if len(self.groups) != len(self.scalars):
-            raise ValueError(f"it has {len(self.groups)} groups and scalars of {len(self.scalars)}")
+            raise ValueError(f"it has {len(self.groups)} parameter groups but scalars of {len(self.scalars)}")
         return self
 
 
@@ -139,7 +139,7 @@ def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
     except (RecursionError, UnsupportedValue, ValueError) as error:
         raise _distrusted(folder, f"{name} holds {error}") from None
     if not isinstance(content, dict) or not all(isinstance(content.get(k), dict) for k in ("random", "client_state")):
-        raise _distrusted(folder, f"{name} holds no random states and client state")
+        raise _distrusted(folder, f"{name} holds neither random states nor a client state")
     return content
 
 
@@ -148,15 +148,16 @@ def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, Tenso
     shapes = {name: info["shape"] for name, info in state["parameters"].items()}
     for name, shape in shapes.items():
         if prod(shape) and f"{PARAMETERS}/{name}" not in tensors:
-            raise _distrusted(path, f"it lists parameter {name}, which is not there")
+            raise _distrusted(path, f"it lists parameter {name}, but has no tensor of it")
     for key, entry in tensors.items():
         kind, _, rest = key.partition("/")
         name = rest.partition("/")[2] if kind == OPTIMIZER else rest
         if kind in (PARAMETERS, OPTIMIZER) and shapes.get(name) != list(entry.size):
-            raise _distrusted(path, f"it says that {name} is {shapes.get(name, 'absent')}, {key} is {list(entry.size)}")
+            listed = f"lists {name} with shape {shapes[name]}" if name in shapes else f"does not list {name or key}"
+            raise _distrusted(path, f"it {listed}, but has {key} with shape {list(entry.size)}")
         is_text = entry.properties.dtype == torch.uint8 and len(entry.size) == 1
         if kind not in (PARAMETERS, OPTIMIZER, BUFFERS, RANKS) or (kind == RANKS and not is_text):
-            raise _distrusted(path, f"beside it is {key}")
+            raise _distrusted(path, f"it has {key}, which belongs to no checkpoint")
 
 
 def _distrusted(path: Path, complaint: str) -> CheckpointError:

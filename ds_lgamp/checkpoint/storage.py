@@ -313,11 +313,13 @@ def open_data(path: Path) -> io.BufferedReader:
     try:
         return open(path, "rb")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; bring it back, or load another checkpoint") from None
+        raise CheckpointError(f"{path} is missing; restore it, or load another checkpoint") from None
 
 
 def damaged(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: its checksum is another; bring it back, or load another checkpoint")
+    return CheckpointError(
+        f"{path} is damaged: its checksum differs; restore the original file, or load another checkpoint"
+    )
 
 
 def sync(file: Any) -> None:

@@ -94,7 +94,9 @@ def _encode(value: Any) -> Any:
     if is_dataclass(kind):
         _refuse_if(complaint_about(kind), kind)
         return {_TAG: "dataclass", "class": name_of(kind), "value": _encode_mapping(attributes_of(value))}
-    raise _unsupported(kind)
+    raise UnsupportedValue(
+        f"a value of type {kind.__module__}.{kind.__qualname__}; use numbers, strings, tensors, lists and dictionaries"
+    )
 
 
 def _decode(value: Any) -> Any:
@@ -110,10 +112,6 @@ def _decode(value: Any) -> Any:
             f"a value marked as '{tag}', which this release does not know; use the one that wrote it"
         )
     return _DECODERS[tag](value)
-
-
-def _unsupported(kind: type, why: str = "use numbers, strings, tensors, lists and dictionaries") -> UnsupportedValue:
-    return UnsupportedValue(f"a value of type {kind.__module__}.{kind.__qualname__}; {why}")
 
 
 def _refuse_if(complaint: str | None, kind: type) -> None:
@@ -181,8 +179,7 @@ def _encode_tuple(value: tuple[Any, ...]) -> dict[str, Any]:
 def _encode_member(value: Enum) -> dict[str, Any]:
     kind, names = type(value), members_of(value)
     _refuse_if(complaint_about(kind), kind)
-    if names is None:
-        raise _unsupported(kind, "which is no combination of its members")
+    _refuse_if("which is not a combination of its members; use one that is" if names is None else None, kind)
     return {_TAG: "enum", "class": name_of(kind), "value": {"names": names}}
 
 

@@ -61,12 +61,12 @@ def _add_schedule_command(commands) -> None:
     command.add_argument("--defer-gathers", action="store_true", help="stages 1 and 2: gather one chunk ahead")
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
     command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
-    command.add_argument("--backward", type=float, default=2.0, help="the same for its backward")
-    command.add_argument("--hop", type=float, default=0.0, help="time of a tensor's way to the next rank")
+    command.add_argument("--backward", type=float, default=2.0, help="time of one chunk's backward for one micro-batch")
+    command.add_argument("--hop", type=float, default=0.0, help="time to send a tensor to the next rank")
     command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
-    command.add_argument("--reduce", type=float, default=0.0, help="the same for its reduction")
+    command.add_argument("--reduce", type=float, default=0.0, help="time of one chunk's reduction over the data ranks")
     command.add_argument(
-        "--recompute", type=float, default=0.0, help="by which a backward takes longer if its chunk is recomputed"
+        "--recompute", type=float, default=0.0, help="extra time of a backward whose chunk is recomputed"
     )
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
     command.add_argument(
@@ -76,9 +76,7 @@ def _add_schedule_command(commands) -> None:
 
 
 def _add_run_command(commands) -> None:
-    command = commands.add_parser(
-        "run", help="run a DeepSpeed or Megatron-LM script, unedited, with the ds_lgamp block heeded"
-    )
+    command = commands.add_parser("run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block")
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
     command.add_argument(
         "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
@@ -86,44 +84,54 @@ def _add_run_command(commands) -> None:
     command.add_argument(
         "--ranks", type=_count, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"
     )
-    command.add_argument("--json", action="store_true", help="with --explain: print it as JSON")
+    command.add_argument("--json", action="store_true", help="with --explain: print JSON")
     command.add_argument("script", help="path of the script")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     command.set_defaults(run=_run)
 
 
 def _add_checkpoint_command(commands) -> None:
-    command = commands.add_parser("checkpoint", help="look at checkpoints, check them, convert them")
+    command = commands.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
     command.set_defaults(run=_checkpoint)
     actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
     of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
-    info = actions.add_parser("info", help="print what a checkpoint is")
+    info = actions.add_parser("info", help="print what a checkpoint holds")
     info.add_argument("source", **of_one)
-    info.add_argument("--json", action="store_true", help="print it as JSON")
+    info.add_argument("--json", action="store_true", help="print JSON")
     verify = actions.add_parser("verify", help="read all of a checkpoint and check that nothing is missing or damaged")
     verify.add_argument("source", **of_one)
     export = actions.add_parser("export", help="write a checkpoint in another format")
     export.add_argument("source", **of_one)
-    export.add_argument("target", type=Path, metavar="TARGET", help="a folder that does not exist")
+    export.add_argument("target", type=Path, metavar="TARGET", help="the new folder to write")
     export.add_argument("--format", choices=("safetensors", "deepspeed"), default="safetensors")
-    export.add_argument("--dtype", choices=("fp32", "bf16"), help="safetensors: of the parameters; default: fp32")
     export.add_argument(
-        "--max-shard-size", type=float, metavar="GB", help="safetensors: of a file, in 10^9 bytes; default: 5"
+        "--dtype", choices=("fp32", "bf16"), help="safetensors: data type of the parameters (default: fp32)"
     )
-    export.add_argument("--pipeline-ranks", type=int, metavar="P", help="deepspeed: of the run that will load it")
-    export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: the same")
-    importing = actions.add_parser("import", help="make a checkpoint of weights or of one of stock DeepSpeed")
+    export.add_argument(
+        "--max-shard-size",
+        type=float,
+        metavar="GB",
+        help="safetensors: largest size of a file, in 10^9 bytes (default: 5)",
+    )
+    export.add_argument(
+        "--pipeline-ranks", type=int, metavar="P", help="deepspeed: pipeline ranks of the run that will load it"
+    )
+    export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: its data-parallel ranks")
+    importing = actions.add_parser("import", help="make a checkpoint from weights or from a stock DeepSpeed checkpoint")
     importing.add_argument(
         "source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder of them, or DeepSpeed's DIR[/TAG]"
     )
     importing.add_argument(
-        "target", type=Path, metavar="DIR/TAG", help="a new folder, or one that exists, which gets the source's tag"
+        "target",
+        type=Path,
+        metavar="DIR/TAG",
+        help="a new folder, or an existing one, to which the source's name is added",
     )
 
 
 def _add_env_command(commands) -> None:
     command = commands.add_parser("env", help="print what is installed and whether ds_lgamp can work with it")
-    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_env)
 
 

@@ -40,7 +40,7 @@ class Unit:
     ) -> None:
         dtypes = {str(entry.parameter.dtype) for entry in parameters}
         if len(dtypes) != 1:
-            raise ValueError(f"{name} has parameters of {' and '.join(sorted(dtypes))}; a unit holds one dtype")
+            raise ValueError(f"{name} has parameters of {' and '.join(sorted(dtypes))}; convert them to one")
         self.name = name
         self.policy = policy
         self.tied = tied

@@ -117,7 +117,7 @@ class Executor:
         these links raises too.
         """
         if self.links.broken:
-            raise ActionError("a batch failed; its communication cannot be taken back, start anew")
+            raise ActionError("an earlier batch failed, and its communication cannot be undone; restart the run")
         self.links.broken = True
         self._batch = batch
         self.current = None
@@ -318,7 +318,7 @@ class Executor:
 
 def _checked_loss(result: Any) -> torch.Tensor:
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
-        raise ValueError("the loss is no tensor of one element; the loss function must return one")
+        raise ValueError("the loss is not a tensor with one element; the loss function must return one")
     if not result.requires_grad:
         raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
     return result

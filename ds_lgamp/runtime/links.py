@@ -65,7 +65,7 @@ class MessageSpec(NamedTuple):
         numbers = [int(self.is_tuple), len(self.tensors)]
         for shape, dtype in self.tensors:
             if dtype not in _DTYPES:
-                raise TypeError(f"a chunk returned a tensor of {dtype}, which no link carries")
+                raise TypeError(f"a chunk returned a tensor of {dtype}, which no link carries; convert it")
             numbers += [_DTYPES.index(dtype), len(shape), *shape]
         if len(numbers) > _HEADER_ELEMENTS:
             raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")

@@ -148,7 +148,7 @@ class Draws:
             if not self.sources[index].same(state, visit.after[index]):
                 raise RuntimeError(
                     f"chunk {visit.chunk} drew other random numbers when it was recomputed: a layer began to draw, and "
-                    "not as often in both passes; let it draw alike in both, or set ds_lgamp.recompute to 'none'"
+                    "not as often in both passes; let it draw equally in both, or set ds_lgamp.recompute to 'none'"
                 )
 
     def _read(self) -> list[Any]:

@@ -54,8 +54,8 @@ class ProgramSpec:
                 self.placement == tuple(range(self.pipeline_ranks)),
                 "schedule",
                 self.schedule,
-                f"it takes one chunk per rank in the order of the ranks, this placement has {self.chunks} chunks on "
-                f"{self.pipeline_ranks} ranks; set chunks_per_rank to 1",
+                f"it takes one chunk per rank in the order of the ranks, but this placement has {self.chunks} chunks "
+                f"on {self.pipeline_ranks} ranks; set chunks_per_rank to 1",
             )
         if self.schedule != "layered":
             _require(
@@ -73,13 +73,13 @@ class ProgramSpec:
             self.chunks % ranks == 0,
             "schedule",
             self.schedule,
-            f"it needs a multiple of {ranks} pipeline ranks, there are {self.chunks} chunks; set chunks_per_rank",
+            f"{self.chunks} chunks are not a multiple of {ranks} pipeline ranks; set chunks_per_rank",
         )
         _require(
             self.forward_only or self.micro_batches % ranks == 0,
             "schedule",
             self.schedule,
-            f"it needs a multiple of {ranks} pipeline ranks, there are {self.micro_batches} micro-batches; layered "
+            f"{self.micro_batches} micro-batches are not a multiple of {ranks} pipeline ranks; use layered, which "
             "takes any number",
         )
 

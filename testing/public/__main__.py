@@ -78,11 +78,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
             type=Path,
             metavar="DIR",
             default=os.environ.get(part.variable) or None,
-            help=f"tree for {part.material}; default: {part.variable}",
+            help=f"tree of {part.material} (default: the variable {part.variable})",
         )
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; default: all")
-    parser.add_argument("--matching", default="", help="only configurations that contain these words")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the outcomes there")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run (default: all)")
+    parser.add_argument("--matching", default="", help="run only configurations whose names contain these words")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
     options = parser.parse_args(words)
     for name in PARTS:
         tree = getattr(options, name.replace("-", "_"))

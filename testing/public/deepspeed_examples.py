@@ -17,7 +17,7 @@ BLOCK = {"chunks_per_rank": 3, "placement": "modular"}
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Cases on two pipeline ranks at ZeRO stages 0 and 3. Stock trains at stage 1."""
+    """Returns the cases on two pipeline ranks at ZeRO stages 0 and 3. Stock trains at stage 1."""
     script = tree / "training" / "pipeline_parallelism" / "train.py"
 
     def train(stage: int, block: dict[str, Any]) -> list[float]:

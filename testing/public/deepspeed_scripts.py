@@ -13,7 +13,7 @@ STAND_INS = ROOT / "testing" / "stand_ins"
 
 
 def host_environment(ranks: int, **variables: str) -> dict[str, str]:
-    """Environment of processes with the changes of testing/in_host.py."""
+    """Returns an environment for processes, with the changes of testing/in_host.py."""
     return {
         **ON_CPU,
         **{"PYTHONPATH": f"{STAND_INS}:{ROOT}", "LOCAL_SIZE": str(ranks), "DS_IGNORE_CUDA_DETECTION": "1"},

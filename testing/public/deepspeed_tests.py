@@ -28,8 +28,8 @@ class Results(NamedTuple):
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Cases of DeepSpeed's test files. Engine tests run at stages 0 and 3; module and checkpoint tests run at the
-    stages that test most."""
+    """Returns the cases of DeepSpeed's test files. Engine tests run at stages 0 and 3. Module and checkpoint tests run
+    at the stages that test most."""
     for tests, stages in ((PIPE, (0, 3)), (MODULE, (3,)), (CHECKPOINT, (1, 3))):
         for stage in stages:
             yield Case(f"unit/{tests}, ZeRO-{stage}", partial(compare, partial(run_tests, tree, tests), stage))

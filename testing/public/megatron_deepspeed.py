@@ -28,7 +28,8 @@ BLOCK = {"layers_per_chunk": 2, "placement": "modular"}
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Cases at ZeRO stages 1 and 3. Stage 3 uses the script's own ``deepspeed.zero.Init``. Stock trains at stage 1."""
+    """Returns the cases at ZeRO stages 1 and 3. Stage 3 uses the script's own ``deepspeed.zero.Init``. Stock trains at
+    stage 1."""
     text = folder / "text"
     write_text(text)
 

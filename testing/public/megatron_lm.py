@@ -64,8 +64,8 @@ SETS = {
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Cases of all sets of flags on two pipeline ranks. Both runs start from the same weights and compare losses and
-    gradient norms."""
+    """Returns the cases of all sets of flags on two pipeline ranks. Both runs start from the same weights and compare
+    losses and gradient norms."""
     os.environ["MEGATRON_LM_PATH"] = str(tree)
     weights = folder / "weights"
 
@@ -80,7 +80,7 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
 
 
 def compare(flags: Flags, path: Path, start: Callable[[], str]) -> str:
-    """Trains without and with a block, whose file is ``path``. Returns the result."""
+    """Trains without and with a block and compares. ``path`` is the file of the block."""
     path.write_text(json.dumps({"zero_optimization": {"stage": flags.stage}, "ds_lgamp": {"chunks_per_rank": CHUNKS}}))
     common = f"{PIPELINE} {flags.flags} {'' if flags.interleaved else start()}"
     training = f"{TRAINING} {flags.length}"

@@ -66,7 +66,7 @@ def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str)
 
 
 def told_by(output: str) -> str:
-    """The result of a run that failed with this ``output``."""
+    """Returns the result of a run that failed with this ``output``."""
     whose = WITHOUT_BLOCK if output.startswith(WITHOUT_BLOCK) else ""
     refusal = _REFUSAL.search(output)
     if refusal:
@@ -97,7 +97,7 @@ def compared(losses: Sequence[float], stock: Sequence[float], tolerance: float =
 
 
 def commit_of(tree: Path) -> str:
-    """The short commit that ``tree`` is checked out at."""
+    """Returns the short commit that ``tree`` is checked out at."""
     found = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
@@ -117,7 +117,7 @@ def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) ->
 
 
 def page_block(path: Path = RECORDED) -> str:
-    """The part of docs/compatibility.md about the recorded run: command, versions and table."""
+    """Returns the part of docs/compatibility.md about the recorded run: command, versions and table."""
     if not path.exists():
         return f"Not recorded yet: `python -m testing.public --json {path.relative_to(ROOT)}`."
     recorded = json.loads(path.read_text())

@@ -1,5 +1,4 @@
-"""A DeepSpeed pipeline script that saves right before it ends, on a disk on which a save takes seconds. It does not use
-ds_lgamp."""
+"""A DeepSpeed pipeline script that does not use ds_lgamp. It saves right before it ends, on a slow disk."""
 
 import argparse
 import os

@@ -1,7 +1,7 @@
 """Replaces the parts of torchvision that public examples and tests use.
 
-Random images replace CIFAR-10, in the sizes that the transforms would give. AlexNet is that of DeepSpeedExamples
-without dropout, because dropout's random numbers depend on the order of work.
+Random images replace CIFAR-10, in the sizes that the transforms would give. AlexNet comes from DeepSpeedExamples and
+has no dropout, because dropout's random numbers depend on the order of work.
 """
 
 import sys

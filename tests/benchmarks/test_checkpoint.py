@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints: that it writes what it says, and what it records."""
+"""The checkpoint benchmark: how much it writes, and what it records."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks run gpu``: its dry run on the CPU, and what becomes of runs that fail."""
+"""``python -m benchmarks run gpu``: its dry run on the CPU, and how it handles runs that fail."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ LAST_LOSS = f"loss of step {gpu.WARM_UP + gpu.STEPS}"
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """The record, the folder of traces and that of results."""
+    """Returns the record, the folder of traces and the folder of results."""
     traces, results = tmp_path_factory.mktemp("traces"), tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.record.RESULTS", results)
@@ -132,7 +132,8 @@ def test_the_command_line_keeps_results_of_all_sizes_only(results, monkeypatch, 
 
 
 class Faulty(PlainTorch):
-    """Runs out of memory, trains on a part of the batch, or ends its process, by what is to be recomputed."""
+    """Runs out of memory, trains on a part of the batch, or ends its process. The recomputation setting selects
+    which."""
 
     def __init__(self, size, recompute, device):
         if recompute == "none":
@@ -151,7 +152,7 @@ def test_a_run_that_fails_loses_no_other_and_is_recorded(monkeypatch):
     assert list(reasons) == ["none", "layers", "deadly"]
     assert reasons["none"] == "MemoryError: too large"
     assert "computes something else: loss" in reasons["layers"]
-    assert "died without a word" in reasons["deadly"]
+    assert "died without an error" in reasons["deadly"]
     assert {row.config["recompute"] for row in record.rows} == {"full"}
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of growth: what it records, and what it takes for linear."""
+"""The growth benchmark: its records, and its test for linear growth."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_the_record_has_rows_and_targets_of_every_axis():
 
 
 def test_a_step_is_told_per_action_and_per_forward_and_backward(monkeypatch):
-    """Two ranks that execute 2 x 2 forwards and backwards each; both take 50 us per action, and 1 ms beyond."""
+    """Each of two ranks executes 2 x 2 forwards and backwards. Both spend 50 us per action and 1 ms elsewhere."""
     job = Job(1, 2, 2, 2)
     setting = steps.setting_of(job)
     (actions,) = map(len, build_program(programs.spec_of(job)))

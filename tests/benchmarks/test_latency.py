@@ -1,4 +1,4 @@
-"""The benchmark of slow messages: what is compared with what."""
+"""The benchmark of slow messages: the comparisons it makes."""
 
 from contextlib import contextmanager
 from statistics import median

@@ -1,4 +1,4 @@
-"""What the memory benchmark measures of ds_lgamp is what the memory formula says, scalars aside."""
+"""The memory benchmark measures as much for ds_lgamp as the memory formula predicts, apart from scalars."""
 
 from functools import partial
 
@@ -14,10 +14,10 @@ from benchmarks.turn import PEER
 from benchmarks.turn import run as run_turn
 
 SCALAR_BYTES = 500
-"""Losses, step counters, the norm."""
+"""Losses, step counters and the norm."""
 WIDTH, SEQUENCE, SAMPLES = 64, 128, 2
 ACTIVATION = 4 * WIDTH * SEQUENCE * SAMPLES
-"""As much as a third of a block's parameters: one too many would show."""
+"""A third of the size of a block's parameters, so one activation too many would show."""
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ ACTIVATION = 4 * WIDTH * SEQUENCE * SAMPLES
     ],
 )
 def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, policies):
-    """By ZeRO stage, resident chunks and recomputation, on every rank."""
+    """Varies ZeRO stage, resident chunks and recomputation, and checks every rank."""
     layout = Layout(pipeline_ranks, 2, ModelSize(blocks, WIDTH, SEQUENCE, SAMPLES))
     contenders = [
         Contender(str(policy), partial(Layered, zero_stage=policy[0], resident_chunks=policy[1], recompute=policy[2]))
@@ -42,13 +42,14 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
                 label = (
                     f"stage {stage}, {resident} resident, recompute {recompute}, {number} micro-batches, rank {rank}"
                 )
-                # Of all steps the least: gloo's threads may let go of a tensor late.
+                # Takes the smallest of all steps, because gloo's threads may free a tensor late.
                 least = min(step.peak_bytes for step in on_rank.steps[number])
                 assert 0 <= least - told.peak <= SCALAR_BYTES, label
 
 
 def test_logits_of_one_micro_batch_are_there_at_once():
-    """As with Megatron-core's interleaved schedule, which turns alike where all micro-batches are one group."""
+    """Megatron-core's interleaved schedule has this too. It starts backwards like the layered one if all micro-batches
+    are one group."""
     size = ModelSize(4, WIDTH, SEQUENCE, vocabulary=2048)
     record = run_turn(Layout(2, 1, size), micro_batches=6, repetitions=1)
     peaks = {(row.contender, row.config["recompute"]): row.median for row in record.rows}
@@ -60,14 +61,14 @@ def test_logits_of_one_micro_batch_are_there_at_once():
 
 
 def test_what_a_block_takes_is_measured_alone():
-    """Its forward takes most when GELU has run: the sum with the attention's output, query, key and value, what they
-    attended to, and twice a four times wider hidden state. Autograd keeps those, the input, what both norms return, and
-    for every token two numbers of each norm and one of each of the two heads; beside it is stored an element where the
-    graph begins."""
+    """The forward needs most memory after GELU has run. It then holds the sum with the attention's output, query, key
+    and value, the attended values, and twice a hidden state of four times the width. Autograd keeps those, the input,
+    the outputs of both norms, and for every token two numbers of each norm and one of each of the two heads. One more
+    element is stored where the graph begins."""
     size = ModelSize(4, WIDTH, SEQUENCE, SAMPLES)
     _, middle, _, last = activation_bytes(size).chunks
     assert (middle.result, last.result) == (ACTIVATION, 0)
     assert (middle.forward, middle.saved) == ((1 + 3 + 1 + 4 + 4) * ACTIVATION, 0)
     kept = activation_bytes(size, recompute=False).chunks[1]
     assert kept.saved == (1 + 2 + 1 + 3 + 1 + 4 + 4) * ACTIVATION + 4 * (2 + 2 + 2) * SEQUENCE * SAMPLES + 4
-    assert not kept.keeps_result, "a sum needs none of its terms"
+    assert not kept.keeps_result, "a sum keeps none of its terms"

@@ -1,4 +1,4 @@
-"""The benchmark of slow networks: what it bounds and how it tells."""
+"""The benchmark of slow networks: its bounds and its report."""
 
 import pytest
 

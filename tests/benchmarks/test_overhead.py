@@ -1,5 +1,5 @@
-"""``python -m benchmarks run overhead``: what it records, that its contenders compute the same, and that the engine has
-not become slow."""
+"""``python -m benchmarks run overhead``: its records, the equal results of its contenders, and a limit on the engine's
+overhead."""
 
 import statistics
 
@@ -28,8 +28,9 @@ TINY = (Setting("alone", 1, 2, 2, limit=1e9), Setting("in two", 2, 1, 2, limit=0
 STEP = ("whole step per action", "CPU time per action")
 ATTEMPTS = 3
 LIMIT = 6
-"""CPU time of whole steps to that of bare loops. It was nine times as long while random states were read for every
-micro-batch, then less than three times; since a recomputation ends early, which such chunks have nothing from, four."""
+"""Limit for the CPU time of whole steps divided by that of bare loops. The ratio was nine while random states were read
+for every micro-batch, and then below three. It is four since recomputation ends early, which does not help chunks like
+these."""
 
 
 class Calls(TorchDispatchMode):
@@ -78,8 +79,8 @@ def test_the_record_has_every_contender_and_the_targets():
 
 def test_the_bare_loop_computes_what_the_engine_computes():
     engine, bare = run_on_ranks(1, calls_of_a_step)[0]
-    # A recomputation ends with the factors of the product; neither it nor the sum at the end is computed again. The
-    # gradient of each of 16 losses is a product, which may be infinite in half precision.
+    # A recomputation ends with the factors of the product. It repeats neither the product nor the sum at the end. The
+    # gradient of each of 16 losses is a product, because it may be infinite in half precision.
     assert engine == {"mul": bare["mul"] - 8 * 16 + 16, "sum": bare["sum"] - 16}
     assert bare["mul"] == 8 * 16 * 4 - 16
 

@@ -1,4 +1,4 @@
-"""The benchmark of overlap: what it bounds, what it measures and how it tells."""
+"""The overlap benchmark: its bounds, its measurements and its report."""
 
 from contextlib import contextmanager
 
@@ -55,7 +55,7 @@ def test_every_policy_does_the_work_and_gets_its_rows(found):
     assert {name for name, _ in rows} == {"gloo", COMPUTE, *(name_of(*policy) for policy in TINY_POLICIES)}
     assert rows["gloo", "gather alone"].median > 0 and rows["gloo", "reduce alone"].median > 0
     for policy in TINY_POLICIES:
-        # Sleeps last as long as they should.
+        # Sleeps last at least as long as requested.
         steps = [step.end - step.start for step in found[0].steps[name_of(*policy)]]
         assert min(steps) > 2 * 2 * 0.006 and rows[name_of(*policy), BOUND].median > 0
         assert rows[name_of(*policy), "exposed gather"].median > 0

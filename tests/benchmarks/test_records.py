@@ -1,4 +1,4 @@
-"""Recorded runs and their files; the benchmarks' counts, on a small subset, as exact assertions."""
+"""Recorded runs and their files. A small subset asserts the benchmarks' counts exactly."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     for target in content["targets"]:
         assert list(target) == ["text", "value", "limit", "met"]
         assert target["met"] == (target["value"] <= target["limit"])
-    # The benchmark of gathers compares two of our own modes, and aims at nothing.
+    # The gather benchmark compares two modes of ds_lgamp and has no target.
     assert content["rows"] and (content["targets"] or name == "gathers")
 
 
@@ -59,7 +59,7 @@ def test_losses_that_differ_fail_a_run():
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 2)])
 def test_what_is_sent_is_what_the_formula_says_and_no_peer_sends_less(ranks):
-    # Of a width that needs no padding between parameters and parts.
+    # This width needs no padding between parameters or between parts.
     record = run_communication(ModelSize(blocks=4, width=64), [ranks], micro_batches=(4,), repetitions=2)
     assert [target.text for target in record.targets if target.value and "formula" in target.text] == []
     assert [target.text for target in record.targets if target.value and "send less" in target.text] == []
@@ -90,7 +90,7 @@ def peer_record(sent, held):
     [(15, 1, [1, 0]), (16, 1, [0, 0]), (14, 1, [1, 1]), (15, 2, [0, 0]), (14, 3, [1, 0]), (13, 3, [1, 1])],
 )
 def test_a_peer_is_compared_with_ours_that_holds_no_more(sent, held, values):
-    """Values of the targets: peers that send no more than ours, peers that send less."""
+    """Returns the values of two targets: peers that send no more than ds_lgamp, and peers that send less."""
     assert peer_record(sent, held) == values
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of schedules: what it counts as done, its network, and one measurement."""
+"""The schedule benchmark: how it counts work, its network, and one measurement."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_every_contender_does_the_work_and_gets_its_rows():
         rows = [row for row in record.rows if row.config == config]
         assert [row.contender for row in rows if row.metric == RATIO] == expected
         assert {row.metric for row in rows if row.contender == LAYERED.name} == {RATIO, "bubble", "simulated bubble"}
-        # Sleeps last as long as they should, so that no step is faster than on paper.
+        # Sleeps last at least as long as requested, so no step is faster than simulated.
         assert all(row.median > 1 for row in rows if row.metric == RATIO)
     (target,) = record.targets
     largest = max(row.median for row in record.rows if (row.contender, row.metric) == (LAYERED.name, RATIO))
@@ -49,7 +49,7 @@ def test_rows_of_the_slow_link_or_the_reason_why_there_are_none(capsys):
         assert f"nothing measured at {SLOW}" in capsys.readouterr().err
     else:
         (hop,) = [row for row in record.rows if row.metric == "hop"]
-        # A megabyte less what the throttle lets pass at once, at 1 Gbit/s.
+        # One megabyte at 1 Gbit/s, minus the bytes that the throttle lets pass at once.
         assert hop.config["link"] == SLOW and hop.median > ((1 << 20) - (128 << 10)) * 8 / 1e9 * 1000
         (target,) = record.targets
         assert SLOW in target.text
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_compared_with_the_definition():
 
 @pytest.fixture
 def rank_of_four():
-    """This process as rank 0 of four that do not exist."""
+    """Makes this process rank 0 of four ranks that do not exist."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -97,7 +97,7 @@ def test_orders_of_torch_take_the_simulated_time_of_ours(rank_of_four, name, mic
 
 
 def as_ours(spec, slot):
-    """A compute of torch's order and its send; nothing for an empty slot."""
+    """Converts an action of torch's order: a compute and its send, or nothing for an empty slot."""
     if slot is None:
         return []
     kind = {"F": Kind.FORWARD, "B": Kind.BACKWARD}[slot.computation_type.value]
@@ -151,7 +151,7 @@ def test_nothing_of_a_network_is_left_by_a_process_that_is_killed(permitted):
 
 
 def is_alive(process):
-    """Whether it runs: one that has ended and nobody waited for is dead too."""
+    """Returns whether the process runs. A process that has ended but was not waited for counts as dead."""
     try:
         with open(f"/proc/{process}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
@@ -161,7 +161,7 @@ def is_alive(process):
 
 @pytest.mark.timing
 def test_a_layered_step_takes_little_longer_than_on_paper():
-    """Three attempts: the machine may be busy with something else. A lost overlap costs more than the limit allows."""
+    """Tries three times, because the machine may be busy. A lost overlap would exceed the limit every time."""
     setting = Setting(4, 2, 8, forward=0.02, backward=0.04)
     ratios = []
     while len(ratios) < 3 and not (ratios and ratios[-1] <= 1.1):

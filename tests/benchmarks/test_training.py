@@ -1,4 +1,4 @@
-"""The benchmark of whole training steps: who competes, that everybody trains the same, and what is told of it."""
+"""The benchmark of whole training steps: its contenders, their equal training, and its report."""
 
 import pytest
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class OneRankKnowsBetter(Bare):
 
 
 class OtherWeights(Bare):
-    """Reports what the bare loop does in the first steps, and trains something else."""
+    """Trains like the bare loop in the checked steps and stops learning after them."""
 
     def step(self, step, micro_batches):
         if step == training.CHECKED:
@@ -72,7 +72,8 @@ def test_ours_comes_first_and_names_are_unique(layout, recompute):
 
 @pytest.fixture
 def competitions(monkeypatch):
-    """What was asked; contenders take as many seconds as they have predecessors, the first, ours, 4."""
+    """Returns the competitions that were asked for. Each contender takes as many seconds as it has predecessors; the
+    first, ds_lgamp, takes 4."""
     asked = []
 
     def timed(place, rounds):

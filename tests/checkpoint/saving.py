@@ -1,4 +1,4 @@
-"""What the tests of saving write and read: tensors that all hold the number of their save."""
+"""Tensors for the tests of saving. All elements hold the number of their save."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ NAMES = ("parameters/0.weight", "optimizer/exp_avg/0.weight", "buffers/0/1.mean"
 
 
 def numbered_tensors(number: int, shape: tuple[int, ...] = SHAPE) -> dict[str, FlatShard]:
-    """This rank's ranges, which end in the middle of rows; every element is ``number``."""
+    """Returns this rank's ranges, which end in the middle of rows. Every element is ``number``."""
     numel, ranks, rank = torch.Size(shape).numel(), dist.get_world_size(), dist.get_rank()
     start, end = numel * rank // ranks, numel * (rank + 1) // ranks
     return {name: FlatShard(shape, start, torch.full((end - start,), float(number))) for name in NAMES}
@@ -27,8 +27,10 @@ def numbered_state(number: int, shape: tuple[int, ...] = SHAPE) -> dict:
 
 
 def number_of(checkpoint: Path) -> int:
-    """Of the save that wrote ``checkpoint``. Raises CheckpointError if it does not load, AssertionError if it is not
-    all of one save."""
+    """Returns the number of the save that wrote ``checkpoint``.
+
+    Raises CheckpointError if it does not load, and AssertionError if it mixes several saves.
+    """
     whole = read_whole(checkpoint)
     tensors = [whole.parameters["0.weight"], whole.moments["exp_avg"]["0.weight"], whole.buffers["1.mean"]]
     assert all(bool((tensor == whole.state["number"]).all()) for tensor in tensors)

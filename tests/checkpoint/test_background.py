@@ -1,4 +1,5 @@
-"""A checkpoint is written while training goes on: what waits for it, what does not, and what becomes of it."""
+"""Training goes on while a checkpoint is written. The next save, wait_for_all and the end of the process wait for
+it."""
 
 import json
 import os
@@ -21,11 +22,11 @@ from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
 
 SCRIPT = SCRIPTS / "saves_and_ends.py"
 SLOW = 0.5
-"""Seconds a rank takes to write."""
+"""Seconds that a rank takes to write."""
 
 
 def write_slowly(patch, meanwhile=lambda: None):
-    """From now on this rank writes for ``SLOW`` seconds and does ``meanwhile`` in between."""
+    """Slows every write of this rank down to ``SLOW`` seconds and calls ``meanwhile`` in the middle."""
     write_data = ChecksummedWriter.write_data
 
     def slow(self, plan, planner):
@@ -38,17 +39,17 @@ def write_slowly(patch, meanwhile=lambda: None):
 
 
 def save(saver, directory, number):
-    """Returns the tensors and how long the call took."""
+    """Saves. Returns the tensors and the duration of the call in seconds."""
     tensors, begun = numbered_tensors(number), time.monotonic()
     saver.save(directory, f"step{number}", tensors, numbered_state(number), publish_latest=True)
     return tensors, time.monotonic() - begun
 
 
 def save_in_turns(directory):
-    """Two savers, as of two engines, one directory."""
+    """Saves to one directory with two savers in turn, as two engines would."""
     savers = [Saver(asynchronous=True, keep_last=1) for _ in range(2)]
     for number in range(6):
-        # Under one tag twice, then under another.
+        # Uses each tag twice.
         tag = f"step{number // 2}"
         savers[number % 2].save(directory, tag, numbered_tensors(number), numbered_state(number), publish_latest=True)
     wait_for_all()
@@ -56,7 +57,8 @@ def save_in_turns(directory):
 
 
 def wait_in_the_thread(directory):
-    """What the thread collects as garbage may be an engine, which waits for its saver."""
+    """Waits for the saver inside its own thread. The thread's garbage collection may delete an engine, which waits for
+    its saver."""
     saver = Saver(asynchronous=True, keep_last=None)
     with pytest.MonkeyPatch.context() as patch:
         write_slowly(patch, meanwhile=saver.wait)
@@ -110,7 +112,7 @@ def count_copies(directory):
         with Copies() as copies:
             tensors, _ = save(saver, directory, number)
         state = sum(shard.values.numel() for shard in tensors.values())
-        # Whatever the collectives copy is small.
+        # Rounds, because the collectives copy a few elements.
         counts.append((round(copies.elements / state), read_latest(directory)))
         saver.wait()
     return counts
@@ -121,13 +123,13 @@ def test_a_save_that_is_not_asynchronous_copies_nothing_and_is_over_when_it_retu
 
 
 def save_and_end(directory, end):
-    """The process ends while its thread writes; ``end`` says how."""
+    """Ends the process while its thread writes, in the way that ``end`` names."""
     patch = pytest.MonkeyPatch()
     write_slowly(patch)
     save(Saver(asynchronous=True, keep_last=None), directory, 1)
     if end == "raise" or (end == "raise on one" and dist.get_rank() == 1):
         raise ArithmeticError("after the save")
-    # The process group is left as it is.
+    # Leaves the process group as it is.
     sys.exit()
 
 
@@ -146,7 +148,7 @@ def save_until_one_dies(directory):
     saver.wait()
     patch = pytest.MonkeyPatch()
     rank = dist.get_rank()
-    # Rank 0 waits for the others when one dies, rank 1 writes.
+    # Rank 0 waits for the others when one dies. Rank 1 writes.
     if rank > 0:
         write_slowly(patch, (lambda: None) if rank == 1 else (lambda: os.kill(os.getpid(), signal.SIGKILL)))
     save(saver, directory, 2)

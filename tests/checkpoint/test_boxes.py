@@ -1,4 +1,4 @@
-"""A range of a flattened tensor is covered by few boxes, in order."""
+"""A few boxes cover a range of a flattened tensor, in order."""
 
 from math import prod
 
@@ -12,7 +12,7 @@ from ds_lgamp.checkpoint.boxes import boxes
 
 @st.composite
 def ranges(draw):
-    """A shape of up to 4 dimensions, and a range of its elements."""
+    """Draws a shape of up to 4 dimensions and a range of its elements."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4))
     start, end = sorted((draw(st.integers(0, prod(shape))), draw(st.integers(0, prod(shape)))))
     return shape, start, end

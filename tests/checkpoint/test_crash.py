@@ -1,4 +1,4 @@
-"""Whatever happens while a checkpoint is saved, the one before it stays, and none is half there."""
+"""A failed or interrupted save keeps the previous checkpoint and leaves no partial one."""
 
 import itertools
 import json
@@ -25,7 +25,8 @@ KILLS, SAVES_EACH = 9, 12
 
 
 def save_until_killed(directory, first, begun, finished):
-    """Every tag twice. The numbers tell which save has begun, and up to which all have been waited for."""
+    """Saves under every tag twice. ``begun`` is the number of the latest save, ``finished`` the number of the latest
+    completed one."""
     saver = Saver(asynchronous=True, keep_last=2)
     for number in itertools.count(first):
         tensors = numbered_tensors(number)
@@ -40,7 +41,8 @@ def save_until_killed(directory, first, begun, finished):
 
 
 def check_checkpoints(directory, begun, finished):
-    """``latest`` names the last save that finished, or one that did since, and whatever loads is all of one save."""
+    """Checks that ``latest`` names the last finished save or a later one, and that every checkpoint that loads is from
+    one save."""
     latest = read_latest(directory)
     assert finished <= number_of(directory / latest) <= begun
     for folder in directory.iterdir():
@@ -64,7 +66,7 @@ def test_ranks_that_are_killed_leave_a_whole_checkpoint(tmp_path):
             for process in killed:
                 process.kill()
             for process in ranks:
-                # One that is left over does not wait for the dead.
+                # A surviving rank does not wait for the dead one.
                 process.join(timeout=10)
                 assert process.exitcode is not None
         check_checkpoints(tmp_path, begun.value, finished.value)
@@ -72,8 +74,11 @@ def test_ranks_that_are_killed_leave_a_whole_checkpoint(tmp_path):
 
 
 class Recorder:
-    """Copies ``directory`` before every call that changes names or says what must be on the disk, as it would be found
-    after a loss of power then: files that were not synced since they were written are empty."""
+    """Copies ``directory`` before every system call that renames, removes or syncs.
+
+    Each copy shows the directory after a loss of power at that time: files that were not synced since their last write
+    are empty.
+    """
 
     def __init__(self, directory, copies):
         self.directory, self.copies = directory, copies
@@ -106,7 +111,8 @@ class Recorder:
 
 
 def save_with_recorder(directory, copies):
-    """Saves a tag twice and then another, which replaces it; the files after every step of the last two are kept."""
+    """Saves a tag twice and then another tag, which replaces the first. Keeps a copy of the files after every step of
+    the last two saves."""
     saver = Saver(asynchronous=False, keep_last=1)
     recorder = Recorder(directory, copies)
     with pytest.MonkeyPatch.context() as patch:
@@ -129,12 +135,12 @@ def test_after_every_step_of_a_save_latest_names_a_whole_checkpoint(tmp_path):
 
 
 FULL = (2051, 257)
-"""A shape of tensors that do not fit the small disk."""
+"""A shape of tensors that do not fit on the small disk."""
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 4 MB."""
+    """Mounts a disk of 4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
@@ -150,7 +156,7 @@ def files_below(directory):
 
 @contextmanager
 def limited_file_size(rank):
-    """On ``rank`` a file may have 100 kB only."""
+    """Limits files of ``rank`` to 100 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if dist.get_rank() == rank else soft, hard))
     yield
@@ -159,7 +165,7 @@ def limited_file_size(rank):
 
 @contextmanager
 def read_only(disk):
-    """Modes would mean nothing to root."""
+    """Remounts the disk, because root ignores file modes."""
     _on_first_rank("mount", "-o", "remount,ro", disk)
     yield
     _on_first_rank("mount", "-o", "remount,rw", disk)
@@ -167,7 +173,7 @@ def read_only(disk):
 
 @contextmanager
 def occupied(path):
-    """A folder stands in the place of a file."""
+    """Puts a folder in the place of a file."""
     kept = path.with_name("kept")
     _on_first_rank("mv", path, kept)
     _on_first_rank("mkdir", path)
@@ -183,18 +189,19 @@ def _on_first_rank(*command):
 
 
 class Saves(NamedTuple):
-    """Saves of one saver that fail, each followed by one that does not."""
+    """Saves of one saver that fail. A successful save follows each."""
 
     directory: Path
     asynchronous: bool
 
     def run(self, obstacles):
-        """By obstacle what the failing save says, which files it left and the number of the checkpoint then."""
+        """Returns for every obstacle the message of the failed save, the files it left, and the checkpoint's number
+        before and after the next save."""
         saver, found = Saver(self.asynchronous, keep_last=2), {}
         self.save(saver, "before", 0)
         for number, (name, (obstacle, shape)) in enumerate(obstacles.items(), 1):
             before = files_below(self.directory)
-            # No rank may still be looking when another puts the obstacle there.
+            # Waits, because another rank must not place the obstacle before this one has listed the files.
             dist.barrier()
             with obstacle:
                 dist.barrier()
@@ -234,7 +241,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path,
     for number, rank in enumerate(range(2), 1):
         said, left, last, following = first[f"rank {rank}"]
         assert said.startswith(f"{tmp_path / f'step{number}'} could not be saved (rank {rank}: OSError: [Errno 27]")
-        assert said.endswith("; checkpoints that are there are whole: mend that and save again")
+        assert said.endswith("; existing checkpoints are whole: fix the cause and save again")
         assert not left and (last, following) == (number - 1, number)
 
 
@@ -269,7 +276,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
 
 
 def save_over_another_release(directory):
-    """Which folders of tensors there are when a save has failed that would have replaced another release's."""
+    """Returns the folders of tensors after a failed save that would have replaced a checkpoint of another release."""
     state = directory / "tag" / STATE
     state.parent.mkdir()
     state.write_text(json.dumps({"format": 4}))

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and that they appear, are replaced and disappear as a whole."""
+"""Checkpoints appear, are replaced and disappear as a whole."""
 
 import json
 import os
@@ -167,7 +167,7 @@ def test_what_is_no_checkpoint_says_what_to_do_instead(tmp_path):
 def test_another_format_is_refused(tmp_path):
     folder = written(tmp_path / "tag")
     forge_state(folder, lambda state: state.update(format=4))
-    with pytest.raises(CheckpointError, match="has format 4, this release of ds_lgamp reads 3; use the release that"):
+    with pytest.raises(CheckpointError, match="has format 4, but this release of ds_lgamp reads 3; use the"):
         read_state(folder)
     (folder / "state.json").write_text(json.dumps({"format": 3}))
     with pytest.raises(CheckpointError, match="state.json is damaged"):

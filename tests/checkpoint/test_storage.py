@@ -1,4 +1,4 @@
-"""The files of a checkpoint: any reader of torch.distributed.checkpoint reads them; damaged ones are refused."""
+"""Any reader of torch.distributed.checkpoint reads the files of a checkpoint. Damaged files are refused."""
 
 import shutil
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 class CutShard(FlatShard):
-    """All of a tensor, written as two ranks would write it that have the elements up to ``cut`` and the others."""
+    """A whole tensor, written as by two ranks: one has the elements up to ``cut``, the other the rest."""
 
     def __init__(self, values, cut):
         super().__init__(values.shape, 0, values.reshape(-1))
@@ -41,7 +41,7 @@ def checkpoint(tmp_path):
 
 
 def keys_and_tensors():
-    """The example's tensors under their names in a checkpoint."""
+    """Returns the example's tensors under their names in a checkpoint."""
     whole = example()
     tensors = {f"parameters/{name}": tensor for name, tensor in whole.parameters.items() if tensor.numel()}
     tensors |= {f"buffers/0/{name}": tensor for name, tensor in whole.buffers.items()}
@@ -101,12 +101,12 @@ def test_every_changed_bit_is_refused_or_changes_nothing(checkpoint, name, dista
         flip(path, position, position % 8)
         try:
             assert content(read_whole(checkpoint)) == before
-            # White space, and what other programs read.
+            # The bit is in white space or in something that only other programs read.
             assert name in ("state.json", METADATA)
         except CheckpointError as error:
             assert f"{path}" in str(error) and "\n" not in str(error)
         if name != "state.json":
-            with pytest.raises(CheckpointError, match=f"{name} is damaged: its checksum is another"):
+            with pytest.raises(CheckpointError, match=f"{name} is damaged: its checksum differs"):
                 verify(checkpoint)
         flip(path, position, position % 8)
     verify(checkpoint)
@@ -117,7 +117,7 @@ def test_a_file_that_was_cut_is_named(checkpoint, kept):
     path = items_file(checkpoint)
     path.write_bytes(path.read_bytes()[:kept])
     for read in (read_whole, verify):
-        with pytest.raises(CheckpointError, match=f"{path.name} is damaged: its checksum is another; bring it back"):
+        with pytest.raises(CheckpointError, match=f"{path.name} is damaged: its checksum differs; restore the"):
             read(checkpoint)
 
 
@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(checkpoint):
     for path in (items_file(checkpoint), tensors_folder(checkpoint) / INDEX):
         path.rename(path.with_suffix(".away"))
         for read in (read_whole, verify):
-            with pytest.raises(CheckpointError, match=f"{path.name} is missing; bring it back"):
+            with pytest.raises(CheckpointError, match=f"{path.name} is missing; restore it"):
                 read(checkpoint)
         path.with_suffix(".away").rename(path)
     (tensors_folder(checkpoint) / ".metadata").unlink()

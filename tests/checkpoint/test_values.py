@@ -1,4 +1,4 @@
-"""Values come back from JSON as they were, and nothing else does."""
+"""Values return from JSON unchanged. Everything else is refused."""
 
 import json
 import random
@@ -132,7 +132,7 @@ KEYS = st.text(max_size=3) | st.just("type") | HASHABLE | st.tuples(st.integers(
 
 
 def sets():
-    """Of values that differ by more than their types."""
+    """Draws sets of values that differ in more than their types."""
     return st.lists(HASHABLE, max_size=3, unique_by=repr).map(frozenset)
 
 
@@ -167,7 +167,7 @@ VALUES = st.recursive(LEAVES, containers, max_leaves=8)
 
 
 def same(one, other):
-    """Type and value, to the bit."""
+    """Compares type and value, to the bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -279,18 +279,18 @@ def test_other_types_are_refused(value):
 @dataclass
 class Called:
     def __call__(self):
-        """What takes it for a function would run it."""
+        """A reader that takes the object for a function would run this."""
 
 
 @dataclass
 class Closing:
     def __del__(self):
-        """Runs when it is discarded."""
+        """Python runs this when it discards the object."""
 
 
 @dataclass
 class Failing(Exception):
-    """More than its attributes."""
+    """Holds more than its attributes."""
 
 
 def local_dataclass():
@@ -311,7 +311,7 @@ def local_dataclass():
         (Failing(), "Failing, a dataclass that has"),
         (local_dataclass(), "Local, which cannot be found by its name; define it at the top of a module"),
         (Enum("Made", "a").a, "Made, which cannot be found by its name"),
-        (Bits(8), "Bits; which is no combination of its members"),
+        (Bits(8), "Bits, which is not a combination of its members"),
         ({"args": Namespace(model={1: print})}, "^under 'args' under 'model' under 1 a value of type builtins.builtin"),
     ],
     ids=lambda value: type(value).__name__,

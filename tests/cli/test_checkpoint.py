@@ -1,4 +1,4 @@
-"""``ds_lgamp checkpoint``: what it prints, writes and refuses."""
+"""``ds_lgamp checkpoint``: its output, its files and its refusals."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from testing.checkpoints import content, example, flip, flip_in, items_file, wri
 
 @pytest.fixture
 def run(tmp_path):
-    """A directory with the example as its latest checkpoint."""
+    """Returns a directory with the example as its latest checkpoint."""
     written(tmp_path / "run" / "global_step3")
     write_latest(tmp_path / "run", "global_step3")
     return tmp_path / "run"
@@ -28,7 +28,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def command(capfd):
-    """Exit status and what was printed to standard output and error."""
+    """Returns the exit status, the standard output and the standard error."""
 
     def run(*words):
         try:
@@ -47,7 +47,7 @@ def refused(done, words):
 
 
 def exported():
-    """Names and values of the example in other formats."""
+    """Returns names and values of the example in other formats."""
     whole = example()
     return {**{name: tensor.float() for name, tensor in whole.parameters.items()}, **whole.buffers}
 
@@ -90,7 +90,7 @@ def test_verify_reads_every_byte(command, run):
     assert command("verify", run) == (0, f"{run / 'global_step3'} is whole\n", "")
     path = items_file(run / "global_step3")
     flip(path, path.stat().st_size // 2, 3)
-    refused(command("verify", run), f"verify: {path} is damaged: its checksum is another; bring it back")
+    refused(command("verify", run), f"verify: {path} is damaged: its checksum differs; restore the")
 
 
 @pytest.mark.parametrize("action", ["info", "verify", "export"])
@@ -118,7 +118,7 @@ def test_parameters_are_exported_in_bf16_and_buffers_as_they_are(command, run, t
 
 
 def test_large_weights_are_exported_into_several_files_one_after_another(command, run, tmp_path, monkeypatch):
-    """In the example a tensor of 240 bytes and one of 112 exceed the 100 bytes of a file."""
+    """Two tensors of the example, of 240 and 112 bytes, exceed the limit of 100 bytes per file."""
     save, held, most = safetensors.torch.save_file, [], []
 
     def save_and_look(tensors, *arguments, **options):
@@ -161,7 +161,7 @@ def test_exported_weights_are_imported_as_they_were(command, run, tmp_path, argu
 
 
 def test_weights_of_others_are_imported(command, tmp_path):
-    """They say nothing of buffers: what holds no real numbers is one."""
+    """The file does not name its buffers. Tensors that do not hold real numbers become buffers."""
     state = {"0.weight": torch.randn(2, 3).half(), "0.num_batches_tracked": torch.tensor(4)}
     safetensors.torch.save_file(state, tmp_path / "start.v1.safetensors")
     (tmp_path / "run").mkdir()
@@ -214,7 +214,10 @@ def test_a_failed_export_leaves_nothing(command, run, tmp_path):
 
 def test_a_failed_import_leaves_nothing(command, run, tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"none")
-    refused(command("import", tmp_path / "weights.safetensors", tmp_path / "new" / "tag"), "is no safetensors file")
+    refused(
+        command("import", tmp_path / "weights.safetensors", tmp_path / "new" / "tag"),
+        "cannot be read as a safetens",
+    )
     refused(command("import", tmp_path / "absent.safetensors", tmp_path / "new" / "tag"), "absent.safetensors is missi")
     safetensors.torch.save_file({"0.seen": torch.tensor(4)}, tmp_path / "weights.safetensors")
     refused(command("import", tmp_path / "weights.safetensors", tmp_path / "new" / "tag"), "has no weights; name a fil")
@@ -231,7 +234,7 @@ def test_files_and_index_must_agree(command, run, tmp_path):
         "gone.safetensors",
     )
     index.write_text(json.dumps(listed))
-    refused(command("import", tmp_path / "weights", tmp_path / "new"), "disagree about 1.gain; bring both back")
+    refused(command("import", tmp_path / "weights", tmp_path / "new"), "disagree about 1.gain; restore both")
     listed["weight_map"] = {"0.weight": "gone.safetensors"}
     index.write_text(json.dumps(listed))
     refused(command("import", tmp_path / "weights", tmp_path / "new"), "gone.safetensors is missing")

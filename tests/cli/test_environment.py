@@ -1,4 +1,4 @@
-"""``ds_lgamp env`` says what is installed, and what stands in the way."""
+"""``ds_lgamp env`` prints the installed versions and the obstacles to a run."""
 
 import importlib.metadata
 import io

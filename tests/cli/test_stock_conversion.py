@@ -1,4 +1,4 @@
-"""What ``ds_lgamp checkpoint`` exports and imports goes back into a run."""
+"""A run loads what ``ds_lgamp checkpoint`` exports and imports."""
 
 import shutil
 import time
@@ -31,7 +31,7 @@ def engine_with(block, stage):
 
 
 def save(folder):
-    """A run of 2 steps, which ends while it is being saved; its weights and buffers."""
+    """Trains 2 steps and ends while the checkpoint is being saved. Returns its weights and buffers."""
     prepare_rank()
     write = ChecksummedWriter.write_data
 
@@ -48,8 +48,11 @@ def save(folder):
 
 
 def load(folder, tags):
-    """At another layout, the weights and buffers after each of ``tags`` was loaded, what is said to whom asks for more,
-    and the steps of a run that goes on from a forged state."""
+    """Loads each of ``tags`` at another layout.
+
+    Returns the weights and buffers after each load, the error of a full load, and the number of steps after a run that
+    continues from a forged state.
+    """
     prepare_rank()
     engine = engine_with({"layers_per_chunk": 2}, 3)
     engine.train_batch(batches(2, start=5))
@@ -92,7 +95,7 @@ def test_a_run_that_ends_with_destroy_process_group_is_saved(saved, folder):
 
 
 def test_exported_weights_are_those_of_the_run(saved, folder):
-    """Under the names of the module, tied ones once."""
+    """Uses the names of the module. Tied weights appear once."""
     exported = safetensors.torch.load_file(folder / "exported" / "fp32" / "model.safetensors")
     assert sorted(exported) == sorted(
         [

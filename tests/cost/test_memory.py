@@ -1,5 +1,8 @@
-"""The memory formula, by hand. In tests/integrations/deepspeed, explain/test_explain.py compares the state with what is
-measured, and engine/test_memory.py everything."""
+"""The memory formula, calculated by hand.
+
+tests/integrations/deepspeed/explain/test_memory_formula.py compares its weights and gradients with a real partition.
+tests/integrations/deepspeed/engine/test_memory.py compares all of it with real training.
+"""
 
 from dataclasses import replace
 
@@ -36,8 +39,8 @@ def memory_of(actions, size, units=(), element=FP32):
 
 
 def test_recomputation_stores_inputs_but_of_a_chunk_that_turns_at_once():
-    """B0.0 takes most: inputs of both micro-batches (20), two gradients (200), random states (5), a copy of the input
-    (10) and what it works with (1000). Of chunk 1, autograd keeps what it saved (7) from F1.0 to B1.0."""
+    """B0.0 needs most: the inputs of both micro-batches (20), two gradients (200), random states (5), a copy of the
+    input (10) and its working memory (1000). Autograd keeps the saved tensors of chunk 1 (7) from F1.0 to B1.0."""
     told = memory_of(two_chunks(1, 0, 2), SIZE)
     assert told.peak == 20 + 200 + 5 + 10 + 1000
     assert told.activations == ActivationMemory(
@@ -53,7 +56,8 @@ def test_recomputation_stores_inputs_but_of_a_chunk_that_turns_at_once():
 
 
 def test_a_forward_may_take_most():
-    """F0.1: the batch (22), random states (5), a result (100), a copy of the input (10) and what it works with."""
+    """F0.1 needs most: the batch (22), random states (5), a result (100), a copy of the input (10) and its working
+    memory."""
     first, last = SIZE.chunks
     told = memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=[replace(first, forward=5000), last]))
     assert told.peak == 22 + 5 + 100 + 10 + 5000
@@ -61,8 +65,8 @@ def test_a_forward_may_take_most():
 
 @pytest.mark.parametrize("keeps_result", [False, True])
 def test_without_recomputation_autograd_keeps_what_it_needs(keeps_result):
-    """B0.0 takes most: of chunk 0 twice what autograd saved (40) and maybe the result (100), two gradients (200), and
-    what it works with (1000). Inputs went with F0, labels with B1."""
+    """B0.0 needs most: twice the saved tensors of chunk 0 (40), possibly the result (100), two gradients (200) and its
+    working memory (1000). F0 frees the inputs, B1 the labels."""
     first, last = SIZE.chunks
     size = replace(SIZE, chunks=[replace(first, keeps_result=keeps_result), last], recompute=False)
     told = memory_of(two_chunks(1, 0, 2), size)
@@ -81,8 +85,8 @@ def test_without_recomputation_autograd_keeps_what_it_needs(keeps_result):
 
 
 def test_a_result_on_the_same_rank_is_copied_and_let_go():
-    """F1.0 takes most: the batch without inputs (2), twice what autograd saved of chunk 0 (40), the other result (100),
-    the copy (100) and what it works with. Just ahead of it both results are there."""
+    """F1.0 needs most: the batch without inputs (2), twice the saved tensors of chunk 0 (40), the other result (100),
+    the copy (100) and its working memory. Both results exist just before it."""
     first, last = SIZE.chunks
     heavy = replace(SIZE, chunks=[first, replace(last, forward=10**6)], recompute=False)
     assert memory_of(two_chunks(1, 0, 2), heavy).peak == 2 + 2 * 40 + 2 * 100 + 10**6
@@ -92,8 +96,8 @@ def test_a_result_on_the_same_rank_is_copied_and_let_go():
 
 @given(program_specs(), st.booleans())
 def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
-    """Of a group's micro-batches every chunk stores its input, or what autograd keeps; no chunk of another group's. At
-    the turn, those of two micro-batches for every chunk that follows, and of one more."""
+    """Each chunk stores its inputs, or the tensors that autograd keeps, for the micro-batches of one group only. At the
+    turn it stores two micro-batches for every chunk that follows, and one more."""
     if spec.schedule != "layered" or spec.forward_only:
         return
     chunks = [ChunkBytes(10 + chunk, 0, 0, 100 + chunk) for chunk in range(spec.chunks)]
@@ -109,7 +113,7 @@ def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
 
 def test_layers_that_draw_have_random_states_for_every_input():
     told = memory_of(two_chunks(1, 0, 3), replace(SIZE, draws=True))
-    assert told.activations.random_states == (1 + 3) * 5, "of the last chunk nothing is recomputed"
+    assert told.activations.random_states == (1 + 3) * 5, "the last chunk is not recomputed"
 
 
 def test_three_receives_are_posted_and_a_third_send_waits_for_the_first():
@@ -121,8 +125,8 @@ def test_three_receives_are_posted_and_a_third_send_waits_for_the_first():
 
 
 def test_ranks_of_both_ends_keep_of_the_data_what_they_need():
-    """Rank 0 needs no labels from F0 on, rank 1 no inputs from F1 on and no labels from B1 on. One backward takes most:
-    B0.0, ahead of the last forward; B1.1, when one gradient was sent and two inputs are awaited."""
+    """Rank 0 needs no labels after F0. Rank 1 needs no inputs after F1 and no labels after B1. A backward needs most:
+    B0.0 before the last forward, or B1.1 when one gradient was sent and two inputs are awaited."""
     heavy = replace(SIZE, chunks=[replace(chunk, backward=10**6) for chunk in SIZE.chunks], random_states=0)
     actions = two_chunks(2, 0, 4)
     assert memory_of(actions, heavy).peak == 4 * 10 + 1 + 2 * 100 + 3 * 100 + 10 + 10**6, "sends and receives"
@@ -137,7 +141,8 @@ def test_two_sends_are_under_way_until_the_end():
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_gradients_of_so_many_chunks_are_held(zero_stage):
-    """Of four equal chunks; those of the last micro-batch group at stage 1, where groups before it are added up."""
+    """Four equal chunks. At stage 1 all gradients of the last micro-batch group are held, because the groups before it
+    are accumulated."""
     units = [UnitSize(64, 64, (chunk,)) for chunk in range(4)]
     for resident, group in ((1, 4), (2, 4), (9, 4), (1, 2)):
         spec = ProgramSpec((0, 0, 0, 0), "layered", 4, group, zero_stage, resident)
@@ -161,7 +166,8 @@ def test_in_rank_order_an_all_reduce_receives_whole_gradients_until_the_step():
 
 
 def test_parts_end_where_a_parameter_may_begin():
-    """33 elements have a part of 32 each on two ranks and on one; at stage 0, a rank's part is the whole storage."""
+    """33 elements give parts of 32 elements each on two ranks and on one. At stage 0 a rank's part is the whole
+    storage."""
     unit = UnitSize(33, 33, (0,))
     assert [unit.part(3, ranks) for ranks in (1, 2, 3)] == [64, 32, 32]
     assert [unit.part(0, ranks) for ranks in (1, 2, 3)] == [64, 64, 96]
@@ -176,7 +182,7 @@ def test_parts_end_where_a_parameter_may_begin():
     ],
 )
 def test_an_optimizer_updates_unit_by_unit_or_all_at_once(element, update):
-    """Of 96 and 32 elements, 32 each have an optimizer."""
+    """Each unit has 32 elements with an optimizer, of 96 and of 32."""
     units = [UnitSize(96, 32, (0,)), UnitSize(32, 32, (1,))]
     told = memory_of(two_chunks(1, 0, 2), None, units, element)
     assert told.update == update

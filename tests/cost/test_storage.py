@@ -1,4 +1,4 @@
-"""Where parameters lie does not depend on how many ranks share them."""
+"""The position of parameters in a unit's storage does not depend on the number of ranks that share it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What moves is what the program says, and when it says so."""
+"""The communication of a step is what its program predicts, and happens when the program says."""
 
 import math
 from itertools import product
@@ -21,7 +21,7 @@ from tests.runtime.models import build_model, micro_batch
 
 
 def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
-    """The calls of the last step, the assembly and this rank's program."""
+    """Returns the calls of the last step, the assembly and this rank's program."""
     model = build_model(8, tied)
     bounds = split_balanced([1] * len(model.layers), spec.chunks)
     assembled = assemble(
@@ -91,15 +91,15 @@ def bytes_of_a_step():
 
 
 def test_bytes_are_a_shard_per_gather_and_reduce():
-    """Two ranks, four chunks, two resident: chunks 0 and 1 are gathered twice; each is reduced once. gloo's own
-    reduce-scatter would send twice as much."""
+    """Two ranks, four chunks, two resident. Chunks 0 and 1 are gathered twice and each chunk is reduced once. gloo's
+    own reduce-scatter would send twice as much."""
     sent, shards = run_on_ranks(2, bytes_of_a_step)[0]
     assert sent["all_gather"] == sum(shards) + shards[0] + shards[1]
     assert sent["all_to_all"] == sum(shards)
 
 
 def bytes_by_communication_type():
-    """Sent and predicted, by stage and type."""
+    """Returns the sent and the predicted bytes by stage and type."""
     grid, told = build_grid(1, 2), {}
     for stage, dtype in product(range(4), (None, torch.float16, torch.bfloat16)):
         spec = ProgramSpec((0, 0, 0, 0), "layered", 4, 2, stage)
@@ -138,7 +138,8 @@ def test_gathers_run_ahead_and_reductions_are_awaited_late(zero_stage):
     for chunk in range(3):
         assert position[f"GATHER{chunk + 1}"] < position[f"F{chunk}.0"]
         assert position[f"WAIT_GATHER{chunk + 1}"] > position[f"F{chunk}.1"]
-    # Two gradient buffers: the reduction of chunk 3 is awaited when chunk 1 needs its buffer, the last two at the end.
+    # There are two gradient buffers. Chunk 1 needs the buffer of chunk 3 and awaits its reduction. The last two end
+    # with the step.
     assert position["B2.1"] < position["WAIT_REDUCE3"] == position["B1.0"] - 1
     assert position["B1.1"] < position["WAIT_REDUCE2"] == position["B0.0"] - 1
     assert [*trace][-3:] == ["WAIT_REDUCE1", "WAIT_REDUCE0", "STEP"]

@@ -1,4 +1,4 @@
-"""The commands of docs/migrate.md, run as they stand there."""
+"""Runs the commands of docs/migrate.md as the page shows them."""
 
 import os
 import re
@@ -15,7 +15,7 @@ COMMANDS = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs" / "migrate.md").re
 
 
 def run(folder: Path, commands: str) -> list[tuple[int, float]]:
-    """The iterations that ``commands`` print, with their losses."""
+    """Returns the iterations that ``commands`` print, with their losses."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -33,7 +33,7 @@ def run(folder: Path, commands: str) -> list[tuple[int, float]]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where the page's relative paths lead."""
+    """Makes a folder in which the page's relative paths exist."""
     for name in ("launch", "example_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "text.txt").write_text("\n\n".join(f"Section {number}: the quick brown fox." for number in range(99)))
@@ -43,7 +43,7 @@ def folder(tmp_path):
 def test_the_page_switches_over_and_back(folder):
     setup, stock, *rest = COMMANDS
     setup = setup.replace("prepare_data.py", "prepare_data.py text.txt --vocab-size 300")
-    # The run that stays with stock DeepSpeed needs no more than one rank.
+    # The run that stays with stock DeepSpeed needs only one rank.
     stays = stock.replace("--nproc_per_node 4", "--nproc_per_node 1").replace("parallel-size 2", "parallel-size 1")
     stays = stays.replace("$FLAGS", "$FLAGS --exit-interval 12").replace("runs/stock", "runs/stayed")
     losses = run(folder, "".join([setup, stock, *rest, stays]))

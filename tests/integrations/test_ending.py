@@ -1,4 +1,4 @@
-"""How a script that calls ``ds_lgamp.install()`` ends when an error is its end, and when it is not."""
+"""How a script that calls ``ds_lgamp.install()`` ends, with an unhandled error and without one."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from testing import SCRIPTS
 SCRIPT = SCRIPTS / "ends_in_many_ways.py"
 TRACEBACK = "ArithmeticError: the script is in trouble"
 WAYS = {
-    # exit status, what is printed, whether the interpreter's orderly exit ran
+    # exit status, printed text, whether the interpreter exited in the normal way
     "raise": (1, TRACEBACK, False),
     "refused": (2, "ds_lgamp: schedule is 'layerd'; use 'layered'", False),
     "own hook": (1, f"OWN HOOK\n.*{TRACEBACK}", False),
@@ -27,7 +27,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """The folder with what every way printed."""
+    """Returns the folder with the output of every way to end."""
     folder = tmp_path_factory.mktemp("ends")
     subprocess.run([sys.executable, SCRIPT, folder, *WAYS], check=True, timeout=300, env=os.environ)
     return folder

@@ -1,4 +1,4 @@
-"""Parts of a host are replaced together and put back together."""
+"""Parts of a host are replaced together and restored together."""
 
 import sys
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ def stock():
 
 
 def ours():
-    """What takes its place."""
+    """Replaces the function."""
 
 
 class Stock:
@@ -38,7 +38,8 @@ def test_attributes_are_put_back_in_reverse_order():
 
 @pytest.fixture
 def hosts(monkeypatch):
-    """Modules by path: two of a host that have the function, one under another name, and one of another package."""
+    """Returns modules by path: two of a host that have the function, one under another name, and one of another
+    package."""
     modules = {path: ModuleType(path) for path in ("host.one", "host.two", "host.other_name", "hostess.one")}
     for path, module in modules.items():
         setattr(module, "alias" if path == "host.other_name" else "stock", stock)

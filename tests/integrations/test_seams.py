@@ -1,4 +1,4 @@
-"""The tables of seams that run time does not check: the names that functions of the installed hosts look up."""
+"""The tables of seams that are not checked at run time: the names that functions of the installed hosts look up."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from testing.pretraining import megatron_tree
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Every global and attribute that a function mentions, functions inside it included."""
+    """Yields every global and attribute that a function and its inner functions mention."""
     yield from code.co_names
     for inner in code_inside(code):
         yield from names_in(inner)
@@ -25,7 +25,7 @@ def code_inside(code: CodeType) -> list[CodeType]:
 
 
 def names_in_methods(owner: type) -> set[str]:
-    """Every attribute that the methods of a class and of its bases in DeepSpeed mention."""
+    """Returns every attribute that the methods of a class and of its bases in DeepSpeed mention."""
     members = [
         member.fget if isinstance(member, property) else member
         for base in inspect.getmro(owner)
@@ -68,14 +68,14 @@ def test_the_methods_of_deepspeed_set_or_use_every_attribute():
 
 def test_a_deepspeed_whose_methods_no_longer_set_an_attribute_is_noticed(monkeypatch):
     for name, member in list(vars(PipelineModule).items()):
-        # Another test may have installed the hook, which wraps the constructor.
+        # Unwraps the constructor, because another test may have installed the hook that wraps it.
         if "tied_comms" in getattr(getattr(inspect.unwrap(member), "__code__", None), "co_names", ()):
             monkeypatch.setattr(PipelineModule, name, lambda self: None)
     assert "deepspeed.runtime.pipe.module.PipelineModule.tied_comms" in missing_attributes()
 
 
 def test_the_functions_of_megatron_lm_look_up_what_install_replaces():
-    """Reads the sources: Megatron-LM's training loop cannot be imported on a machine without CUDA."""
+    """Reads the sources, because Megatron-LM's training loop cannot be imported on a machine without CUDA."""
     tree, lacking = megatron_tree(), []
     for path, names in TRAINING_LOOKUPS.items():
         module, _, function = path.rpartition(".")

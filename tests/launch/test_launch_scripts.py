@@ -1,4 +1,4 @@
-"""launch/torchrun.sh, deepspeed.sh and slurm.sh: the commands they would run, what they refuse, and one real run."""
+"""launch/torchrun.sh, deepspeed.sh and slurm.sh: the commands they would run, their refusals, and one real run."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ARGUMENTS = ["--dry-run", "--data path", "a b", "*", "it's", '"$HOME"', "--", ""
 
 
 def start(launcher: str, *words: object, path: Path = BIN, **settings: object) -> subprocess.CompletedProcess:
-    """Runs a launch script with these settings and none of the surrounding environment's."""
+    """Runs a launch script with these settings and without those of the surrounding environment."""
     environment = {
         "PATH": f"{path}:{BIN}:/usr/bin:/bin",
         "HOME": os.environ.get("HOME", "/"),
@@ -32,7 +32,7 @@ def start(launcher: str, *words: object, path: Path = BIN, **settings: object) -
 
 
 def dry_run(launcher: str, *words: object, **settings: object) -> list[str]:
-    """The words of the command that would run."""
+    """Returns the words of the command that would run."""
     done = start(launcher, "--dry-run", *words, **settings)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -118,7 +118,7 @@ def test_a_hostfile_names_the_nodes(settings, expected, script, hostfile):
 def test_the_deepspeed_launcher_gets_a_free_port(script):
     words = dry_run("deepspeed", script, GPUS_PER_NODE=1)
     port = int(words[words.index("--master_port") + 1])
-    assert port > 0, "every rank would pick a port of its own"
+    assert port > 0, "each rank would pick its own port"
     with socket.socket() as free:
         free.bind(("", port))
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags of launch/pretrain_gpt.py: what they make of the model and of DeepSpeed's configuration."""
+"""Megatron-LM's flags of launch/pretrain_gpt.py set the model and DeepSpeed's configuration."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ def arguments(monkeypatch):
 
 @pytest.fixture
 def parse(arguments, tmp_path):
-    """The flags in a text, of a run whose JSON holds ``config``."""
+    """Parses the flags in a text, for a run whose JSON holds ``config``."""
     for suffix in (".bin", ".idx", ".tokenizer.json"):
         (tmp_path / f"data{suffix}").touch()
 

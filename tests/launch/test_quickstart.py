@@ -1,4 +1,4 @@
-"""The main job at small size: the same script with and without a block, on data prepared from text."""
+"""The quickstart at a small size: the same script with and without a block, on data prepared from text."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What both runs measured."""
+    """Returns the measurements of both runs."""
     folder = tmp_path_factory.mktemp("quickstart")
     text = folder / "text.txt"
     text.write_text(
@@ -66,11 +66,11 @@ def test_losses_agree_and_fall(runs):
 def test_the_measurement_counts_what_the_layout_costs(runs):
     stock, lgamp = runs["stock"], runs["lgamp"]
     assert stock["bubble"] == pytest.approx(1 / 4) and lgamp["bubble"] == pytest.approx(1 / 8)
-    # Rank 0: chunks 0 and 2 resident at once are gathered once and reduced once, so is the tied embedding; the sum of
-    # its two copies, the gradient norm and two for the loss (mean over data ranks, broadcast over the pipeline) follow;
-    # the agreement that all ranks have data comes first.
+    # Rank 0 gathers and reduces its resident chunks 0 and 2 once, and the tied embedding too. Then follow the sum of
+    # its two copies, the gradient norm, and two collectives for the loss (mean over data ranks, broadcast over the
+    # pipeline). The agreement that all ranks have data comes first.
     assert lgamp["collectives_per_step"] == 3 + 3 + 1 + 1 + 2 + 1
-    # Activations of two chunks, with the numbers of the documents, and gradients of one, for four micro-batches.
+    # Activations of two chunks, with the numbers of the documents, and gradients of one chunk, for four micro-batches.
     assert lgamp["messages_per_step"] == (2 * 2 + 1) * 4
     assert stock["messages_per_step"] == 2 * 4
     assert 0 < lgamp["peak_bytes"] < stock["peak_bytes"]

@@ -1,4 +1,4 @@
-"""Reductions of half-precision gradients end in full precision; sums in rank order are just that."""
+"""Reductions of half-precision gradients add in full precision. Sums in rank order add in exactly that order."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ds_lgamp.partition.unit import Unit
 from testing.ranks import run_on_ranks
 
 SMALL = 2.0**-9
-"""1 + SMALL has no bf16."""
+"""bf16 cannot represent 1 + SMALL."""
 
 
 def reduced():
@@ -26,7 +26,7 @@ def test_a_sum_of_bf16_is_not_rounded_to_bf16():
 
 
 RANKS, ELEMENTS = 5, 1003
-"""Odd, and so many ranks that torch's own sum adds some elements in another order than the rest."""
+"""An odd number, and enough ranks that torch's own sum adds some elements in another order than the rest."""
 
 
 def addend(rank):
@@ -49,7 +49,7 @@ def test_every_element_is_added_in_rank_order():
 
 
 def average_of_large_gradients(zero_stage):
-    """Of a unit whose gradients travel in fp16, as the optimizer gets it."""
+    """Returns the gradient that the optimizer gets from a unit whose gradients travel in fp16."""
     weight = torch.nn.Parameter(torch.zeros(64))
     policy = ZeroPolicy(dist.group.WORLD, zero_stage, communication_dtype=torch.float16)
     unit = Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], policy)

@@ -1,4 +1,4 @@
-"""What stands before values that are not current: what depends on values settles first, nothing else does."""
+"""Parameters whose values are not current. Operations that depend on values settle them first, others do not."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ SHAPE = (2, 3)
 
 
 class Values:
-    """A parameter whose values, ones, come when they are settled."""
+    """A parameter whose values arrive when it is settled. They are ones."""
 
     def __init__(self, kind=nn.Parameter):
         self.parameter = kind(torch.zeros(SHAPE))
@@ -24,7 +24,7 @@ class Values:
     def settle(self, parameter):
         self.asked.append(parameter)
         if parameter is not None and parameter is not self.parameter:
-            # No assert: pytest would print the parameter, and so settle it again.
+            # Raises instead of asserting, because pytest would print the parameter and so settle it again.
             raise LookupError("settled for a parameter of another unit")
         self.settled += 1
         self.parameter.__class__ = self.kind
@@ -32,7 +32,7 @@ class Values:
 
 
 class Absent(Values):
-    """One whose values cannot come."""
+    """A parameter whose values cannot arrive."""
 
     def settle(self, parameter):
         raise NotGatheredError("not here")
@@ -129,7 +129,7 @@ def test_what_is_read_are_settled_values(read):
 
 @pytest.mark.parametrize("read", ["clone", "among others", "a keyword", "foreach", "deepcopy", "text"])
 def test_who_settles_is_told_which_parameter_is_read(read):
-    """The error names it."""
+    """The error names the parameter."""
     values = Values()
     READS[read](values.parameter)
     assert len(values.asked) == 1 and values.asked[0] is values.parameter

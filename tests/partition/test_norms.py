@@ -1,4 +1,4 @@
-"""The norm of a gradient is the norm; one of two ways to it does not depend on where the gradient is cut."""
+"""Both ways to compute a gradient norm give the norm. One of them does not depend on where the gradient is cut."""
 
 import math
 from fractions import Fraction
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def numbers(spread, count=200_000):
-    """fp32 of magnitudes over ``spread`` powers of ten."""
+    """Makes fp32 numbers whose magnitudes cover ``spread`` powers of ten."""
     generator = torch.Generator().manual_seed(count)
     magnitudes = 10 ** (spread * (torch.rand(count, generator=generator) - 0.5))
     return torch.randn(count, generator=generator) * magnitudes
@@ -39,7 +39,7 @@ def test_cuts_and_order_do_not_change_a_bit(spread):
 
 
 def test_plain_sums_of_squares_depend_on_cuts():
-    """Or there would be nothing to do."""
+    """Shows that the exact way is needed."""
     cuts = [cut(numbers(4), pieces, pieces) for pieces in (1, 2, 7, 50)]
     assert len({sum(part.double().square().sum().item() for part in parts) for parts in cuts}) > 1
 
@@ -62,7 +62,7 @@ def test_special_values(values, norm):
 
 
 def norm_on_a_rank():
-    """Of numbers that are spread over ranks unevenly; the first has the greatest."""
+    """Returns the norm of numbers that are spread unevenly over ranks. The first rank has the greatest."""
     parts = cut(numbers(6), 7, 1)
     return exact_norm(parts[:5] if dist.get_rank() == 0 else parts[5:], dist.group.WORLD, CPU).item()
 

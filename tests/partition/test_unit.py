@@ -1,6 +1,6 @@
-"""A unit keeps its full parameters while somebody holds them, and its shard, master weights and full parameters agree.
+"""A unit keeps its full parameters while a chunk holds them. Its shard, master weights and full parameters agree.
 
-The group of ranks is imagined: its collectives move nothing.
+The group of ranks is imagined and its collectives move nothing.
 """
 
 import pytest
@@ -66,7 +66,7 @@ def test_only_what_this_rank_lacks_is_gathered(data_group, zero_stage):
         unit.storage.hold(0)
         launched.append(unit.storage.gathering is not None)
         unit.storage.finish_gather()
-    # A fresh unit is complete; only stage 3 frees weights; at stage 0 every rank updates all of them.
+    # A fresh unit is complete. Only stage 3 frees weights. At stage 0 every rank updates all of them.
     assert launched == [False, zero_stage == 3, zero_stage > 0]
 
 
@@ -97,7 +97,7 @@ def test_a_new_shard_sets_master_weights_and_their_rounded_copy(data_group, zero
     unit.replace_shard(values)
     assert torch.equal(unit.master.values, values)
     assert torch.equal(unit.storage.shard, torch.ones_like(unit.storage.shard))
-    # Weights of their own: rounded otherwise than the master weights are.
+    # These weights are not the rounded master weights.
     unit.replace_shard(values, torch.full_like(unit.storage.shard, 3))
     assert torch.equal(unit.master.values, values) and (unit.storage.shard == 3).all()
 

@@ -1,4 +1,4 @@
-"""Puts a test model on the ranks of a process group: data-parallel rank fastest, as DeepSpeed's grid numbers them."""
+"""Puts a test model on the ranks of a process group. The data-parallel rank varies fastest, as in DeepSpeed's grid."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ DEVICE = torch.device("cpu")
 
 
 class Grid(NamedTuple):
-    """The groups of one (P, W), made once and shared by all configurations that run on it."""
+    """The groups of one (P, W). All configurations that run on it share them."""
 
     pipeline_ranks: int
     data_ranks: int
@@ -60,7 +60,7 @@ class Assembled(NamedTuple):
     executor: Executor
     partition: ZeroPartition
     tied_users: list[list[int]]
-    """The chunks of this rank that use the tied embedding; empty if the model is not tied or none does."""
+    """The chunks of this rank that use the tied embedding. Empty if the model is not tied or no chunk here uses it."""
     own_chunks: list[int]
     """The chunks of this rank that have parameters of their own."""
 
@@ -75,7 +75,7 @@ def assemble(
     trace: list[str] | None = None,
     communication_dtype: torch.dtype | None = None,
 ) -> Assembled:
-    """``bounds`` are the chunk bounds over the model's layers."""
+    """Assembles the model on this rank. ``bounds`` are the chunk bounds over the model's layers."""
     rank = grid.pipeline_rank
     own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
     chunks = {chunk: Chunk(model.layers[bounds[chunk] : bounds[chunk + 1]], bounds[chunk]) for chunk in own}
@@ -123,12 +123,12 @@ def assemble(
 
 
 def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:
-    """Full tensors by parameter name from a shard of every unit."""
+    """Gathers full tensors by parameter name from a shard of every unit."""
     tensors = {}
     for unit in partition.units:
         full = shards(unit)
         if full is None:
-            # The gradient of a frozen unit.
+            # A frozen unit has no gradient.
             continue
         if unit.storage.partitioned:
             data_group = unit.policy.data_group

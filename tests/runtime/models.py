@@ -1,4 +1,4 @@
-"""A small model as a list of layers, and its training on one process without parallelism: the ground truth."""
+"""A small model as a list of layers, and the ground truth: its training on one process without parallelism."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ LEARNING_RATE = 0.02
 
 
 class Block(nn.Module):
-    """A residual block whose parameter count is odd, so that shards need padding."""
+    """A residual block with an odd number of parameters, so that shards need padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Used twice when tied: as embedding, and transposed as head."""
+    """An embedding. A tied model uses it again, transposed, as its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The head of a tied model; owns no parameter."""
+    """The head of a tied model. It owns no parameter."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TiedHead(nn.Module):
 
 
 class AddMask(nn.Module):
-    """A tuple travels from here on: activations, an integer tensor and a view of a parameter."""
+    """Starts a tuple that travels on from here: activations, an integer tensor and a view of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(NamedTuple):
     tied: bool
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By global name: layer index and name inside the layer."""
+        """Returns the parameters by global name: layer index and name inside the layer."""
         return {
             f"{index}.{name}": parameter
             for index, layer in enumerate(self.layers)
@@ -81,7 +81,7 @@ class Model(NamedTuple):
 
 
 def build_model(blocks: int, tied: bool, seed: int = 0) -> Model:
-    """Embedding, ``blocks`` blocks between which tuples travel, head."""
+    """Builds an embedding, ``blocks`` blocks with tuples between them, and a head."""
     torch.manual_seed(seed)
     embedding = Embedding()
     body = [TupleBlock() for _ in range(blocks)]
@@ -94,7 +94,7 @@ def loss_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def micro_batch(step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``index``-th micro-batch of a step over all data-parallel ranks: tokens and labels, [4, 16] each."""
+    """Returns the ``index``-th micro-batch of a step over all data-parallel ranks: tokens and labels, [4, 16] each."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     tokens = torch.randint(0, 11, (4, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -107,7 +107,7 @@ class Reference(NamedTuple):
 
 
 def train_reference(model: Model, steps: int, micro_batches: int, learning_rate: float = LEARNING_RATE) -> Reference:
-    """SGD on one process: the mean loss of ``micro_batches`` micro-batches per step."""
+    """Trains with SGD on one process. A step uses the mean loss of ``micro_batches`` micro-batches."""
     parameters = model.parameters()
     optimizer = torch.optim.SGD(parameters.values(), lr=learning_rate)
     reference = Reference([], [], [])

@@ -1,4 +1,4 @@
-"""What a chunk may return, and which buffers its forwards move."""
+"""The results that a chunk may return, and the buffers that its forwards change."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_what_a_link_cannot_carry_is_refused(value, words):
 
 
 class Counting(nn.Module):
-    """Counts calls in training mode, in place or not."""
+    """Counts calls in training mode, either in place or by replacing the buffer."""
 
     def __init__(self, in_place):
         super().__init__()
@@ -40,7 +40,8 @@ class Counting(nn.Module):
 
 
 def called(chunk):
-    """Names of the buffers read ahead of a forward, and of those that it moves, whose state before it is the third."""
+    """Runs a forward. Returns the names of the buffers read before it, the names of those that it changes, and their
+    state before it."""
     before = chunk.read_buffers()
     chunk(torch.ones(1), 0)
     moved = chunk.moved(before)

@@ -1,4 +1,4 @@
-"""What a chunk takes with fake tensors is what it takes with real ones, to the byte."""
+"""A chunk needs the same memory with fake tensors as with real ones, to the byte."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def measured(build, inputs, is_first, recompute, fake):
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with torch.no_grad():
-        # A layer that works in place must not change the inputs.
+        # Clones the inputs, because a layer that works in place must not change them.
         result = layers(tuple(member.clone() for member in given) if isinstance(given, tuple) else given.clone())
     gradients = [torch.ones_like(member) for member in differentiable(result)]
     weights = list(layers.parameters())
@@ -71,7 +71,7 @@ def test_fake_tensors_take_as_much_as_real_ones(name, recompute):
     [(True, False, True), (False, False, True), (False, False, False), (False, True, False)],
 )
 def test_a_fake_transformer_block_takes_what_the_benchmark_measures(is_first, is_last, recompute):
-    """The memory of whole training steps on real ranks equals the formula with the benchmark's measurement."""
+    """The formula with the benchmark's measurement equals the memory of whole training steps on real ranks."""
     size = ModelSize(8, 64, 32, 2)
     expected = bytes_of_block(size, is_first, is_last, recompute)
     block = Block(0, size)
@@ -95,7 +95,8 @@ def test_a_fake_transformer_block_takes_what_the_benchmark_measures(is_first, is
 
 
 def test_a_result_that_autograd_keeps_is_told_apart_from_what_else_it_keeps():
-    """The linear layer keeps its input, tanh its result: 160 numbers each. The leaf of the graph has one number."""
+    """The linear layer keeps its input and tanh keeps its result, 160 numbers each. The leaf of the graph has one
+    number."""
     kept = measured(
         lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()), lambda: torch.zeros(2, 5, 16), False, False, False
     )

@@ -1,4 +1,4 @@
-"""What is kept between the forward and the backward pass of a chunk that recomputes nothing."""
+"""What a chunk without recomputation keeps between its forward and backward pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the counters count, on a group of four ranks that do not exist."""
+"""The counters count correctly on a group of four ranks that do not exist."""
 
 import pytest
 import torch

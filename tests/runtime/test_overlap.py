@@ -1,4 +1,4 @@
-"""Collectives begin and are awaited where the program says so, and nowhere else."""
+"""Collectives begin and are awaited where the program says, and nowhere else."""
 
 from itertools import product
 
@@ -15,8 +15,8 @@ from tests.runtime.assembly import build_grid
 
 
 def specs(pipeline_ranks):
-    """Stages x resident chunks, all micro-batches together and in groups; deferred gathers; other orders at stages 2
-    and 3."""
+    """Yields stages x resident chunks with one and with several micro-batch groups, deferred gathers, and other orders
+    at stages 2 and 3."""
     placement = place_chunks("modular", 3 * pipeline_ranks, pipeline_ranks)
     for stage, resident in [(0, 2), (1, 2), *product((2, 3), (1, 2, 3))]:
         for group in (4, 2):
@@ -32,7 +32,7 @@ AWAITED = {Kind.WAIT_GATHER: "awaits a gather", Kind.WAIT_REDUCE: "awaits a redu
 
 
 def trace_waits(trace):
-    """Lets units enter into ``trace`` whenever they await a collective that is under way."""
+    """Makes units add an event to ``trace`` whenever they await a collective that is under way."""
 
     def tracing(owner, method, under_way, event):
         stock = getattr(owner, method)

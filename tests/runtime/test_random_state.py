@@ -1,4 +1,4 @@
-"""Layers draw the same numbers when a chunk is recomputed, and nothing else changes."""
+"""Layers draw the same numbers when a chunk is recomputed, and recomputation changes nothing else."""
 
 import random
 
@@ -30,7 +30,7 @@ class RecordingDropout(nn.Module):
 
 
 class DrawingNowAndThen(nn.Module):
-    """Decides by its input, the same in both passes, and draws from another generator each time."""
+    """Draws from another generator each time. The input selects the generator, so both passes select the same one."""
 
     DRAWS = (random.random, numpy.random.standard_normal, lambda: torch.rand(()).item(), lambda: 0.5)
 
@@ -41,12 +41,12 @@ class DrawingNowAndThen(nn.Module):
     def forward(self, inputs):
         draw = self.DRAWS[int(inputs.detach().abs().sum() * 1000) % len(self.DRAWS)]
         self.drawn.append((draw, draw()))
-        # A tanh saves its result, so that the number is needed again.
+        # A tanh saves its result, so the number is needed again.
         return torch.tanh(inputs * self.drawn[-1][1])
 
 
 class SeedingItself(nn.Module):
-    """Leaves every generator where it always leaves it."""
+    """Leaves every generator in the same state each time."""
 
     def forward(self, inputs):
         torch.manual_seed(1)
@@ -56,7 +56,7 @@ class SeedingItself(nn.Module):
 
 
 def train_step(layers, bounds, micro_batches, sources=None, steps=1, turns_at_once=False):
-    """Steps on one rank, with the generators at seed 7; their next numbers."""
+    """Runs steps on one rank, with the generators at seed 7. Returns the next numbers of the generators."""
     spec = ProgramSpec((0,) * (len(bounds) - 1), "layered", micro_batches, micro_batches, zero_stage=0)
     assembled = assemble(build_grid(1, 1), spec, Model(layers, False), bounds, lambda: None)
     if sources is not None:
@@ -115,7 +115,7 @@ def numbers_after_seeding():
 
 
 class CountingSource:
-    """A generator whose state is a number, drawn by adding one."""
+    """A generator whose state is a number. A draw adds one."""
 
     def __init__(self):
         self.state, self.reads, self.writes = 0, 0, 0
@@ -134,7 +134,7 @@ class CountingSource:
 
 
 class Drawer:
-    """Chunks that draw or do not, forward and backward."""
+    """Runs forwards and backwards of chunks that draw or do not draw."""
 
     def __init__(self):
         self.source = CountingSource()
@@ -151,7 +151,7 @@ class Drawer:
         assert again == self.drawn[chunk, index][:count]
 
     def batch(self, drawing):
-        """Two chunks, three micro-batches each, layered."""
+        """Runs a layered batch of two chunks and three micro-batches."""
         for chunk in (0, 1):
             for index in range(3):
                 self.forward(chunk, index, chunk in drawing)
@@ -165,7 +165,7 @@ def test_states_are_read_once_per_visit_where_the_last_one_drew_nothing():
     drawer.batch(drawing=())
     drawer.source.reads = drawer.source.writes = 0
     drawer.batch(drawing=())
-    # Before the first visit, after each of the forwards, and at the beginning of each of the backwards.
+    # Reads before the first visit, after each of the forwards, and at the beginning of each of the backwards.
     assert (drawer.source.reads, drawer.source.writes) == (1 + 2 + 2, 0)
 
 
@@ -273,7 +273,8 @@ class DrawingLate(RecordingDropout):
 
 
 def masks_of_a_chunk_that_turns_at_once():
-    """In the second step, generators are not read between forwards of the first chunk, which left them alone."""
+    """In the second step the first chunk's generators are not read between its forwards, because it left them
+    unchanged."""
     model, late = build_model(2, tied=False), DrawingLate()
     train_step([model.layers[0], model.layers[-1], late], [0, 1, 3], 3, steps=2, turns_at_once=True)
     return late.masks
@@ -281,4 +282,4 @@ def masks_of_a_chunk_that_turns_at_once():
 
 def test_a_chunk_that_turns_at_once_draws_once_and_no_other_chunk_repeats_it():
     (masks,) = run_on_ranks(1, masks_of_a_chunk_that_turns_at_once)
-    assert len(masks) == 3, "nothing is recomputed there"
+    assert len(masks) == 3, "a chunk that turns at once is not recomputed"

@@ -1,4 +1,4 @@
-"""Layers get tensors that lie in memory alike, whatever came before."""
+"""Layers get tensors with the same memory layout, whatever produced them."""
 
 import torch
 

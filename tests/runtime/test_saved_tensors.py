@@ -1,4 +1,4 @@
-"""What autograd saves is dropped in the first forward and computed again, no further than needed."""
+"""The first forward drops what autograd saves. Recomputation restores it and computes no more than needed."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ class Operations(TorchDispatchMode):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes a part by itself."""
+    """Recomputes a part of itself."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Checkpointed(nn.Module):
 
 
 class Catching(nn.Linear):
-    """Goes on without what fails."""
+    """Catches its own errors and goes on."""
 
     def forward(self, inputs):
         try:
@@ -86,7 +86,7 @@ def test_what_follows_the_last_saved_tensor_is_not_computed_again(completely, pr
 
 
 def test_a_forward_that_saves_nothing_runs_to_its_end():
-    """What its backward needs may be elsewhere."""
+    """The function saves nothing, so recomputation cannot end early."""
 
     def double(inputs):
         calls.append(inputs)
@@ -111,7 +111,7 @@ def test_a_first_forward_holds_nothing_and_a_backward_frees_as_it_goes():
         restored = memory.live() - before
         inputs.register_hook(lambda gradient: held.append(memory.live() - before))
         loss.backward()
-    # Beside the result: what the tanh gives and the checkpoint gets, what GELU gets and what it gives.
+    # Held beside the result: the results of the tanh and of the checkpoint, and the input and the result of GELU.
     assert restored == pytest.approx(result.nbytes * (1 + 3), rel=0.01)
     # The gradients of a linear layer's result and input.
     assert held == [pytest.approx(result.nbytes * (1 + 1), rel=0.05)]

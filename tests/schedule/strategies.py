@@ -1,4 +1,4 @@
-"""Hypothesis strategies over everything a program can be derived from."""
+"""Hypothesis strategies for everything that a program is derived from."""
 
 from hypothesis import strategies as st
 
@@ -8,7 +8,8 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 @st.composite
 def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_micro_batches: int = 9) -> ProgramSpec:
-    """A spec of any schedule; chunks need not be a multiple of ranks, micro-batches may be fewer than ranks."""
+    """Draws a spec of any schedule. Chunks need not be a multiple of ranks, and micro-batches may be fewer than
+    ranks."""
     ranks = draw(st.integers(1, max_ranks))
     schedule = draw(st.sampled_from(["layered", "interleaved_1f1b", "1f1b", "gpipe"]))
     micro_batches = draw(st.integers(1, max_micro_batches))
@@ -35,8 +36,8 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
 
 
 def live_micro_batches(spec: ProgramSpec, chunk: int) -> int:
-    """How many micro-batches of a layered chunk wait for their backward at once: a group, or at the turn two for every
-    chunk that follows, and one more."""
+    """Returns how many micro-batches of a layered chunk wait for their backward at once: a group, or at the turn two
+    for every chunk that follows, and one more."""
     following = spec.chunks - 1 - chunk
     turns = len(set(spec.placement[chunk:])) == following + 1
     return min(spec.micro_batch_group, 2 * following + 1) if turns else spec.micro_batch_group

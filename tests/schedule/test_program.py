@@ -100,7 +100,8 @@ def test_gather_and_reduce_counts(spec):
 
 @given(program_specs())
 def test_prefetch_precedes_the_compute_it_hides_behind(spec):
-    """With two resident chunks or more, the gather of the next chunk starts before the first forward of the current."""
+    """With two or more resident chunks, the gather of the next chunk starts before the first forward of the current
+    one."""
     if spec.zero_stage == 0 or (spec.zero_stage == 3 and spec.resident_chunks == 1) or spec.schedule != "layered":
         return
     if spec.zero_stage < 3 and not spec.defers_gathers:
@@ -134,7 +135,8 @@ def test_live_activations_of_the_layered_order_are_a_group_per_chunk_and_fewer_a
 
 @given(program_specs())
 def test_the_last_chunk_turns_at_once_but_where_all_forwards_come_first(spec):
-    """So with gpipe, and with interleaved_1f1b for as many micro-batches as ranks, unless there is one of each."""
+    """All forwards come first with gpipe, and with interleaved_1f1b if there are as many micro-batches as ranks. A
+    single micro-batch turns at once anyway."""
     all_first = {"gpipe": spec.micro_batches > 1, "interleaved_1f1b": spec.micro_batches == spec.pipeline_ranks > 1}
     assert spec.turns_at_once == (not spec.forward_only and not all_first.get(spec.schedule, False))
 
@@ -175,6 +177,6 @@ def test_impossible_combinations_are_refused(changes, message):
 
 
 def test_a_thousand_gpu_program_is_valid():
-    """How long this takes is a benchmark: python -m benchmarks run programs."""
+    """``python -m benchmarks run programs`` measures how long this takes."""
     spec = layered(ranks=64, chunks=64 * 4, micro_batches=64)
     validate(spec, build_program(spec))

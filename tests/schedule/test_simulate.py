@@ -23,7 +23,7 @@ def timeline(schedule, ranks, chunks_per_rank, micro_batches, durations=UNIT_DUR
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 12))
 def test_layered_step_time(ranks, chunks_per_rank, micro_batches):
-    """t [(N - 1) max(M, P) + M + P - 1] with t = forward + backward; M below P included."""
+    """t [(N - 1) max(M, P) + M + P - 1] with t = forward + backward, also for M below P."""
     larger = max(micro_batches, ranks)
     expected = 3 * ((chunks_per_rank - 1) * larger + micro_batches + ranks - 1)
     assert timeline("layered", ranks, chunks_per_rank, micro_batches).step_time == expected
@@ -47,7 +47,7 @@ def test_a_hop_hurts_interleaved_more_than_layered():
 
 
 def forwards_first(placement, rank, micro_batches, group):
-    """The layered order without its turn."""
+    """Returns the layered order without its turn."""
     chunks = [chunk for chunk, owner in enumerate(placement) if owner == rank]
     for members in micro_batch_groups(micro_batches, group):
         yield from (Action(Kind.FORWARD, chunk, member) for chunk in chunks for member in members)
@@ -82,7 +82,7 @@ def test_a_hop_delays_the_receiver_only():
 
 
 def test_tensors_follow_one_another_where_one_keeps_the_link_busy():
-    """Activations start at 1, 5 and 9, arrive 5 later, and the gradients of those follow 4 apart from 17 on."""
+    """Activations start at 1, 5 and 9 and arrive 5 later. Their gradients follow 4 apart from 17 on."""
     assert timeline("gpipe", 2, 1, 3, Durations(1, 2, 5, message=4)).step_time == (17 + 2 * 4) + 5 + 2
 
 
@@ -98,7 +98,8 @@ def test_no_rank_computes_two_things_at_once(spec):
 
 
 def behind_step_first(actions):
-    """The order of one step among many: what the one before launched behind its STEP runs first."""
+    """Returns the order of one step among many. The collectives that the previous step launched behind its STEP run
+    first."""
     end = next((row for row, action in enumerate(actions) if action.kind is Kind.STEP), len(actions) - 1) + 1
     return actions[end:] + actions[:end]
 
@@ -140,9 +141,11 @@ def test_compute_begins_when_its_chunk_is_gathered(spec, gather, reduce):
 
 @st.composite
 def hidden_collectives(draw):
-    """A layered spec, and durations with which its collectives fit behind compute: a chunk's forwards take as long as a
-    gather, its backwards as long as a reduction and, at stage 3, a gather. With several groups forwards follow
-    backwards, and every visit takes as long as both."""
+    """Draws a layered spec and durations that let its collectives hide behind compute.
+
+    A chunk's forwards take as long as a gather, and its backwards as long as a reduction and, at stage 3, a gather.
+    With several groups forwards follow backwards, so every visit takes as long as both.
+    """
     spec = replace(draw(program_specs().filter(lambda spec: spec.schedule == "layered")), forward_only=False)
     # At the turn, a rank's only chunk begins a group's backwards after some of its forwards.
     if min(map(spec.placement.count, range(spec.pipeline_ranks))) == 1:
@@ -155,7 +158,7 @@ def hidden_collectives(draw):
     behind_forwards = gather if len(groups) == 1 else both
     behind_backwards = both if len(groups) > 1 or spec.zero_stage == 3 else reduce
     fewest = min(map(len, groups))
-    # Whole numbers, rounded up, so that sums are exact.
+    # Durations are whole numbers, rounded up, so that sums are exact.
     forward, backward = (
         -(-behind // fewest) + draw(st.integers(0, 3)) for behind in (behind_forwards, behind_backwards)
     )
@@ -182,8 +185,8 @@ def test_the_first_gather_and_the_last_reduction_cannot_hide(stage):
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from([2, 3]))
 def test_one_resident_chunk_exposes_every_gather_and_reduction_that_no_visit_hides(chunks, group, groups, stage):
-    """N chunks, K groups: at stage 3 each of the K (2N - 2) + 1 gathers, at stage 2 the first. Of K N reductions those
-    of chunk 0 hide behind the forwards of the next group: K (N - 1) + 1 are exposed."""
+    """N chunks and K groups. Stage 3 exposes each of the K (2N - 2) + 1 gathers, stage 2 only the first. The reductions
+    of chunk 0 hide behind the forwards of the next group, so K (N - 1) + 1 of K N reductions are exposed."""
     gather, reduce = 3, 4
     spec = ProgramSpec((0,) * chunks, "layered", group * groups, group, stage, resident_chunks=1)
     durations = Durations(7, 14, 0, gather, reduce)
@@ -195,7 +198,8 @@ def test_one_resident_chunk_exposes_every_gather_and_reduction_that_no_visit_hid
 
 
 def test_a_backward_waits_for_the_oldest_reduction_when_as_many_gradients_are_held_as_chunks_may_be_resident():
-    """Two buffers: the backward of chunk 1 needs that of chunk 3, whose reduction outlasts the backward of chunk 2."""
+    """There are two buffers. The backward of chunk 1 needs that of chunk 3, whose reduction outlasts the backward of
+    chunk 2."""
     spec = ProgramSpec((0,) * 4, "layered", 1, 1, 2, resident_chunks=2)
     (waits,) = simulate(spec, build_program(spec), Durations(1, 2, 0, 0, 5)).waits
     assert [(str(wait.action), wait.end - wait.start) for wait in waits[4:]] == [
@@ -208,7 +212,7 @@ def test_a_backward_waits_for_the_oldest_reduction_when_as_many_gradients_are_he
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gathers_behind_the_step_run_when_the_next_one_begins(stage):
-    """One after another: chunk 2 waits for the rest of three gathers when two forwards are over."""
+    """Gathers run one after another. Chunk 2 waits for the rest of three gathers after two forwards."""
     result = timeline("layered", 1, 3, 1, Durations(1, 2, 0, gather=5), stage)
     assert [(span.start, str(span.action)) for span in result.collectives[0]][:3] == [
         (0, "GATHER0"),
@@ -230,7 +234,7 @@ def test_gathers_behind_the_step_expose_no_more_than_deferred_ones(spec, gather,
 
 
 def test_with_groups_stage_1_awaits_every_reduction_at_the_step():
-    """From the first group on it holds all gradients; the last group's backwards begin none."""
+    """Stage 1 holds all gradients from the first group on. The backwards of the last group begin no reduction."""
     spec = ProgramSpec((0,) * 3, "layered", 4, 2, 1, resident_chunks=1)
     *_, third, second, first, step = [action for action in build_program(spec)[0] if action.kind is not Kind.GATHER]
     assert list(map(str, (third, second, first, step))) == ["WAIT_REDUCE2", "WAIT_REDUCE1", "WAIT_REDUCE0", "STEP"]

@@ -13,7 +13,7 @@ from tests.schedule.strategies import program_specs
 
 
 def mutations(actions):
-    """Every program that differs by one dropped, duplicated or swapped action."""
+    """Yields every program with one action dropped, duplicated or swapped."""
     for row in range(len(actions)):
         yield "drop", row, actions[:row] + actions[row + 1 :]
         yield "duplicate", row, actions[: row + 1] + actions[row:]
@@ -25,7 +25,8 @@ def mutations(actions):
 @settings(max_examples=40)
 @given(program_specs(max_ranks=3, max_chunks_per_rank=3, max_micro_batches=5), st.integers(0, 2))
 def test_every_single_mutation_is_refused(spec, pick):
-    """The rules leave one place for every action, so all mutations are refused, not only 99 % of them."""
+    """The rules leave exactly one place for every action, so the validator refuses all mutations and not only 99 % of
+    them."""
     program = build_program(spec)
     rank = pick % spec.pipeline_ranks
     for kind, row, mutated in mutations(program[rank]):
@@ -33,7 +34,7 @@ def test_every_single_mutation_is_refused(spec, pick):
         faulty[rank] = mutated
         with pytest.raises(ProgramError):
             validate(spec, faulty)
-            pytest.fail(f"{kind} of row {row} went unnoticed: {program[rank][row]}")
+            pytest.fail(f"{kind} of row {row} was accepted: {program[rank][row]}")
 
 
 def test_distant_swaps_are_refused():
@@ -69,7 +70,7 @@ def test_more_resident_chunks_than_allowed_are_refused():
 
 
 def test_a_deadlock_is_found_without_running():
-    """Two ranks that each wait for the other's activation before they send their own."""
+    """Two ranks each wait for the other's activation before they send their own."""
     spec = ProgramSpec((0, 1, 0, 1), "layered", 1, 1, 0)
     program = [
         [Action.parse(text) for text in ["RECV_F2.0", "F2.0", "F0.0", "SEND_F0.0"]],
@@ -87,7 +88,7 @@ def test_a_backward_needs_its_forward():
 
 
 def test_a_send_blocks_until_its_receive_is_posted():
-    """The validator's pessimism: the same program runs if sends do not block."""
+    """The validator is pessimistic: the same program runs if sends do not block."""
     spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, 0)
     late = [list(actions) for actions in build_program(spec)]
     late[0] = [action for action in late[0] if action.kind is not Kind.RECV_FORWARD]

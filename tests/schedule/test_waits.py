@@ -1,4 +1,4 @@
-"""Where a program waits for gathers and reductions: early enough, as late as possible, once for each."""
+"""A program waits for each gather and reduction once: early enough, and as late as possible."""
 
 from hypothesis import given
 
@@ -9,18 +9,18 @@ from tests.schedule.strategies import program_specs
 
 
 class Held:
-    """What a rank has under way, followed action by action without asking the pass that placed the waits."""
+    """The collectives that a rank has under way. Follows the actions without the pass that placed the waits."""
 
     def __init__(self, gathering):
         self.gathering, self.accumulating, self.reducing = set(gathering), set(), []
 
     def check(self, spec, action, before):
-        """``before``: the action before it."""
+        """Checks one action. ``before`` is the action before it."""
         kind, chunk, _ = action
         if kind is Kind.WAIT_GATHER:
             self.gathering.remove(chunk)
         elif kind is Kind.WAIT_REDUCE:
-            assert self.reducing.pop(0) == chunk, "the oldest comes first"
+            assert self.reducing.pop(0) == chunk, "a rank waits for the oldest first"
         elif kind in COMPUTE:
             assert chunk not in self.gathering
             assert before is None or before.kind is not Kind.WAIT_GATHER or before.chunk == chunk
@@ -29,7 +29,7 @@ class Held:
             assert chunk not in self.reducing
             assert spec.zero_stage == 0 or not self.reducing or held < spec.resident_chunks
             if before.kind is Kind.WAIT_REDUCE and before.chunk != chunk:
-                assert held + 1 == spec.resident_chunks or not self.reducing, "it waits no longer than it must"
+                assert held + 1 == spec.resident_chunks or not self.reducing, "a rank waits as late as possible"
             self.accumulating.add(chunk)
         elif kind is Kind.GATHER:
             self.gathering.add(chunk)

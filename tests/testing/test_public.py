@@ -1,4 +1,4 @@
-"""The runner of public code: what it tells of runs, what it skips, its exit status. No tree is needed."""
+"""The runner of public code: its reports, its skips and its exit status. The tests need no tree."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from testing.public.outcome import Case, Outcome, compared, markdown, page_block
 
 
 def part(name, results):
-    """A tree's cases with these results; an AssertionError is raised instead."""
+    """Returns a tree's cases with these results. Raises a result that is an AssertionError."""
 
     def run_case(result):
         if isinstance(result, AssertionError):
@@ -35,7 +35,7 @@ def part(name, results):
 
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
-    """Makes the runner have these parts, each with a tree."""
+    """Gives the runner these parts, each with a tree."""
 
     def choose(**results):
         for name in results:
@@ -233,7 +233,7 @@ def test_the_text_has_the_size_its_index_says(tmp_path):
 
 
 def test_what_is_there_is_not_replaced(monkeypatch):
-    """The stand-in of a module that the public code lacks."""
+    """A stand-in replaces only modules that the public code lacks."""
     finder, name = in_host._Changed(), "deepspeed.compression.compress"
     monkeypatch.setattr(PathFinder, "find_spec", lambda *_: None)
     made = finder.find_spec(name, None)

@@ -14,7 +14,7 @@ BAR = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)")
 
 
 def draw(tmp_path, *options):
-    """The root of the picture that ``ds_lgamp schedule`` draws; its size is below 60 kB."""
+    """Returns the root of the picture that ``ds_lgamp schedule`` draws. Checks that it is below 60 kB."""
     path = tmp_path / "picture.svg"
     assert main(["schedule", *options, "--svg", str(path)]) == 0
     assert path.stat().st_size < 60_000
@@ -22,7 +22,7 @@ def draw(tmp_path, *options):
 
 
 def bars(picture, colours):
-    """(left, top, width) of every bar with one of ``colours``."""
+    """Returns (left, top, width) of every bar with one of ``colours``."""
     paths = [path for path in picture.iter(f"{SVG}path") if path.get("fill") in colours]
     return [tuple(map(float, bar)) for path in paths for bar in BAR.findall(path.get("d"))]
 
@@ -43,7 +43,7 @@ def test_both_programs_have_their_steps_and_bubbles_on_one_scale(tmp_path):
     ]
     assert "step 105, bubble 9.4% of the compute time" in words(picture)
     idle = bars(picture, {IDLE})
-    assert len(idle) == 8 and len({top for _, top, _ in idle}) == 8, "a bar for each rank of each program"
+    assert len(idle) == 8 and len({top for _, top, _ in idle}) == 8, "each rank of each program has a bar"
     lengths = sorted({width for *_, width in idle})
     assert lengths == pytest.approx([(WIDTH - LEFT) * 105 / 132, WIDTH - LEFT], abs=2)
 

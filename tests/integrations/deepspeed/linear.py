@@ -1,4 +1,4 @@
-"""Small models of linear layers, trained on stock DeepSpeed and with a block."""
+"""Small models of linear layers that train on stock DeepSpeed and with a block."""
 
 import deepspeed
 import torch
@@ -44,7 +44,7 @@ def batches(count, width=6, rows=4, start=0):
 
 
 def both(specs, steps=3, **options):
-    """Losses of stock and of the block on fresh modules."""
+    """Trains fresh modules on stock DeepSpeed and with a block. Returns the losses of both."""
     runs = []
     for block in (None, ONE_LAYER_PER_CHUNK):
         engine = engine_of(build(specs()), block, **options)
@@ -53,7 +53,7 @@ def both(specs, steps=3, **options):
 
 
 def whole_state(module):
-    """The state of all pipeline ranks: layers may have moved."""
+    """Returns the state of all pipeline ranks, because layers may have moved."""
     own = {name: value.clone() for name, value in module.state_dict().items()}
     return {name: value for rank in over_pipeline(module, own) for name, value in rank.items()}
 

@@ -17,7 +17,7 @@ def tied_logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def layer_specs(training: "Training") -> list:
-    """Embedding, blocks, between which tuples may travel, functions among them, head."""
+    """Returns an embedding, blocks and a head. Tuples may travel between blocks, and some layers are functions."""
     if training.tied:
         embedding = TiedLayerSpec("embedding", Embedding)
         head = TiedLayerSpec("embedding", Embedding, forward_fn=tied_logits)
@@ -30,7 +30,7 @@ def layer_specs(training: "Training") -> list:
 
 
 def seed(value: int) -> None:
-    """DeepSpeed passes NumPy integers, which its own seeding refuses."""
+    """Seeds torch. DeepSpeed passes NumPy integers, which its own seeding refuses."""
     torch.manual_seed(int(value))
 
 
@@ -46,14 +46,14 @@ def pipeline_module(training: "Training", pipeline_ranks: int) -> PipelineModule
 
 
 class Training(NamedTuple):
-    """What does not depend on the layout."""
+    """The settings of a training that do not depend on the layout."""
 
     blocks: int = 8
     tied: bool = False
     tuples: bool = True
     """Stock DeepSpeed takes no tuple with a floating-point tensor that needs no gradient."""
     dropout: float = 0.0
-    """After the embedding, without tuples."""
+    """Dropout after the embedding. Only without tuples."""
     momentum: float = 0.0
     decay: float = 0.0
     """Weight decay of matrices; vectors have none."""
@@ -73,7 +73,7 @@ class Reference(NamedTuple):
 
 
 def scaled_weights(named_parameters) -> None:
-    """Stands for a user who loads weights before ``deepspeed.initialize``."""
+    """Changes weights, as a user does who loads them before ``deepspeed.initialize``."""
     with torch.no_grad():
         for name, parameter in named_parameters:
             if name.endswith("inner.weight"):
@@ -81,7 +81,8 @@ def scaled_weights(named_parameters) -> None:
 
 
 def decay_groups(parameters, decay: float) -> list[dict]:
-    """Matrices decay, vectors do not, and the vocabulary's matrices have a group that middle ranks leave empty."""
+    """Makes parameter groups. Matrices decay and vectors do not. The vocabulary's matrices have a group that is empty
+    on middle ranks."""
     parameters = list(parameters)
     vocabulary = [parameter for parameter in parameters if parameter.shape[0] == 11 and parameter.dim() > 1]
     matrices = [parameter for parameter in parameters if parameter.shape[0] != 11 and parameter.dim() > 1]
@@ -93,12 +94,13 @@ def decay_groups(parameters, decay: float) -> list[dict]:
 
 
 def warmup_factors(steps: int) -> list:
-    """One function per group: torch's scheduler counts them."""
+    """Returns one function per group, because torch's scheduler counts them."""
     return [lambda step: min(1.0, (step + 1) / max(1, steps))] * 3
 
 
 def train_reference(training: Training, data_ranks: int) -> Reference:
-    """SGD on one process over the micro-batches of all data-parallel ranks; parameters under global names."""
+    """Trains with SGD on one process over the micro-batches of all data-parallel ranks. Parameters have global
+    names."""
     layers, parameters = build_layers(training)
     optimizer = torch.optim.SGD(
         decay_groups(parameters.values(), training.decay), lr=training.learning_rate, momentum=training.momentum
@@ -123,8 +125,10 @@ def train_reference(training: Training, data_ranks: int) -> Reference:
 
 
 def build_layers(training: Training, specs: list | None = None) -> tuple[list, dict[str, nn.Parameter]]:
-    """The layers with the weights ``pipeline_module`` gives them, and their parameters by global name; of others than
-    the training's if ``specs`` are given."""
+    """Builds the layers with the weights of ``pipeline_module``. Returns them and their parameters by global name.
+
+    ``specs`` replaces the training's layers.
+    """
     built: list = []
     tied: dict[str, nn.Module] = {}
     parameters: dict[str, nn.Parameter] = {}

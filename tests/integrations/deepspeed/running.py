@@ -20,7 +20,7 @@ from tests.runtime.models import micro_batch
 
 
 class Layout(NamedTuple):
-    """How a training is run."""
+    """The layout, block and optimizer of a training."""
 
     pipeline_ranks: int
     data_ranks: int
@@ -57,7 +57,7 @@ def json_config(training: Training, layout: Layout) -> dict:
 
 
 def initialize(training: Training, layout: Layout):
-    """The engine, as an ordinary script makes it."""
+    """Makes the engine as an ordinary script does."""
     ds_lgamp.install()
     with quiet():
         module = pipeline_module(training, layout.pipeline_ranks)
@@ -86,7 +86,7 @@ def batches(step: int, engine):
 
 
 def train(training: Training, layout: Layout) -> Run:
-    """Trains; gradients are those before clipping, parameters those after the last step, of this rank's layers."""
+    """Trains. Gradients are those before clipping, parameters those after the last step, of this rank's layers."""
     engine = initialize(training, layout)
     run = Run([], [], [], {}, 0.0, engine)
     partition = getattr(engine.optimizer, "partition", None)

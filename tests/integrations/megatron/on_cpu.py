@@ -1,4 +1,4 @@
-"""What Megatron-core's layers need on a CPU under DeepSpeed, which must not see a GPU as with testing.cpu_shim."""
+"""Prepares Megatron-core's layers for a CPU under DeepSpeed. testing.cpu_shim would make DeepSpeed see a GPU."""
 
 import contextlib
 
@@ -8,8 +8,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def start_megatron(tensor_ranks: int = 1) -> None:
-    """Megatron-core's process groups. Its sequence parallelism and its own attention make tensors on the current CUDA
-    device, and attention draws from a CUDA generator."""
+    """Starts Megatron-core's process groups.
+
+    Megatron-core's sequence parallelism and attention make tensors on the current CUDA device, and attention draws from
+    a CUDA generator. Both are redirected to the CPU.
+    """
     torch.cuda.current_device = lambda: "cpu"
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     parallel_state.destroy_model_parallel()

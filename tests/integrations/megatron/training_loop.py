@@ -1,4 +1,4 @@
-"""A small GPT that trains as Megatron-LM's loop does it: its data parallelism and optimizer, and whatever
+"""Trains a small GPT as Megatron-LM's loop does: with its data parallelism, its optimizer, and the function that
 ``get_forward_backward_func()`` returns."""
 
 import sys
@@ -22,26 +22,26 @@ STOCK = "stock"
 
 
 class Place(NamedTuple):
-    """A model on ranks, and who runs its batches."""
+    """A model on ranks, and the schedule that runs its batches."""
 
     pipeline_ranks: int
     chunks_per_rank: int
     schedule: str
-    """Of the block, or ``STOCK``."""
+    """The block's schedule, or ``STOCK``."""
     tensor_ranks: int = 1
     data_ranks: int = 1
     distributed_optimizer: bool = False
     aligned: bool = True
-    """With the distributed optimizer: whether whole chunks are gathered and reduced, or buckets from hooks."""
+    """Only for the distributed optimizer: gathers and reduces whole chunks instead of buckets from hooks."""
     tied: bool = True
     layout: str | None = None
-    """Of chunks with different numbers of layers."""
+    """The layout for chunks with different numbers of layers."""
     per_token: bool = False
-    """Whether the loss is a mean over tokens, not over micro-batches."""
+    """Whether the loss is a mean over tokens and not over micro-batches."""
     lengths: bool = False
     """Whether micro-batches have different lengths."""
     micro_batches: tuple[int, ...] = (4,) * STEPS
-    """Of all data-parallel ranks, by step."""
+    """Micro-batches of all data-parallel ranks, by step."""
     group: int | str = "all"
     model: str = "GPTModel"
     options: tuple[tuple[str, Any], ...] = ()
@@ -54,23 +54,23 @@ class Place(NamedTuple):
         return self.pipeline_ranks * self.tensor_ranks * self.data_ranks * context_ranks
 
     def options_of(self, takes: Any) -> dict[str, Any]:
-        """Those that ``takes`` takes."""
+        """Returns the options that ``takes`` accepts."""
         return {name: value for name, value in self.options if name in signature(takes).parameters}
 
 
 class Step(NamedTuple):
     loss: float
     norm: float
-    """Of the gradient, before clipping."""
+    """The gradient's norm before clipping."""
     log: list[tuple[str, int]]
     """What this rank did: ("forward" or "backward", its chunk), and its collectives with the bytes sent."""
     zeros: int | None
-    """Of the gradient, where they are counted."""
+    """The number of zeros in the gradient, if they are counted."""
 
 
 def prepare_process(_rank: int) -> None:
     warnings.simplefilter("ignore")
-    # Apex's kernel adds a weight's gradient to the buffer within the backward pass.
+    # Replaces Apex's kernel, which adds a weight's gradient to the buffer within the backward pass.
     sys.modules["fused_weight_gradient_mlp_cuda"] = ModuleType("fused_weight_gradient_mlp_cuda")
     vars(sys.modules["fused_weight_gradient_mlp_cuda"])["wgrad_gemm_accum_fp32"] = _add_weight_gradient
     cpu_shim.install()
@@ -81,7 +81,7 @@ def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: to
 
 
 def train_all(places: list[Place]) -> dict[Place, list[Step]]:
-    """The steps of every place, on this rank."""
+    """Trains at every place. Returns the steps of this rank."""
     return {place: Training(place).train() for place in places}
 
 
@@ -96,7 +96,7 @@ class Training:
 
         self.place = place
         uninstall()
-        # Stays as the configuration of a model before asked for.
+        # Restores the function, because the configuration of an earlier model may have replaced it.
         param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
         if place.schedule != STOCK:
             settings = LgampConfig(schedule=place.schedule, micro_batch_group=place.group)
@@ -134,12 +134,13 @@ class Training:
             "microbatch_group_size_per_vp_stage": max(place.micro_batches) // place.data_ranks,
             "calculate_per_token_loss": place.per_token,
             "variable_seq_lengths": place.lengths,
-            "moe_token_dispatcher_type": "alltoall",  # the other would refuse that, even of a dense model
+            "moe_token_dispatcher_type": "alltoall",  # the other one would be refused even for a dense model
         }
         return TransformerConfig(**settings | place.options_of(TransformerConfig))
 
     def build(self, virtual: int | None) -> list[Any]:
-        """The chunks of this rank in DistributedDataParallel; weights depend on their names in the whole model."""
+        """Builds the chunks of this rank in DistributedDataParallel. The weights depend only on their names in the
+        whole model."""
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.enums import ModelType
@@ -177,7 +178,7 @@ class Training:
         }
         settings |= self.place.options_of(DistributedDataParallelConfig)
         return [
-            # A configuration of its own, because DistributedDataParallel changes it.
+            # Makes a copy, because DistributedDataParallel changes its configuration.
             DistributedDataParallel(
                 self.config, DistributedDataParallelConfig(**settings), model, disable_bucketing=number > 0
             )
@@ -185,7 +186,7 @@ class Training:
         ]
 
     def layer_spec(self) -> Any:
-        """Megatron-core's layer of plain PyTorch parts, with what it lacks."""
+        """Returns Megatron-core's layer of PyTorch parts, with replacements for its missing parts."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -194,7 +195,7 @@ class Training:
 
         config = self.config
         spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-        # Without Transformer Engine the name is missing.
+        # The name is missing without Transformer Engine.
         moe_utils.te_general_gemm = None
         if config.context_parallel_size > 1:
             spec.submodules.self_attention.submodules.core_attention = WholeSequenceAttention
@@ -203,7 +204,8 @@ class Training:
         return spec
 
     def optimizer_of(self) -> Any:
-        """Megatron-core's optimizer; the functions of the batch are set in the configuration, as the loop does."""
+        """Makes Megatron-core's optimizer and sets the functions of the batch in the configuration, as the loop
+        does."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import (
             OptimizerConfig,
@@ -213,7 +215,7 @@ class Training:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         overlap = self.place.distributed_optimizer
-        # The small epsilon of Adam would make differences of rounding large.
+        # Adam's small default epsilon would amplify rounding differences.
         settings = {
             "optimizer": "adam",
             "lr": 0.01,
@@ -225,7 +227,7 @@ class Training:
         configuration = OptimizerConfig(**settings | self.place.options_of(OptimizerConfig))
         overrides = get_standard_config_overrides(configuration)
         optimizer = get_megatron_optimizer(configuration, self.models, config_overrides=overrides)
-        # Gives each group of parameters its rate and its weight decay.
+        # Sets the rate and the weight decay of each group of parameters.
         OptimizerParamScheduler(
             optimizer,
             **{"init_lr": 0.0, "max_lr": configuration.lr, "min_lr": 0.0, "lr_decay_style": "constant"},
@@ -246,19 +248,19 @@ class Training:
         steps = []
         for step in range(STEPS):
             with CollectiveCounter() as counter:
-                # Collectives and passes, in the order of their events.
+                # The log has collectives and passes in the order of their events.
                 self.log = counter.log
                 for model in self.models:
                     model.zero_grad_buffer()
                 self.optimizer.zero_grad()
                 loss = self.run_batch(step)
                 _, norm, zeros = self.optimizer.step()
-            # No norm where a step is skipped because of an overflow.
+            # A step that is skipped because of an overflow has no norm.
             steps.append(Step(loss, -1.0 if norm is None else float(norm), list(self.log), zeros))
         return steps
 
     def run_batch(self, step: int, **options: Any) -> float:
-        """The mean loss of a batch, on all ranks alike."""
+        """Runs a batch. Returns its mean loss, which is the same on all ranks."""
         reports = self.forward_backward(**self.call(step), **options)
         return self.mean_of(reports)
 
@@ -295,7 +297,7 @@ class Training:
             "tokens": tokens[:, :-1].contiguous(),
             "positions": torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1),
             "labels": tokens[:, 1:].contiguous(),
-            # A test of its own has the labels of the last chunk masked out in part.
+            # Masks some labels out.
             "mask": (tokens[:, 1:] % 4 != 0).float(),
         }
         inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch).values()
@@ -306,7 +308,7 @@ class Training:
         return output, partial(self.loss, mask)
 
     def output_of(self, model: Any, inputs: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> Any:
-        """The hidden state or the losses of tokens; of BertModel with two logits per sequence."""
+        """Returns the hidden state or the losses of tokens. BertModel also returns two logits per sequence."""
         if self.place.model == "BertModel":
             return model(inputs, torch.ones_like(inputs), lm_labels=labels)
         if self.place.model == "T5Model":
@@ -329,7 +331,7 @@ class Training:
         return total / tokens, {"loss": report}
 
     def mean_of(self, reports: list[dict[str, torch.Tensor]]) -> float:
-        """Over micro-batches, or over tokens."""
+        """Returns the mean over micro-batches, or over tokens."""
         from megatron.core import parallel_state
 
         sums = torch.zeros(2, dtype=torch.float64)
@@ -342,7 +344,7 @@ class Training:
 
 
 def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
-    """A model of Megatron-core, or the chunk of one."""
+    """Builds a model of Megatron-core, or one chunk of it."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt import GPTModel
@@ -361,7 +363,7 @@ def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
 
 
 def initialise(model: Any) -> None:
-    """The same weights wherever a layer is; every tensor-parallel rank takes its slice of the whole."""
+    """Gives a layer the same weights wherever it is. Every tensor-parallel rank takes its slice of the whole."""
     from megatron.core import parallel_state
 
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -383,5 +385,5 @@ def initialise(model: Any) -> None:
 
 
 def one_or_all(items: list[Any]) -> Any:
-    """What Megatron-LM's loop passes: lists only where a rank has several chunks."""
+    """Returns what Megatron-LM's loop passes: a list only if a rank has several chunks."""
     return items[0] if len(items) == 1 else items

@@ -1,4 +1,5 @@
-"""What Megatron-core's layers of plain PyTorch parts lack where ranks share a sequence. Needs megatron's shim first."""
+"""Replaces parts of Megatron-core's PyTorch layers that cannot share a sequence among ranks. Import megatron's shim
+first."""
 
 from typing import Any
 
@@ -9,15 +10,15 @@ from torch import Tensor, nn
 
 
 class WholeSequenceAttention(nn.Module):
-    """Core attention under context parallelism, which otherwise is Transformer Engine's: every rank gathers all keys
-    and values."""
+    """Core attention under context parallelism, instead of Transformer Engine's. Every rank gathers all keys and
+    values."""
 
     def __init__(self, config: Any, *_unused: Any, **_unused_too: Any) -> None:
         super().__init__()
         self.ranks = config.context_parallel_size
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_unused: Any, **_unused_too: Any) -> Tensor:
-        """Query, key and value [s, b, heads, channels] of this rank, to [s, b, heads * channels]."""
+        """Maps query, key and value [s, b, heads, channels] of this rank to [s, b, heads * channels]."""
         group = parallel_state.get_context_parallel_group()
         positions = [self._positions(rank, len(query)) for rank in range(self.ranks)]
         hidden = torch.cat(positions) > positions[group.rank()][:, None]
@@ -28,13 +29,14 @@ class WholeSequenceAttention(nn.Module):
         return context.permute(2, 0, 1, 3).flatten(start_dim=2)
 
     def _positions(self, rank: int, own: int) -> Tensor:
-        """Of a sequence in 2 * ranks parts, a rank has one, and the one as far from the end."""
+        """Returns this rank's positions. Of 2 * ranks parts, a rank has one and the one at the same distance from the
+        end."""
         part = torch.arange(own // 2)
         return torch.cat([part + own // 2 * rank, part + own // 2 * (2 * self.ranks - 1 - rank)])
 
 
 class _Gather(torch.autograd.Function):
-    """Of the first dimension; each rank gets the sum of all gradients of its part."""
+    """Gathers along the first dimension. Each rank gets the sum of all gradients of its part."""
 
     @staticmethod
     def forward(context: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -51,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 
 def sequence_parallel_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:
-    """Stands for Megatron-core's WrappedTorchNorm, which refuses sequence parallelism."""
+    """Replaces Megatron-core's WrappedTorchNorm, which refuses sequence parallelism."""
     norm = nn.LayerNorm(hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel

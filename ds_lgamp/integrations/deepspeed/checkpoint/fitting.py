@@ -77,7 +77,7 @@ def _check_scheduler(folder: Path, written: dict[str, Any] | None, own: Any) -> 
     there = None if written is None else written["class"] or here or "of unknown class"
     if here != there:
         raise CheckpointError(
-            f"{folder} has learning rate scheduler {there}, this run has {here}; use the same, or pass "
+            f"{folder} has learning rate scheduler {there}, but this run has {here}; use the same, or pass "
             "load_lr_scheduler_states=False"
         )
 
@@ -92,12 +92,12 @@ def _check_optimizer(run: Run, folder: Path, state: dict[str, Any], own: dict[st
         raise CheckpointError(f"{folder}: {complaint}, {fix}")
     there, here = len(optimizer["groups"]), len(run.optimizer.param_groups)
     if there != here:
-        raise CheckpointError(f"{folder} has {there} parameter groups, this run {here}; build them as they were, {fix}")
+        raise CheckpointError(f"{folder} has {there} parameter groups, not {here}; build them as they were, {fix}")
     for name, entry in own.items():
         # A parameter that the checkpoint lacks, where that is allowed, begins without moments.
         group = state["parameters"].get(name, entry)["group"]
         if group != entry["group"]:
             raise CheckpointError(
-                f"{folder} has {name} in parameter group {group}, this run in {entry['group']} (None: it does not "
+                f"{folder} has {name} in parameter group {group}, but this run in {entry['group']} (None: it does not "
                 f"train); build the groups as they were, {fix}"
             )

@@ -124,11 +124,11 @@ def _rank_files(folder: Path) -> list[dict[str, Any]]:
             f"{folder / rank_file(0)} holds a whole model, so no PipelineModule was saved; load it without a block"
         )
     if first["checkpoint_parallel_dimensions"]["tp_degree"] != 1:
-        raise CheckpointError(f"{folder} was written with tensor parallelism; write it without")
+        raise CheckpointError(f"{folder} was written with tensor parallelism; save it without tensor parallelism")
     if first.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):
         raise CheckpointError(
             f"{folder} was written with zero_optimization.round_robin_gradients, where DeepSpeed does not say what a "
-            "shard holds; save it without"
+            "shard holds; save it without that option"
         )
     return [first, *(load_file(folder / rank_file(rank)) for rank in range(1, first["mp_world_size"]))]
 
@@ -147,7 +147,7 @@ def _read_shards(folder: Path, pipeline_rank: int, data_ranks: int) -> OwnedStat
         if isinstance(shards[-1]["base_optimizer_state"], list):
             raise CheckpointError(
                 f"{path} was written with zero_optimization.elastic_checkpoint, which does not hold the optimizer's "
-                "groups; save it without"
+                "groups; save it without that option"
             )
     pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     groups = []

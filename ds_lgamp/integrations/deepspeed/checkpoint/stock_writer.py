@@ -86,14 +86,14 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
     if folder.exists():
         raise CheckpointError(f"{folder} exists; remove it or name another folder")
     if whole.state["optimizer"] is None:
-        raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs to load it; save a run")
+        raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs; take one that a run saved")
     if min(pipeline_ranks, data_ranks) < 1:
         raise CheckpointError(f"the layout is {pipeline_ranks} pipeline x {data_ranks} data ranks; use at least 1 x 1")
     data_type = whole.state["layout"]["data_type"]
     if stage not in (0, 1):
         raise CheckpointError(f"the stage is {stage}, which DeepSpeed's pipeline does not have; use 0 or 1")
     if stage == 0 and data_type != "float32":
-        raise CheckpointError(f"the stage is 0 and the weights are {data_type}; only stage 1 is written for that type")
+        raise CheckpointError(f"the stage is 0 and the weights are {data_type}; use stage 1 for that type")
     taken = sorted(KEYS & whole.client_state.keys())
     if taken:
         raise CheckpointError(f"client_state has {', '.join(taken)}, which DeepSpeed's files use themselves; rename it")
@@ -123,7 +123,7 @@ def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[i
     if same:
         return state["layout"]["chunk_bounds"]
     raise CheckpointError(
-        f"the checkpoint is that of {state['layout']['pipeline_ranks']} stock pipeline ranks, which does not say how "
+        f"the checkpoint has {state['layout']['pipeline_ranks']} stock pipeline ranks and does not say how "
         f"{pipeline_ranks} share the layers; pass layer_bounds, or {fix}"
     )
 
@@ -226,7 +226,7 @@ def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]
         held = [by_name[name] for name in names if name in by_name]
         if held and len(held) < len(names):
             lacking = next(name for name in names if name not in by_name)
-            raise CheckpointError(f"{lacking} has no {key}, others of its parameter group have; train it before saving")
+            raise CheckpointError(f"{lacking} has no {key}, but others of its group have; train it before saving")
         if held:
             moments[key] = held
     return moments

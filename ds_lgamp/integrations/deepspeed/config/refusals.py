@@ -107,8 +107,8 @@ def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineMo
     for key, dtype in types.items():
         if config.zero_optimization_stage == 0 and dtype != torch.float32:
             raise ConfigError(
-                f"{BLOCK}.reproducible is true, but at zero_optimization.stage 0 gradients are summed in {dtype}, at "
-                f"others in fp32; set {key} to 'fp32' or another stage"
+                f"{BLOCK}.reproducible is true, but at zero_optimization.stage 0 gradients are summed in {dtype}; "
+                f"set {key} to 'fp32', or use another stage"
             )
 
 
@@ -149,7 +149,7 @@ def sentence_of(error: Exception) -> str:
         first = error.errors()[0]
         key = ".".join(map(str, (_SECTIONS.get(error.title, error.title), *first["loc"])))
         return f"{key} is {first['input']!r}: {first['msg']}"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a word'}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a message'}"
 
 
 def _refuse_module(module: PipelineModule) -> None:

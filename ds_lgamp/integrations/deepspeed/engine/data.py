@@ -126,7 +126,7 @@ class BatchLoader:
 
 def _checked(pulled: Any) -> Any:
     if pulled is None:
-        raise ValueError("there is none; pass data_iter to train_batch or training_data to deepspeed.initialize")
+        raise ValueError("there are no data; pass data_iter to train_batch or training_data to deepspeed.initialize")
     if not isinstance(pulled, (tuple, list)) or len(pulled) < 2:
         raise TypeError(f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels")
     return pulled

@@ -143,13 +143,13 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def _complaint_about_state(self, state: Any) -> str | None:
         """Returns why this rank cannot load ``state``; None if it can."""
         if not isinstance(state, dict) or set(state) != {"data_rank", "class", "partition", "optimizer"}:
-            return "the state is none of engine.optimizer.state_dict(); pass what that returned on the same rank"
+            return "the state is not from engine.optimizer.state_dict(); pass what it returned on this rank"
         rank, ranks = self._data_rank
         if tuple(state["data_rank"]) != (rank, ranks):
             written_rank, written_ranks = state["data_rank"]
             return (
-                f"the state of engine.optimizer is that of data-parallel rank {written_rank} of {written_ranks}, this "
-                f"is rank {rank} of {ranks}; load it where it was taken, or use save_checkpoint and load_checkpoint"
+                f"the state of engine.optimizer is from data-parallel rank {written_rank} of {written_ranks}, but "
+                f"this is rank {rank} of {ranks}; load it on its own rank, or use save_checkpoint and load_checkpoint"
             )
         complaint = self.complaint_about_class(state["class"])
         if complaint is not None:
@@ -160,8 +160,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         )
         if sizes != written_sizes:
             return (
-                f"the state of engine.optimizer has parameter groups of {written_sizes} shards, this optimizer of "
-                f"{sizes}; build model, groups and ds_config.json as they were"
+                f"the state of engine.optimizer has parameter groups of {written_sizes} shards, but this optimizer "
+                f"of {sizes}; build model, groups and ds_config.json as they were"
             )
         complaint = _complaint_about_units(self.partition, state["partition"])
         if complaint is not None:
@@ -170,8 +170,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             saved = state["partition"][unit.name]
             if (saved["master"].shape, "weights" in saved) != (unit.master.values.shape, unit.master.is_copy):
                 return (
-                    f"the state of engine.optimizer holds {unit.name} as another zero_optimization.stage or data type "
-                    "does; load it under the ds_config.json it was taken under"
+                    f"the state of engine.optimizer holds {unit.name} for another zero_optimization.stage or data "
+                    "type; load it with the ds_config.json of the run that it comes from"
                 )
         return None
 
@@ -185,7 +185,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         is None because the class is unknown."""
         if written in (self.class_name, None):
             return None
-        return f"the optimizer state is that of {written}, this run's optimizer is {self.class_name}; use {written}"
+        return f"the optimizer state is from {written}, but this run has {self.class_name}; use {written}"
 
     @property
     def _data_rank(self) -> tuple[int, int]:
@@ -194,8 +194,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError: a new group would hold whole parameters, but the optimizer updates only shards."""
         raise ConfigError(
-            "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; give it all "
-            "groups before, with learning rate 0 for what trains later"
+            "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; pass all "
+            "groups to deepspeed.initialize, with learning rate 0 for parameters that train later"
         )
 
 

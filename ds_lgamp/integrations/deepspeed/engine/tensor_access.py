@@ -194,8 +194,8 @@ class TensorAccess:
             absent = bool(flag)
         if absent:
             raise ConfigError(
-                f"the optimizer has no state '{key}' for every element of {part.name}; use a name it has in "
-                "engine.optimizer.state after its first step"
+                f"the optimizer has no state '{key}' for every element of {part.name}; use a name from "
+                "engine.optimizer.state after the first step"
             )
         if segment is None or state is None:
             return part.unit.master.values[part.in_shard]
@@ -205,8 +205,8 @@ class TensorAccess:
         reduction = part.unit.reduction
         if reduction.shard_gradient is None or not reduction.is_final:
             raise ConfigError(
-                f"the gradient of {part.name} exists only while the optimizer steps; call this in a function put in "
-                "the place of engine.optimizer.step, before the step it wraps, or in a hook of the optimizer's"
+                f"the gradient of {part.name} exists only while the optimizer steps; call this in an optimizer hook, "
+                "or wrap engine.optimizer.step and call it before the wrapped step"
             )
         return reduction.shard_gradient[part.in_shard]
 

@@ -55,8 +55,8 @@ def _watch(lock: Path, over: threading.Event) -> None:
             if not _is_open(lock):
                 age = time.time() - lock.stat().st_mtime
                 logger.warning(
-                    f"ds_lgamp: DeepSpeed waits for the lock {lock}, {age:.0f} s old, of a compilation that no process "
-                    f"of this machine does; unless another machine does it, remove the file: rm {lock}"
+                    f"ds_lgamp: DeepSpeed waits for the lock {lock}, which is {age:.0f} s old, but no process of this "
+                    f"machine compiles; if no other machine compiles either, remove the file: rm {lock}"
                 )
                 return
 

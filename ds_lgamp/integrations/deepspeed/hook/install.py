@@ -50,7 +50,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
     if deepspeed.PipelineEngine not in _installed:
         raise ConfigError(
             f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
-            f"and would not heed the {BLOCK} block; replace it before, or remove the block"
+            f"and would ignore the {BLOCK} block; replace it before ds_lgamp.install(), or remove the block"
         )
     meaningless = check_keys(config)
     if mpu is not None:
@@ -60,7 +60,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
     except Exception as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {sentence_of(error)}") from error
     if meaningless:
-        log_dist(f"With a {BLOCK} block these keys mean nothing: {', '.join(meaningless)}", ranks=[0])
+        log_dist(f"With a {BLOCK} block these keys have no effect: {', '.join(meaningless)}", ranks=[0])
     return made
 
 

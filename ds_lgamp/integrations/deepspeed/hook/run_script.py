@@ -53,7 +53,7 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
     if rank >= world_size:
         return 0
     hint = (
-        f"ds_lgamp: the script failed ahead of deepspeed.initialize; it ran on {world_size} imagined ranks (--ranks), "
+        f"ds_lgamp: the script failed before deepspeed.initialize; it ran on {world_size} imagined ranks (--ranks), "
         "whose collectives move nothing\n"
     )
     with failures_end_the_process(_STOCK_REFUSAL, hint):

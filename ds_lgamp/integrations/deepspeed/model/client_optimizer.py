@@ -125,5 +125,5 @@ def complaint_about_history(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     return (
         f"optimizer is {type(optimizer).__name__} with state for whole parameters, which shards cannot take over; pass "
-        "one that has taken no step and loaded none"
+        "a new one that has loaded no state"
     )

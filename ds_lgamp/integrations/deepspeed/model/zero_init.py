@@ -95,7 +95,7 @@ def _complaint(module: PipelineModule, partitioned: dict[str, Any]) -> str | Non
         ranks = dist.get_process_group_ranks(parameter.ds_process_group)
         if ranks != owners:
             return (
-                f"deepspeed.zero.Init shared parameter {name} out over ranks {ranks}, but its pipeline rank has only "
+                f"deepspeed.zero.Init partitioned parameter {name} over ranks {ranks}, but its pipeline rank has only "
                 f"{owners}; build the PipelineModule inside deepspeed.zero.Init or ds_lgamp.deferred_init()"
             )
     return None

@@ -223,7 +223,7 @@ def _refuse_unsupported(config: TransformerConfig, transformer_impl: Transformer
     if config.gated_linear_unit and config.tensor_model_parallel_size > 1:
         # A rank's slice of the first matrix has a slice of each half. A checkpoint would put them in the wrong order.
         raise ConfigError(
-            f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, which "
-            "checkpoints cannot tell from one whole matrix; set one of them to False or 1"
+            f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, but "
+            "checkpoints would join the slices in the wrong order; set the first to False or the second to 1"
         )
     refuse_missing_engine(transformer_impl)

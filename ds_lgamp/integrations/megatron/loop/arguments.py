@@ -65,7 +65,7 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
     refuse_flags(args, arguments=True)
     refuse_together(args)
     if args.mtp_num_layers and args.pipeline_model_parallel_layout is None:
-        raise ConfigError("--mtp-num-layers is given; say with --pipeline-model-parallel-layout where they go")
+        raise ConfigError("--mtp-num-layers is given; place these layers with --pipeline-model-parallel-layout")
     _refuse_another_stage(args, job)
     _set_recomputation(args, job.settings)
     ranks = args.pipeline_model_parallel_size

@@ -86,7 +86,7 @@ def refuse_other_buckets(args: Namespace, state: Mapping[str, Any], folder: Any)
         before, now = (str(getattr(source, name, None)) for source in (saved, args))
         if before != now:
             raise ConfigError(
-                f"{name} is {now}, but was {before} where --load {folder} was saved, and its optimizer state is that "
-                "of the buckets of then; make them equal, save it with --dist-ckpt-optim-fully-reshardable, or load "
-                "without it, with --no-load-optim"
+                f"{name} is {now}, but was {before} when --load {folder} was saved, and the optimizer state follows "
+                "its buckets; make them equal, save with --dist-ckpt-optim-fully-reshardable, or load without the "
+                "optimizer state with --no-load-optim"
             )

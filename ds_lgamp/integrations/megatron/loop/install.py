@@ -69,20 +69,20 @@ def install_training(job: Job) -> None:
     def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Namespace:  # noqa: B006 as stock's
         unread = validate_with_block(args, job, lambda: stock_validate(args, defaults))
         if unread and args.rank == 0:
-            print(f"ds_lgamp: Megatron-LM's flags decide what these keys are about: {', '.join(unread)}")
+            print(f"ds_lgamp: Megatron-LM's flags replace these keys: {', '.join(unread)}")
         return args
 
     @wraps(stock_get_model)
     def get_model(model_provider_func: Callable[..., Any], *positional: Any, **options: Any) -> list[torch.nn.Module]:
         args = training.get_args()
         if args.yaml_cfg is not None:
-            raise ConfigError(f"--yaml-cfg is {args.yaml_cfg}, beside which the block cannot set arguments; use flags")
+            raise ConfigError(f"--yaml-cfg is {args.yaml_cfg}, but the block cannot set arguments beside it; use flags")
         chunks = args.virtual_pipeline_model_parallel_size or 1
         if args.pipeline_model_parallel_size == 1 and chunks > 1:
             model_provider_func = chunks_provider(model_provider_func, chunks)
         models = stock_get_model(model_provider_func, *positional, **options)
         if len(models) != chunks:
-            raise ConfigError(f"Megatron-LM built {len(models)} chunks where {chunks} were asked for; use core_r0.16.0")
+            raise ConfigError(f"Megatron-LM built {len(models)} chunks instead of {chunks}; use branch core_r0.16.0")
         return models
 
     @wraps(stock_skip)
@@ -140,7 +140,7 @@ def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Cal
     parameters = signature(provider).parameters.values()
     if not any(parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise ConfigError(
-            "the script's model_provider takes no vp_stage, so that its model has no chunks; set "
+            "the script's model_provider takes no vp_stage, so its model has no chunks; set "
             f"{BLOCK}.chunks_per_rank to 1"
         )
 

@@ -142,7 +142,7 @@ def check_training_seams() -> None:
         importlib.import_module("megatron.training.training")
     except ImportError as error:
         raise ConfigError(
-            f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree, which no package has"
+            f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree; no package has it"
         ) from None
     _refuse(
         missing_parameters(TRAINING_PARAMETERS),

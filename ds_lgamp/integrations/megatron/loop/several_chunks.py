@@ -95,7 +95,7 @@ def check_layers(models: Sequence[torch.nn.Module]) -> None:
     if built != wanted:
         raise ConfigError(
             f"the chunks of one pipeline rank have {built} layers, but num_layers is {wanted}: "
-            f"{type(members[0]).__name__} does not heed vp_stage; use more pipeline ranks, or set chunks_per_rank to 1"
+            f"{type(members[0]).__name__} ignores vp_stage; use more pipeline ranks, or set chunks_per_rank to 1"
         )
 
 

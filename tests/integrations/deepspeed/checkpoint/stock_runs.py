@@ -1,4 +1,4 @@
-"""Runs of stock DeepSpeed and of the block that hand their checkpoints to each other: what the ranks do."""
+"""Runs of stock DeepSpeed and of a block that continue each other's checkpoints: the code of the ranks."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -16,22 +16,23 @@ from tests.integrations.deepspeed.models import decay_groups, seed, tied_logits
 from tests.runtime.models import WIDTH, Block, Embedding, loss_function, micro_batch
 
 MICRO_BATCHES = 8
-"""Of a step, over all data-parallel ranks."""
+"""Micro-batches of a step over all data-parallel ranks."""
 BEFORE, BLOCK_STEPS, AFTER = 3, 2, 2
 """Steps in stock DeepSpeed, under the block, and in stock DeepSpeed again."""
 
 
 class Kind(NamedTuple):
-    """What a run trains, and in which types."""
+    """The model of a run and its data types."""
 
     data_type: str = "fp32"
     stage: int = 1
     tied: bool = True
-    """Also: has a frozen parameter."""
+    """Whether layers are tied. A tied model also has a frozen parameter."""
     pipeline_ranks: int = 2
-    """Of the four ranks of the first stock run."""
+    """The pipeline ranks of the first stock run, which has four ranks."""
     vocabulary_group: bool = False
-    """Middle ranks of a pipeline have no parameter in it. Stock DeepSpeed hangs there at stage 1."""
+    """Whether vocabulary matrices have their own group. Middle ranks have no parameter in it. Stock DeepSpeed hangs
+    there at stage 1."""
     options: dict = {}
     """Further keys of ds_config.json."""
 
@@ -47,7 +48,7 @@ class Place(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What one rank has seen."""
+    """The observations of one rank."""
 
     losses: list[float]
     masters: dict[str, torch.Tensor]
@@ -57,11 +58,11 @@ class Observed(NamedTuple):
     counters: tuple[int, int, int]
     client_state: dict
     foreach: bool | None
-    """An option of the optimizer that changes nothing but speed."""
+    """An option of the optimizer that changes only speed."""
 
 
 class Measured(Block):
-    """Has a buffer that training changes, one that is not kept, and a parameter that does not train."""
+    """Has a buffer that training changes, a buffer that is not saved, and a parameter that does not train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def specs(tied: bool) -> list:
 
 
 def initialize(kind: Kind, place: Place):
-    """The engine, as an ordinary script makes it."""
+    """Makes the engine as an ordinary script does."""
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -114,7 +115,7 @@ def initialize(kind: Kind, place: Place):
 
 
 def groups_of(kind: Kind, module: PipelineModule) -> list[dict]:
-    """Matrices decay, vectors do not."""
+    """Makes parameter groups. Matrices decay and vectors do not."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if kind.vocabulary_group:
         return decay_groups(parameters, 0.1)
@@ -125,7 +126,7 @@ def groups_of(kind: Kind, module: PipelineModule) -> list[dict]:
 
 
 def train(engine, steps: int) -> list[float]:
-    """The losses of further steps."""
+    """Trains more steps. Returns their losses."""
     count, losses = engine.gradient_accumulation_steps(), []
     for _ in range(steps):
         first = count * engine.grid.data_parallel_id
@@ -135,11 +136,11 @@ def train(engine, steps: int) -> list[float]:
 
 
 def observe(engine, losses: list[float], client_state: dict) -> Observed:
-    """What a stock engine holds of its stage."""
+    """Returns what a stock engine holds of its stage."""
     named = {name: tensor for name, tensor in engine.module.named_parameters() if tensor.requires_grad}
     at_stage_0 = isinstance(engine.optimizer, torch.optim.Optimizer)
     if not at_stage_0:
-        # DeepSpeed links the state of the groups that have one after the first group's first step: of that alone.
+        # DeepSpeed links optimizer state after the first group's first step, and only for groups that have state then.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -164,7 +165,7 @@ def prepare() -> None:
 
 
 def train_and_save(kinds: dict[str, Kind], folder: Path) -> dict[str, Observed]:
-    """Stock runs that save after :data:`BEFORE` steps and go on."""
+    """Trains stock runs, which save after :data:`BEFORE` steps and continue."""
     prepare()
     observed = {}
     for name, kind in kinds.items():
@@ -178,7 +179,7 @@ def train_and_save(kinds: dict[str, Kind], folder: Path) -> dict[str, Observed]:
 
 
 def go_on(places: list[tuple[Kind, Place, int, Path | None]]) -> list[Observed]:
-    """Runs that load, train so many steps, and may save."""
+    """Loads and continues runs for the given steps. Saves if a folder is given."""
     prepare()
     observed = []
     for kind, place, steps, saved in places:

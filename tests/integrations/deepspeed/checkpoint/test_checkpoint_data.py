@@ -1,5 +1,5 @@
-"""Wherever micro-batches come from, a run saves, loads and goes on: with its own data where it was, and with an
-iterator of the script's where the script is."""
+"""A run saves, loads and continues with every source of micro-batches. Its own data continue at their position, and a
+script's iterator continues where the script left it."""
 
 from itertools import islice, product
 from pathlib import Path
@@ -23,8 +23,8 @@ from tests.integrations.deepspeed.models import seed
 DATA = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).tolist()
 ROWS, MICRO_BATCHES = 4, 2
 SAVED, STEPS = 3, 6
-"""Of 10 micro-batches of own data, or 5 for each of two data-parallel ranks, 6 are taken when the run is saved, and 12
-when it ends."""
+"""When the run is saved, 6 of 10 micro-batches of its own data, or of 5 for each of two data-parallel ranks, are taken.
+At its end, 12 are taken."""
 
 
 class Layout(NamedTuple):
@@ -41,7 +41,7 @@ def collate(samples):
 
 
 def endless(start, position):
-    """Micro-batches of one's own from ``position`` on."""
+    """Returns an endless iterator of micro-batches from ``position`` on."""
     generator = torch.Generator().manual_seed(start)
     rows = (torch.randn(ROWS, 6, generator=generator) for _ in iter(int, 1))
     return islice(((row, torch.zeros(ROWS, 6)) for row in rows), position, None)
@@ -52,7 +52,7 @@ def own_data(engine, loader, step):
 
 
 def iterator_of_initialize(engine, loader, step):
-    """As scripts do that know of no pipeline: the loader that initialize returns, held over a load."""
+    """Keeps the loader that initialize returns over a load, as scripts without a pipeline do."""
     held = iter(loader)
     return lambda: held
 
@@ -77,7 +77,7 @@ def doubling(engine, loader, step):
 
 
 def making(engine, loader, step):
-    """There are no data but what the function makes."""
+    """Only the batch function makes data."""
     made = endless(9, MICRO_BATCHES * step)
     engine.set_batch_fn(lambda batch: next(made) if batch is None else batch)
     return lambda: None
@@ -94,14 +94,14 @@ SOURCES = {
     "set_batch_fn on training_data": (doubling, True),
     "set_batch_fn alone": (making, False),
 }
-"""How a script feeds an engine, and whether that has training_data."""
+"""How a script feeds an engine, and whether the engine has training_data."""
 OF_OWN_DATA = ("training_data", "training_data as an iterator", "set_batch_fn on training_data")
 CASES = list(product(["loss on the first rank"], SOURCES, [False, True]))
-"""On two ranks: the layout, what feeds the engine, and whether it is evaluated between steps."""
+"""Cases on two ranks: the layout, the source of data, and whether evaluations run between steps."""
 CASES_PER_SPAWN = 3
-"""Each has three engines with process groups of their own; with very many in one process, gloo stalls."""
+"""Each case has three engines with their own process groups. With very many in one process, gloo stalls."""
 WIDER_CASES = list(product(LAYOUTS, ["training_data", "data_iter"], [True]))
-"""On four."""
+"""Cases on four ranks."""
 
 
 def engine_of(layout, block, with_data):
@@ -115,7 +115,7 @@ def engine_of(layout, block, with_data):
             "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True,
         }
-        # Layers that were built have drawn as many numbers as they needed.
+        # Building layers has drawn a different number of random numbers on each rank.
         torch.manual_seed(5)
         engine, _, loader, _ = deepspeed.initialize(
             model=module,
@@ -128,7 +128,7 @@ def engine_of(layout, block, with_data):
 
 
 def steps(engine, feed, evaluated, count):
-    """Losses of training and evaluation, and the sum of the logits where there are some."""
+    """Trains. Returns losses of training and evaluation, and the sum of the logits where a rank has them."""
     results = []
     for _ in range(count):
         results.append(engine.train_batch(feed()).item())
@@ -145,7 +145,7 @@ class Run(NamedTuple):
     resumed: list
     pulled: int
     data: dict | None
-    """As the checkpoint says."""
+    """The position in the data as the checkpoint stores it."""
 
 
 def run_case(folder, layout, source, evaluated):
@@ -158,7 +158,7 @@ def run_case(folder, layout, source, evaluated):
     engine.save_checkpoint(folder)
     losses = before + steps(engine, feed, evaluated, STEPS - SAVED)
     fresh, loader = engine_of(layout, BLOCK, with_data)
-    # Before the load, as scripts do that build everything first.
+    # Builds the iterator before the load, as scripts do that build everything first.
     feed = feeding(fresh, loader, SAVED)
     fresh.load_checkpoint(folder)
     again = before + steps(fresh, feed, evaluated, STEPS - SAVED)
@@ -167,8 +167,8 @@ def run_case(folder, layout, source, evaluated):
 
 
 def drawn_after(folder):
-    """What this rank draws after an engine with own data was built, and after it has loaded a checkpoint without random
-    states at a position in them."""
+    """Returns this rank's draws after an engine with own data was built, and after it loaded a position in the data
+    without random states."""
     engine, _ = engine_of(LAYOUTS["loss on the second of four ranks"], BLOCK, True)
     drawn = [torch.rand(2).tolist()]
     engine.train_batch()
@@ -183,8 +183,10 @@ def drawn_after(folder):
 
 
 def own_data_then_an_iterator(folder):
-    """Position in the own data where the script left it, and its next micro-batch after a load into a run that had
-    gone over to an iterator, too."""
+    """Returns the position in the own data when a script changed to its own iterator.
+
+    Also returns the next micro-batches, before and after the run loads that checkpoint.
+    """
     layout = LAYOUTS["loss on the first rank"]
     engine, loader = engine_of(layout, BLOCK, True)
     held = iter(loader)
@@ -199,7 +201,8 @@ def own_data_then_an_iterator(folder):
 
 
 def without_data_there(folder):
-    """A run that made its micro-batches itself is resumed by one with own data: that begins at their beginning."""
+    """Saves a run that makes its own micro-batches. A run with own data resumes it and begins at the start of its
+    data."""
     layout = LAYOUTS["loss on the first rank"]
     engine, loader = engine_of(layout, BLOCK, False)
     feed = making(engine, loader, 0)
@@ -207,7 +210,7 @@ def without_data_there(folder):
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
     if dist.get_rank() == 0:
-        # As the first release counted them.
+        # The first release stored this count.
         forge_state(Path(folder) / f"global_step{SAVED}", inside("counters/_pulled_of_training_data", 6))
     dist.barrier()
     fresh, loader = engine_of(layout, BLOCK, True)
@@ -242,7 +245,7 @@ def run_four(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """By rank."""
+    """Returns the results by rank."""
     results = run_on_ranks(2, run_others, str(tmp_path_factory.mktemp("two")))
     for start in range(0, len(CASES), CASES_PER_SPAWN):
         cases = CASES[start : start + CASES_PER_SPAWN]
@@ -262,13 +265,13 @@ def check(results, case):
         assert run.resumed == run.uninterrupted
         taken = SAVED * MICRO_BATCHES if case[1] in OF_OWN_DATA else 0
         assert run.pulled == taken and (run.data is not None) == SOURCES[case[1]][1]
-    # The logits are where the loss is, which is another rank.
+    # The logits are on the rank of the loss, which is another rank.
     stock, layered = (everywhere(getattr(rank[case], kind) for rank in results) for kind in ("stock", "uninterrupted"))
     assert layered == pytest.approx(stock, rel=1e-5)
 
 
 def everywhere(ranks):
-    """What there is on any rank, by position."""
+    """Returns for every position the value of the rank that has one."""
     return [next(value for value in values if value is not None) for values in zip(*ranks)]
 
 
@@ -283,7 +286,7 @@ def test_so_it_does_on_four_ranks(four, case):
 
 
 def test_ranks_go_on_drawing_alike_when_own_data_are_built_and_found_again(four):
-    """So the order of data that a script shuffles is the same for inputs and for labels."""
+    """A script that shuffles its data then gets the same order for inputs and for labels."""
     first, *others = (rank["drawn"] for rank in four)
     assert all(drawn == first for drawn in others)
 

@@ -1,4 +1,4 @@
-"""The names in state.json belong to the file format, whatever the engine calls its fields."""
+"""The names in state.json belong to the file format and do not follow the engine's field names."""
 
 from types import SimpleNamespace
 

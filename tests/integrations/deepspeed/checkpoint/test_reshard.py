@@ -1,4 +1,4 @@
-"""A checkpoint written at any layout loads at any other, and training goes on as if nothing had happened."""
+"""A checkpoint written at any layout loads at any other, and training continues as if uninterrupted."""
 
 from itertools import product
 from typing import NamedTuple
@@ -21,7 +21,7 @@ GLOBAL_BATCH = 4
 """Micro-batches of all data-parallel ranks."""
 SAVED, RESUMED = 3, 2
 SAMPLES = [sample for index in range(4 * GLOBAL_BATCH) for sample in zip(*micro_batch(0, index))]
-"""Of the engine's own data: they start anew after 4 steps."""
+"""The engine's own data. They start again after 4 steps."""
 TRAINING = Training(blocks=6, tied=True, steps=SAVED + RESUMED, clipping=0.3, warmup=5, decay=0.01)
 
 
@@ -54,10 +54,10 @@ PLACES = {
 PAIRS = [
     (source, target)
     for source, target in product(PLACES, PLACES)
-    # Eight ranks take long here.
+    # Eight ranks take long on this machine.
     if target != "zero 3, eight" or source in ("alone", "bf16", "zero 0, contiguous", "zero 3, eight")
 ]
-"""Written at, loaded at."""
+"""Places that write and places that load."""
 FP32_PAIRS = [pair for pair in PAIRS if all(PLACES[name].data_type == "fp32" for name in pair)]
 
 
@@ -66,7 +66,7 @@ def engine_of(place: Place):
     with quiet():
         module = pipeline_module(TRAINING, place.pipeline_ranks)
         groups = decay_groups(module.parameters(), TRAINING.decay)
-        # eps: a small one would show every rounding.
+        # A small eps would amplify every rounding error.
         optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-4)
         config = {
             "train_micro_batch_size_per_gpu": 4,
@@ -89,7 +89,7 @@ def engine_of(place: Place):
 
 
 def steps(engine, count):
-    """Loss, norm and learning rate of every step."""
+    """Trains. Returns loss, norm and learning rate of every step."""
     results = []
     for _ in range(count):
         loss = engine.train_batch().item()
@@ -98,7 +98,7 @@ def steps(engine, count):
 
 
 def save_and_go_on(folder, names):
-    """What the runs that save do afterwards, and how many elements of the parameters each of their ranks wrote."""
+    """Returns the further steps of the runs that save, and the number of parameter elements that each rank wrote."""
     _prepare()
     expected = {}
     for name in names:
@@ -113,13 +113,13 @@ def save_and_go_on(folder, names):
 
 
 def load_and_go_on(folder, names):
-    """What a run at each place does after it loaded each checkpoint; before, it writes what it loaded as another."""
+    """Loads each checkpoint at each place and writes it again. Returns the steps after each load."""
     _prepare()
     resumed = {}
     for name in names:
         engine = engine_of(PLACES[name])
         steps(engine, 1)
-        # At stages 1 and 2 the weights are complete now: nobody would gather them before they are used.
+        # At stages 1 and 2 this makes the weights complete. A load must replace them, because no gather would follow.
         engine.eval_batch(iter([micro_batch(9, index) for index in range(engine.micro_batches)]))
         for source in (source for source, target in PAIRS if target == name):
             _, client_state = engine.load_checkpoint(folder, tag=source)
@@ -134,7 +134,7 @@ def load_and_go_on(folder, names):
 
 def _prepare():
     prepare_rank()
-    # This machine's CPU computes in fp16, which DeepSpeed does not look for everywhere.
+    # torch computes fp16 on any CPU, but DeepSpeed does not detect that everywhere.
     get_accelerator().is_fp16_supported = lambda: True
 
 
@@ -198,7 +198,7 @@ def test_the_loss_scale_moves_with_the_run(folder, expected, resumed):
 
 
 def test_every_element_is_written_by_one_rank(folder, expected):
-    """Also what several hold: at stage 0 all data-parallel ranks, of a tied module several pipeline ranks."""
+    """At stage 0 all data-parallel ranks hold every element. Several pipeline ranks hold a tied module."""
     elements = sum(values.numel() for values in read_whole(folder / "alone").parameters.values())
     for name, (_, written) in expected.items():
         assert sum(written) == elements and all(written), name

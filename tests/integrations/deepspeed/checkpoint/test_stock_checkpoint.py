@@ -1,4 +1,4 @@
-"""A stock DeepSpeed run switches over to the block and back, at other layouts, and its losses do not show where."""
+"""A run moves from stock DeepSpeed to a block and back, at other layouts, with unchanged losses."""
 
 import pytest
 import torch
@@ -36,7 +36,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(folder):
-    """By kind, what every rank of a stock run has seen; rank 0 and 1 are the first stage, 2 and 3 the second."""
+    """Returns the observations of every rank of a stock run, by kind. Ranks 0 and 1 are the first stage, 2 and 3 the
+    second."""
     ranks = run_on_ranks(4, train_and_save, KINDS, folder)
     return {name: [rank[name] for rank in ranks] for name in KINDS}
 
@@ -77,7 +78,7 @@ def test_frozen_parameters_and_buffers_are_read(stock, folder):
 
 @pytest.fixture(scope="module")
 def rewritten(stock, folder):
-    """What stock runs see that load what was read and written again."""
+    """Reads and rewrites the stock checkpoints. Returns the observations of stock runs that load them."""
     places = []
     for name, kind in KINDS.items():
         target = folder / "rewritten" / name
@@ -110,7 +111,10 @@ BLOCKS = [
 
 
 def leave_options_to_the_run(optimizer):
-    """As where DeepSpeed's FusedAdam was saved, which has fewer options than torch's class, or an unknown class."""
+    """Removes options that a run must supply.
+
+    DeepSpeed's FusedAdam saves fewer options than torch's class does, and so may an unknown class.
+    """
     kept = {"lr", "betas", "eps", "weight_decay"}
     optimizer["class"] = None
     optimizer["groups"] = [{key: group[key] for key in kept} for group in optimizer["groups"]]
@@ -118,7 +122,8 @@ def leave_options_to_the_run(optimizer):
 
 @pytest.fixture(scope="module")
 def blocks(stock, folder):
-    """What runs with a block see that load what was read, and the folder of each, where they save."""
+    """Returns the observations of runs with a block that load the converted checkpoints. Each run saves into its
+    folder."""
     places = []
     for index, (name, layout, block, _) in enumerate(BLOCKS):
         target = folder / f"block {index}"
@@ -144,7 +149,7 @@ def test_a_block_goes_on_where_stock_stopped(stock, blocks, index):
 
 
 BACK = [
-    # Which block, the layout, its stage.
+    # The index of the block, and the layout with its stage.
     (0, (2, 2, 1)),
     (0, (1, 4, 1)),
     (0, (4, 1, 1)),
@@ -160,7 +165,7 @@ BACK = [
 
 @pytest.fixture(scope="module")
 def back(blocks, folder):
-    """What stock runs see that load what runs with a block saved."""
+    """Returns the observations of stock runs that load the checkpoints of runs with a block."""
     places = []
     for index, (source, layout) in enumerate(BACK):
         name, target = BLOCKS[source][0], folder / f"back {index}"

@@ -1,4 +1,4 @@
-"""What is read from stock DeepSpeed's files, what is refused, and that nothing in them runs."""
+"""Reads stock DeepSpeed's files, refuses the ones it cannot convert, and runs no code from them."""
 
 import os
 from argparse import Namespace
@@ -29,7 +29,8 @@ RANK, SHARD, LAYER = (
 
 
 def whole_checkpoint(tied: bool = True) -> WholeCheckpoint:
-    """As a run with a block saves it, of six layers: the fourth is a function, the last uses the tied embedding."""
+    """Makes a checkpoint of six layers as a run with a block saves it. The fourth layer is a function. The last uses
+    the tied embedding."""
     shapes = SHAPES if tied else {name: shape for name, shape in SHAPES.items() if "tied" not in name}
     torch.manual_seed(3)
     parameters = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -74,7 +75,7 @@ def edit(path: Path, change) -> None:
 @pytest.mark.parametrize("data_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("pipeline_ranks", [1, 2, 5])
 def test_what_is_written_is_read(tmp_path, pipeline_ranks, data_ranks):
-    """Also where shards are padding alone."""
+    """Some shards contain only padding."""
     there = whole_checkpoint()
     write_stock(there, tmp_path / "tag", pipeline_ranks, data_ranks)
     here = read_stock(tmp_path / "tag")
@@ -105,7 +106,7 @@ def test_layers_are_cut_where_stock_cuts_them(tmp_path, method, bounds):
 
 
 class Malicious:
-    """Runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -132,7 +133,7 @@ def test_arguments_of_a_script_are_read(folder):
 
 
 def test_fused_adam_is_read_as_the_class_that_stands_for_it(folder):
-    """DeepSpeed makes it of "Adam" and "AdamW" on GPUs. Its groups count the steps and have other options."""
+    """On GPUs DeepSpeed makes FusedAdam for "Adam" and "AdamW". Its groups count the steps and have other options."""
 
     def as_fused_adam(content):
         state = content["optimizer_state_dict"]["base_optimizer_state"]

@@ -1,4 +1,4 @@
-"""Every example configuration trains, as stock DeepSpeed does without the block."""
+"""Every example configuration trains, and stock DeepSpeed trains alike without the block."""
 
 import json
 
@@ -14,12 +14,12 @@ from tests.runtime.models import micro_batch
 
 EXAMPLES = sorted((ROOT / "example_configs").glob("*.json"))
 FLAGS = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
-"""What launch/pretrain_gpt.py adds to the quickstart's."""
+"""launch/pretrain_gpt.py adds these to the quickstart's configuration."""
 TRAINING = Training(tuples=False)
 
 
 def without_block(config):
-    """Stock's, with torch's Adam: it would compile its own."""
+    """Returns the stock configuration with torch's Adam. DeepSpeed would compile its own."""
     stock = {key: value for key, value in config.items() if key != "ds_lgamp"}
     optimizer = {**config["optimizer"], "params": {**config["optimizer"]["params"], "torch_adam": True}}
     return {**stock, "optimizer": optimizer, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}

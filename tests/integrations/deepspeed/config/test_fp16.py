@@ -1,5 +1,5 @@
-"""fp16 trains like one process that computes, accumulates and adds up in the same types, at any layout; overflows are
-treated as stock DeepSpeed treats them."""
+"""At any layout, fp16 trains like one process that computes, accumulates and adds in the same types. Overflows have the
+same effect as in stock DeepSpeed."""
 
 from typing import NamedTuple
 
@@ -71,9 +71,9 @@ class Run(NamedTuple):
     losses: list[float]
     norms: list[float]
     gradients: list[dict[str, torch.Tensor]]
-    """Those the optimizer's step finds: averaged and still scaled."""
+    """The gradients that the optimizer's step gets: averaged and still scaled."""
     weights: dict[str, torch.Tensor]
-    """In fp32, after the last step."""
+    """The weights in fp32 after the last step."""
 
 
 def train(case, engine):
@@ -93,17 +93,18 @@ def train(case, engine):
 
 
 def train_on_one_process(case):
-    """The ground truth: each data-parallel rank's gradients accumulate by themselves, are converted and added up."""
+    """The ground truth. Each data-parallel rank's gradients accumulate separately, are converted, and are then
+    added."""
     layers, parameters = build_layers(TRAINING)
     for parameter in parameters.values():
         parameter.data = parameter.data.to(DTYPES[case.parameters])
-    # As in DeepSpeed, copies of what is rounded already.
+    # Copies the rounded parameters, as DeepSpeed does.
     masters = {name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in parameters.items()}
-    # What DeepSpeed makes of "Adam".
+    # DeepSpeed turns "Adam" into AdamW.
     optimizer = torch.optim.AdamW(masters.values(), **ADAM)
     accumulation = DTYPES[case.accumulation]
     communication = accumulation if case.communication is None else DTYPES[case.communication]
-    # An all-reduce adds in the type that travels; parts are added in fp32.
+    # An all-reduce adds in the type that travels. Parts are added in fp32.
     adds = communication if case.stage == 0 else torch.float32
     run = Run([], [], [], {})
     for step in range(STEPS):
@@ -117,7 +118,7 @@ def train_on_one_process(case):
                     mine.add_(gradient.to(accumulation))
                 loss += each.item() / MICRO_BATCHES / case.data_ranks
             for total, mine in zip(sums, own):
-                # A sum leaves fp16's range soon: its terms are divided before.
+                # A sum soon exceeds fp16's range, so its terms are divided first.
                 total.add_((mine / case.data_ranks if communication == torch.float16 else mine).to(communication))
         for master, total in zip(masters.values(), sums):
             master.grad = total.float() / (1 if communication == torch.float16 else case.data_ranks)
@@ -136,7 +137,7 @@ def train_on_one_process(case):
 
 
 def whole(engine, run):
-    """With the tensors of all pipeline ranks."""
+    """Returns the run with the tensors of all pipeline ranks."""
     everyone = over_pipeline(engine.module, (run.gradients, run.weights))
     gradients = [{k: v for steps, _ in everyone for k, v in steps[step].items()} for step in range(STEPS)]
     return run._replace(gradients=gradients, weights={k: v for _, weights in everyone for k, v in weights.items()})
@@ -152,12 +153,13 @@ DYNAMIC = {
     "static": {"loss_scale": 128.0},
 }
 INFINITE = {"hysteresis": {0, 1, 3}, "consecutive": {1, 3, 4}, "static": {1, 2}}
-"""Steps, counted from 0, whose loss is made infinite."""
+"""Steps, counted from 0, with an infinite loss."""
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_type": "linear"}}}
 
 
 def history(layout, name):
-    """After each of eight steps: scale, skipped steps, whether the step was applied, learning rate; and the losses."""
+    """Returns for each of eight steps the scale, the skipped steps, whether the step was applied, and the learning
+    rate; and the losses."""
     engine = engine_of(layout, {"fp16": {"enabled": True, **DYNAMIC[name]}, **WARMUP})
     loss_fn, steps, losses = engine.module.loss_fn, [], []
     for step in range(8):
@@ -166,19 +168,21 @@ def history(layout, name):
         losses.append(engine.train_batch(batches(step, engine)).item())
         optimizer = engine.optimizer
         assert optimizer.loss_scale == optimizer.cur_scale == optimizer.loss_scaler.loss_scale
-        assert optimizer.cur_scale == engine._get_optimizer_loss_scale(), "what monitors get"
+        assert optimizer.cur_scale == engine._get_optimizer_loss_scale(), "monitors get another scale"
         assert optimizer.dynamic_loss_scale == (name != "static")
         steps.append((optimizer.cur_scale, engine.skipped_steps, engine.was_step_applied(), engine.get_lr()[0]))
     return steps, losses
 
 
 def overflow_of_one_rank(stage):
-    """What changed in a step in which one gradient of one data-parallel rank of one pipeline rank is infinite, and
-    in the next; by rank its skipped steps and scale."""
+    """Makes one gradient of one data-parallel rank of one pipeline rank infinite in a step.
+
+    Returns for this step and the next: whether all state and whether any state stayed, the skipped steps and the scale.
+    """
     engine = engine_of(Layout(2, 2, stage, {}), {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}})
     engine.train_batch(batches(0, engine))
     infinite = torch.tensor(1.0)
-    # Only where a parameter is whole can it be hooked.
+    # A parameter can only be hooked while it is complete.
     with engine.optimizer.partition.full_parameters():
         if engine.global_rank == 3:
             next(engine.module.parameters()).register_hook(lambda gradient: gradient * infinite)
@@ -193,15 +197,17 @@ def overflow_of_one_rank(stage):
 
 
 def state_of(engine):
-    """Master weights and moments of this rank."""
+    """Returns master weights and moments of this rank."""
     optimizer = engine.optimizer
     units = [unit.master.values.clone() for unit in optimizer.partition.units]
     return units + [moments[key].clone() for moments in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
 def half_loss(**fp16):
-    """Scale and skipped steps where the loss itself is fp16 and there is one micro-batch: its root gradient is the
-    scale. Inputs are fp32."""
+    """Trains with a loss in fp16 and one micro-batch, so the root gradient is the scale. Inputs are fp32.
+
+    Returns scale and skipped steps.
+    """
     module = linear.build(linear.linears(3))
     loss_fn = module.loss_fn
     module.loss_fn = lambda output, target: loss_fn(output, target.half())
@@ -217,7 +223,7 @@ def half_loss(**fp16):
 
 
 def resume(folder):
-    """Losses and scales of a run after it saved, and of one that goes on from there."""
+    """Returns losses and scales of a run after it saved, and of a run that resumes from there."""
     config = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
     first, second = (engine_of(Layout(2, 2, 2, {}), config) for _ in range(2))
     run(first, range(3))
@@ -232,7 +238,7 @@ def run(engine, steps):
 
 
 def overridden():
-    """A scale the user sets, before and after an overflow."""
+    """Sets the scale as a user would, before and after an overflow."""
     engine = engine_of(Layout(2, 2, 1, {}), {"fp16": {"enabled": True}})
     engine.optimizer.override_loss_scale(SCALE)
     engine.optimizer.loss_scale *= 2.0**40
@@ -242,7 +248,7 @@ def overridden():
 
 
 def exhausted():
-    """What is raised when the scale cannot be lowered."""
+    """Returns the error that is raised when the scale cannot be lowered."""
     engine = engine_of(Layout(2, 2, 1, {}), {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}})
     loss_fn = engine.module.loss_fn
     engine.module.loss_fn = lambda outputs, labels: loss_fn(outputs, labels) * float("inf")
@@ -253,7 +259,7 @@ def exhausted():
 
 def run_all(folder):
     prepare_rank()
-    # DeepSpeed's CPU accelerator has fp16 only where oneDNN has; torch computes it on any CPU.
+    # torch computes fp16 on any CPU, but DeepSpeed's CPU accelerator reports it only with oneDNN.
     get_accelerator().is_fp16_supported = lambda: True
     runs = {}
     for case in CASES:
@@ -285,7 +291,7 @@ def test_every_layout_trains_like_one_process_in_the_same_types(ranks, case):
     assert run.losses == pytest.approx(reference.losses, rel=1e-6)
     assert run.norms == pytest.approx(reference.norms, rel=1e-5)
     first, *others = [distance(*pair) for pair in zip(run.gradients, reference.gradients)]
-    # Later, a weight that lies between two of fp16's may be rounded to the other.
+    # In later steps, a weight between two fp16 numbers may round to the other one.
     assert first < 1e-8 and max(others) < 1e-3
     assert distance(run.weights, reference.weights) < 1e-5
 
@@ -305,7 +311,7 @@ def test_the_scale_moves_and_steps_are_skipped_as_in_stock(ranks, name):
 
 
 def test_scales_of_the_histories_go_down_and_up(ranks):
-    """Otherwise the comparison above would say little."""
+    """The comparison above needs scales that change in both directions."""
     scales = {name: [step[0] for step in steps] for name, ((steps, _), _) in ranks[0]["history"].items()}
     assert set(scales.pop("static")) == {128.0} and 12 in scales["consecutive"]
     for name, course in scales.items():
@@ -316,7 +322,7 @@ def test_scales_of_the_histories_go_down_and_up(ranks):
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, stage):
     for rank in ranks:
         overflow, after = rank["one rank"][stage]
-        assert overflow == (True, True, 1, 128.0), "neither weights nor moments move, the scale is halved"
+        assert overflow == (True, True, 1, 128.0), "weights and moments stay, and the scale is halved"
         assert after == (False, False, 1, 128.0)
 
 

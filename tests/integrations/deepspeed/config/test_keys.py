@@ -1,4 +1,5 @@
-"""The table of DeepSpeed's keys: what passes, what is refused, and that the installed DeepSpeed has no other keys."""
+"""The table of DeepSpeed's keys: the keys that pass, the keys that are refused, and the match with the installed
+DeepSpeed."""
 
 import ast
 import inspect
@@ -28,7 +29,7 @@ from ds_lgamp.integrations.deepspeed.config.keys import (
 NAMES = {key.name for key in KEYS}
 REFUSED = [key for key in KEYS if key.treatment is Treatment.REFUSED]
 FREE_FORM = {"optimizer.params", "scheduler.params"}
-"""Their keys are arguments of the optimizer's or the scheduler's class."""
+"""Keys inside these are arguments of the optimizer's or the scheduler's class."""
 COUNTS = {
     "aio": 6,
     "autotuning": 21,
@@ -42,8 +43,10 @@ COUNTS = {
     "weight_quantization": 6,
     "zero_optimization.zenflow": 10,
 }
-"""How many keys a section has that the table treats as a whole. Where a number changes, look whether the new key acts
-although the section's switch is off: then it needs a row."""
+"""The number of keys in each section that the table treats as a whole.
+
+If a number changes, look at the new key. It needs a row if it acts while the section's switch is off.
+"""
 ODD = 987
 """A value that no key has by default."""
 SAMPLES = {"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2}
@@ -59,7 +62,7 @@ WRONG = {
 
 
 def nested(name, value):
-    """A configuration with one key."""
+    """Makes a configuration with one key."""
     for part in reversed(name.removesuffix(".*").split(".")):
         value = {part: value}
     return value
@@ -89,7 +92,7 @@ def test_refusals_name_key_value_and_fix_and_harmless_values_pass(key):
     name = key.name.removesuffix(".*")
     message = refusal(nested(name, ODD))
     assert message.startswith(f"{name} is {ODD}: {key.note}") and "remove it" in message
-    # A whole section that is null is an error of its own.
+    # A whole section that is null has its own error.
     for value in () if key.name.endswith(".*") else (None, *key.harmless):
         assert check_keys(nested(name, value)) == []
 
@@ -216,11 +219,11 @@ def test_the_table_needs_neither_torch_nor_deepspeed():
     assert done.stdout == "set()\n"
 
 
-# The guard: the table and the installed DeepSpeed name the same keys.
+# These tests fail if the table and the installed DeepSpeed name different keys.
 
 
 class Recorder(dict):
-    """A configuration that notes, in ``read``, the dotted names of the keys it is asked for."""
+    """A configuration that records in ``read`` the dotted names of the keys that are looked up."""
 
     def __init__(self, values, read, path=""):
         super().__init__(
@@ -248,7 +251,8 @@ class Recorder(dict):
 
 
 def keys_read_by_the_configuration():
-    """What DeepSpeedConfig asks of sections it reads key by key, and of the configuration itself."""
+    """Returns the keys that DeepSpeedConfig reads from the configuration, and from sections that it reads key by
+    key."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     sections = {
@@ -277,7 +281,7 @@ def keys_read_by_the_configuration():
 
 
 def names_of_models():
-    """The fields, by name and by alias, of sections that DeepSpeed reads with pydantic."""
+    """Returns the fields, by name and by alias, of sections that DeepSpeed reads with pydantic."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -317,7 +321,7 @@ def is_model(kind):
 
 
 def keys_read_elsewhere():
-    """Literal keys that ``initialize`` reads before it makes a DeepSpeedConfig, and those of ``pipeline``."""
+    """Returns literal keys that ``initialize`` reads before it makes a DeepSpeedConfig, and those of ``pipeline``."""
     import deepspeed
     from deepspeed.runtime.config import get_pipeline_config
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -327,7 +331,7 @@ def keys_read_elsewhere():
 
 
 def literal_keys(function, variable):
-    """The strings that ``function`` looks up in ``variable``: by index, with ``get``, or with ``in``."""
+    """Returns the strings that ``function`` looks up in ``variable``: by index, with ``get``, or with ``in``."""
     found = set()
     for node in ast.walk(ast.parse(dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Subscript):
@@ -349,7 +353,7 @@ def names_of_deepspeed():
 
 
 def has_row(name):
-    """Whether the table says something about a key or a section."""
+    """Returns whether the table has a row for a key or a section."""
     sections = name.split(".")
     return (
         name in NAMES

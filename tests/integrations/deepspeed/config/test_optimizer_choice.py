@@ -1,5 +1,8 @@
-"""Which class the configuration stands for; optimizers that update elements by themselves give shards what they give
-whole tensors, and every other one is refused by name."""
+"""The optimizer class that the configuration selects.
+
+Optimizers that update each element separately give the same results on shards as on whole tensors. Every other one is
+refused by name.
+"""
 
 import itertools
 import sys
@@ -39,7 +42,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class ApexAdam(Optimizer):
-    """Stands where apex's FusedAdam is imported."""
+    """Replaces apex's FusedAdam."""
 
 
 ON_THIS_CPU = kernels_of(CPU)
@@ -139,7 +142,7 @@ def test_the_cpu_has_fused_kernels():
     ],
 )
 def test_apex_counts_with_its_kernels_and_on_cuda_only(files, found, tmp_path, monkeypatch):
-    """Another project is called apex on PyPI."""
+    """PyPI has another project called apex."""
     (tmp_path / "apex").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -188,7 +191,7 @@ EVERY_OPTION.sort(key=lambda case: (case[0].__name__, str(case[1])))
 
 
 def updated(make, cuts, steps=4):
-    """A vector after some steps of an optimizer that holds it in parts, and the optimizer."""
+    """Steps an optimizer that holds a vector in parts. Returns the vector and the optimizer."""
     values, generator = torch.linspace(-1.0, 1.0, 10), torch.Generator().manual_seed(0)
     parts = [nn.Parameter(values[start:end].clone()) for start, end in zip([0, *cuts], [*cuts, 10])]
     optimizer = make(parts)
@@ -247,7 +250,7 @@ GONE = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"]
 @pytest.mark.parametrize("name", sorted(set(TORCH) - {"Optimizer"}))
 def test_every_optimizer_of_torch_works_on_shards_or_is_refused_with_the_reason(name):
     known, reason = TORCH[name] in ELEMENTWISE, WHOLE_TENSORS.get(name.lower())
-    assert known != (reason is not None), "a new one: look at its update"
+    assert known != (reason is not None), "a new optimizer: look at its update"
     config_name = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
     checks = [
         partial(check_optimizer_type, config_name),
@@ -263,7 +266,7 @@ def test_every_optimizer_of_torch_works_on_shards_or_is_refused_with_the_reason(
 
 
 def made_without_parameters(kind):
-    """An object of the class; how one is made differs."""
+    """Makes an object of the class without its constructor, because constructors differ."""
     return kind.__new__(kind)
 
 

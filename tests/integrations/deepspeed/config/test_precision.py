@@ -1,4 +1,4 @@
-"""bf16 with fp32 master weights is as close to fp32 as stock DeepSpeed's, whichever way gradients accumulate."""
+"""bf16 with fp32 master weights is as close to fp32 as stock DeepSpeed's, however gradients accumulate."""
 
 from itertools import product
 
@@ -39,7 +39,8 @@ def engine_of(layout, precision):
 
 
 def train(layout, precision):
-    """Losses, the (master) weights after every step by global name, and the parameters' types, of this rank."""
+    """Trains. Returns losses, the (master) weights after every step by global name, and the parameters' types, of this
+    rank."""
     engine = engine_of(layout, precision)
     losses, weights = [], []
     for step in range(TRAINING.steps):
@@ -56,7 +57,7 @@ def master_weights(engine):
 
 
 def run_all():
-    """This rank's runs by (stage or stock, precision, accumulation)."""
+    """Runs this rank's trainings. Returns them by (stage or stock, precision, accumulation)."""
     prepare_rank()
     runs = {"reference": train(STOCK, FP32)}
     for accumulation, precision in (("bf16", BF16), ("fp32", BF16_FP32)):
@@ -75,8 +76,10 @@ def run_all():
 
 
 def weights_loaded_in_training(stage, precision):
-    """Whether the master weights of an engine are those of the state it loaded, and the losses of the engine it came
-    from and of that one on the same batch."""
+    """Loads a state into an engine that has trained.
+
+    Returns whether its master weights equal the state, and the losses of both engines on the same batch.
+    """
     first, second = (engine_of(Layout(2, 2, stage, {}), precision) for _ in range(2))
     for engine, count in ((first, 2), (second, 1)):
         for step in range(count):
@@ -95,8 +98,10 @@ OVERFLOWS = {
 
 
 def step_that_overflows(precision):
-    """Applied or not, skipped steps, learning rate and whether weights stayed, after a step without and one with an
-    infinite loss, and another without."""
+    """Runs steps with a finite, an infinite and a finite loss.
+
+    Returns for each whether it was applied, the skipped steps, the learning rate, and whether the weights stayed.
+    """
     engine = engine_of(Layout(2, 2, 3, {}), precision)
     loss_fn = engine.module.loss_fn
     history = []
@@ -110,7 +115,7 @@ def step_that_overflows(precision):
 
 
 def train_with_hooks():
-    """As torch before 2.13, where a gradient has the dtype of its parameter."""
+    """Trains as with torch before 2.13, where a gradient has the dtype of its parameter."""
     gradient_reduction.ACCUMULATES_IN_OTHER_DTYPES = False
     try:
         return train(Layout(2, 2, 3, {}), BF16_FP32)
@@ -129,7 +134,7 @@ def runs(ranks):
 
 
 def merged(ranks):
-    """Losses and the weights of all layers: stages of stock and ours hold different ones."""
+    """Merges the ranks: losses and the weights of all layers. Stages of stock and of a block hold different layers."""
     return {
         key: (
             ranks[0][key][0],
@@ -141,7 +146,7 @@ def merged(ranks):
 
 
 def distances(run, reference):
-    """Of the weights from the reference's, after every step."""
+    """Returns the distance of the weights from the reference's after every step."""
     return [
         torch.stack([(weights[name] - expected[name]).norm() for name in expected]).norm().item()
         for weights, expected in zip(run[1], reference[1])
@@ -155,7 +160,7 @@ def test_bf16_is_as_close_to_fp32_as_stock_is(runs, stage, group, accumulation):
     ours = distances(runs[stage, group, accumulation], runs["reference"])
     stock = distances(runs["stock", accumulation], runs["reference"])
     assert all(distance <= 1.2 * limit for distance, limit in zip(ours, stock))
-    # A step's loss errs by chance in either direction: over all steps, not one by one.
+    # The error of a single step's loss is random, so this compares all steps together.
     reference = runs["reference"][0]
     errors = [
         sum((loss - expected) ** 2 for loss, expected in zip(runs[key][0], reference)) ** 0.5
@@ -175,7 +180,7 @@ def test_a_step_whose_gradient_overflows_is_skipped_on_all_ranks(ranks):
     for _, history, _ in ranks:
         first, overflow, after = history["checked"]
         assert first[:2] == (True, 0) and not first[3]
-        assert overflow == (False, 1, first[2], True), "neither weights nor learning rate move"
+        assert overflow == (False, 1, first[2], True), "weights and learning rate stay"
         assert after[:2] == (True, 1) and not after[3]
         assert history["unchecked"][1][:2] == (True, 0)
 

@@ -1,14 +1,10 @@
-"""What the ranks of test_tensor_access.py do: trainings in which user code reads and writes tensors."""
+"""The code of the ranks of test_tensor_access.py: trainings in which user code reads and writes tensors."""
 
-from functools import partial
 from itertools import product
 
 import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineError
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -25,70 +21,23 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 
-import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.config import ConfigError
-from testing.deepspeed_rank import prepare_rank, quiet
-from tests.integrations.deepspeed.models import (
-    MICRO_BATCHES,
-    Training,
-    build_layers,
-    decay_groups,
-    loss_of,
-    pipeline_module,
-    scaled_weights,
+from testing.deepspeed_rank import prepare_rank
+from tests.integrations.deepspeed.engine.outside_a_step import outside_a_step, parameters_without_optimizer, refusals
+from tests.integrations.deepspeed.engine.tensor_reading import (
+    BF16,
+    FP32,
+    MOMENTUM,
+    TRAINING,
+    before_step,
+    detached,
+    engine_of,
+    named,
+    over_data_ranks,
+    read,
 )
+from tests.integrations.deepspeed.models import MICRO_BATCHES, build_layers, decay_groups, loss_of
 from tests.integrations.deepspeed.running import batches
-
-TRAINING = Training(blocks=6, tied=True, momentum=0.9, clipping=0.5)
-FP32, BF16 = {}, {"bf16": {"enabled": True}}
-MOMENTUM = "momentum_buffer"
-
-
-def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None, hook=None):
-    """``hook``: what the user's optimizer calls behind its steps."""
-    ds_lgamp.install()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": clipping,
-        "zero_optimization": {"stage": stage},
-        "ds_lgamp": block or {},
-        **precision,
-    }
-    with quiet():
-        module = pipeline_module(TRAINING, pipeline_ranks)
-        scaled_weights(module.named_parameters())
-        groups = decay_groups(module.parameters(), TRAINING.decay)
-        optimizer = torch.optim.SGD(groups, lr=TRAINING.learning_rate, momentum=TRAINING.momentum)
-        if hook is not None:
-            optimizer.register_step_post_hook(hook)
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-
-
-def named(engine):
-    return dict(engine.module.named_parameters())
-
-
-def read(get, engine, *arguments):
-    return {name: get(parameter, *arguments).clone() for name, parameter in named(engine).items()}
-
-
-def detached(tensors):
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def before_step(engine, function):
-    """Calls ``function`` when the next step's gradients are final."""
-    step = engine.optimizer.step
-
-    def wrapped():
-        engine.optimizer.step = step
-        function()
-        step()
-
-    engine.optimizer.step = wrapped
-
 
 # One training with every kind of intervention, on one process and on an engine.
 
@@ -187,11 +136,11 @@ def intervene(pipeline_ranks, stage):
     return record
 
 
-# The same in bf16: master weights and weights, to the bit.
+# The same in bf16. Master weights and weights match to the bit.
 
 
 def half_precision(pipeline_ranks, stage):
-    """What must be equal tensors, by what it shows."""
+    """Returns pairs of tensors that must be equal, by description."""
     engine = engine_of(pipeline_ranks, stage, BF16, clipping=0)
     parameters = named(engine)
     for step in range(2):
@@ -240,7 +189,8 @@ def half_precision(pipeline_ranks, stage):
 
 
 def this_ranks_part():
-    """Functions for parts at stage 3, joined over the data-parallel ranks, beside those for whole tensors."""
+    """Returns, at stage 3, tensors from the functions for parts, joined over the data-parallel ranks, beside the whole
+    tensors."""
     engine = engine_of(2, 3)
     engine.train_batch(batches(0, engine))
     pairs = {}
@@ -271,176 +221,12 @@ def this_ranks_part():
     return pairs
 
 
-def over_data_ranks(engine, tensor):
-    everyone = [None] * engine.dp_world_size
-    dist.all_gather_object(everyone, tensor, group=engine.data_parallel_group)
-    return everyone
-
-
-# What user code sees of parameters outside a step.
-
-
-def seen(engine):
-    """Per parameter: shape, whether it has elements, and status, after a step, inside a block of what is missing, and
-    after the block."""
-    parameters = list(engine.module.parameters())
-    moments = []
-
-    def look():
-        moments.append([(tuple(each.ds_shape), each.numel() == each.ds_numel, each.ds_status) for each in parameters])
-        moments[-1] = [(shape, full, status == ZeroParamStatus.AVAILABLE) for shape, full, status in moments[-1]]
-
-    look()
-    missing = [each for each in parameters if hasattr(each, "ds_id") and each.ds_status != ZeroParamStatus.AVAILABLE]
-    with deepspeed.zero.GatheredParameters(missing):
-        look()
-    look()
-    state = engine.module.state_dict(prefix="model.", keep_vars=True)
-    assert {name: tuple(value.shape) for name, value in state.items()} == {
-        f"model.{name}": tuple(parameter.ds_shape) for name, parameter in named(engine).items()
-    }
-    return moments
-
-
-def changes_in_blocks(engine, stage):
-    """What must be equal tensors, by what it shows."""
-    parameters = named(engine)
-    before = read(safe_get_full_fp32_param, engine)
-    pairs = {}
-    if stage == 3:
-        with deepspeed.zero.GatheredParameters(parameters.values()), torch.no_grad():
-            for parameter in parameters.values():
-                parameter.add_(1.0)
-        with deepspeed.zero.GatheredParameters(parameters.values()):
-            pairs["dropped without a modifier"] = before, detached(parameters)
-    with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=0):
-        for name, parameter in parameters.items():
-            parameter.data = 3 * before[name]
-    tripled = {name: 3 * value for name, value in before.items()}
-    pairs["given another tensor in a block"] = tripled, read(safe_get_full_fp32_param, engine)
-    with engine.module.full_parameters():
-        engine.module.state_dict()
-        pairs["complete after an inner block"] = tripled, detached(parameters)
-    with deepspeed.zero.GatheredParameters(parameters.values(), modifier_rank=1):
-        for name, parameter in parameters.items():
-            safe_set_full_fp32_param(parameter, 2 * before[name])
-        pairs["set in the block"] = {name: 2 * value for name, value in before.items()}, detached(parameters)
-    with deepspeed.zero.GatheredParameters(parameters.values()):
-        pairs["after the block"] = {name: 2 * value for name, value in before.items()}, detached(parameters)
-    return pairs
-
-
-def values_that_differ(engine):
-    """What the data-parallel ranks see of every parameter, and its master weights, after each rank has written another
-    value."""
-    parameters = named(engine)
-    for parameter in parameters.values():
-        safe_set_full_fp32_param(parameter, torch.full(parameter.ds_shape, float(engine.grid.data_parallel_id)))
-    with deepspeed.zero.GatheredParameters(parameters.values()):
-        return over_data_ranks(engine, detached(parameters)), read(safe_get_full_fp32_param, engine)
-
-
-def outside_a_step(stage):
-    engine = engine_of(2, stage)
-    engine.train_batch(batches(0, engine))
-    return {
-        "seen": seen(engine),
-        "blocks": changes_in_blocks(engine, stage),
-        "differing": values_that_differ(engine),
-        "parts": None if stage == 3 else refusal(lambda: read(safe_get_local_fp32_param, engine)),
-    }
-
-
-def refusal(call):
-    """What ``call`` is refused with."""
-    with pytest.raises(ConfigError) as refused:
-        call()
-    return str(refused.value)
-
-
-def refusals():
-    """By what is asked."""
-    engine = engine_of(2, 3)
-    parameters = list(engine.module.parameters())
-    first = parameters[0]
-    value = torch.zeros(first.ds_shape)
-    refused = {
-        "no state yet": refusal(lambda: safe_get_full_optimizer_state(first, MOMENTUM)),
-        "no gradient": refusal(lambda: safe_get_full_grad(first)),
-        "no gradient to set": refusal(lambda: safe_set_full_grad(first, value)),
-        "no gradients to update": refusal(lambda: safe_update_full_grad_vectorized(parameters, lambda each, _: each)),
-        "another size": refusal(lambda: safe_set_full_fp32_param(first, torch.zeros(1))),
-    }
-    engine.train_batch(batches(0, engine))
-    refused["no gradient between two groups of micro-batches"] = gradient_in_the_loss()
-    refused["no gradient after a step"] = refusal(lambda: safe_get_full_grad(first))
-    # Of every parameter: some have no elements on this rank.
-    for parameter in parameters:
-        zeros = torch.zeros(parameter.ds_shape)
-        refused["another name"] = refusal(partial(safe_set_full_optimizer_state, parameter, zeros, "exp_avg"))
-    with deepspeed.zero.GatheredParameters(first):
-        part = safe_get_local_fp32_param(first)
-        refused["a part inside a block"] = refusal(lambda: safe_set_local_fp32_param(first, part))
-        refused["a step inside a block"] = refusal(lambda: engine.train_batch(batches(1, engine)))
-        engine.eval_batch(batches(1, engine))
-        assert first.numel() == first.ds_numel
-    assert first.numel() == 0
-    for call in (engine.forward, engine.backward, engine.step):
-        with pytest.raises(PipelineError, match="Only train_batch"):
-            call()
-    engine.zero_grad()
-    engine.train_batch(batches(1, engine))
-    return refused
-
-
-def gradient_in_the_loss():
-    """What reading a gradient is refused with where the loss of a second group of micro-batches is computed."""
-    engine = engine_of(2, 3, block={"micro_batch_group": 2})
-    loss_fn, refused = engine.module.loss_fn, []
-
-    def reading_loss(outputs, labels):
-        refused.append(refusal(lambda: safe_get_full_grad(parameter)))
-        return loss_fn(outputs, labels)
-
-    engine.module.loss_fn = reading_loss
-    parameter = next(reversed(list(engine.module.parameters())))
-    engine.train_batch(batches(0, engine))
-    return refused[-1] if refused else refusal(lambda: safe_get_full_grad(parameter))
-
-
-def parameters_without_optimizer():
-    """What is read of a frozen parameter, what writing to it is refused with, and its values before and after a block
-    that changed it."""
-    ds_lgamp.install()
-    with quiet():
-        module = pipeline_module(TRAINING, 2)
-        parameters = dict(module.named_parameters())
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name.endswith("bias") or "tied" in name)
-        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICRO_BATCHES, "ds_lgamp": {}}
-        config["zero_optimization"] = {"stage": 3}
-        owned = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.SGD(owned, lr=0.1)
-        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-    frozen = next(parameter for parameter in engine.module.parameters() if not parameter.requires_grad)
-    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0), torch.no_grad():
-        frozen.fill_(0.5 if engine.grid.data_parallel_id == 0 else 7.0)
-    engine.train_batch(batches(0, engine))
-    with deepspeed.zero.GatheredParameters(frozen):
-        values = frozen.detach().clone()
-    return (
-        safe_get_full_fp32_param(frozen),
-        refusal(lambda: safe_set_full_fp32_param(frozen, torch.zeros(frozen.ds_shape))),
-        values,
-    )
-
-
 # The optimizer's state_dict.
 
 
 def optimizer_state(stage, precision):
-    """Losses and weights after a state was taken, and each time it was loaded; what states are refused with that do not
-    fit."""
+    """Returns losses and weights after a state was taken and after each load of it, and the errors of states that do
+    not fit."""
     engine = engine_of(2, stage, precision)
     engine.train_batch(batches(0, engine))
     state, ends = engine.optimizer.state_dict(), []

@@ -1,4 +1,5 @@
-"""``engine.compile()`` compiles the layers of a pipeline with a block, whose weights come and go."""
+"""``engine.compile()`` compiles the layers of a pipeline with a block, although their weights are freed and
+gathered."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ STEPS = 2
 
 
 def compiled_and_not():
-    """By what is recomputed: losses without and with compilation, and how many graphs were compiled."""
+    """Returns by recomputation the losses without and with compilation, and the number of compiled graphs."""
     prepare_rank()
     return {recompute: losses_of(recompute) for recompute in ("full", "none")}
 

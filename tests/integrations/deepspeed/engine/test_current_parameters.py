@@ -1,5 +1,5 @@
-"""Between steps, parameters are those of one process at stages 0 to 2, and say so where they are not: where gathers are
-deferred, and at stage 3."""
+"""Between steps, parameters at stages 0 to 2 have the values of one process. With deferred gathers and at stage 3,
+reading one raises an error."""
 
 import io
 from functools import cache
@@ -16,7 +16,7 @@ from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.engine.interventions import (
+from tests.integrations.deepspeed.engine.tensor_reading import (
     BF16,
     FP32,
     detached,
@@ -25,7 +25,7 @@ from tests.integrations.deepspeed.engine.interventions import (
     over_data_ranks,
     read,
 )
-from tests.integrations.deepspeed.engine.interventions import TRAINING as WITH_CLIPPING
+from tests.integrations.deepspeed.engine.tensor_reading import TRAINING as WITH_CLIPPING
 from tests.integrations.deepspeed.models import train_reference
 from tests.integrations.deepspeed.running import batches
 
@@ -43,7 +43,7 @@ def training_engine(pipeline_ranks, stage, precision=FP32, block=None, hook=None
 
 
 def refusals(parameters):
-    """By name, what reading a parameter is refused with."""
+    """Returns by name the error of reading each parameter."""
     refused = {}
     for name, parameter in parameters.items():
         with pytest.raises(NotGatheredError) as error:
@@ -53,7 +53,7 @@ def refusals(parameters):
 
 
 def last_collectives(pipeline_ranks, stage):
-    """What a step calls last: as many as it launches gathers behind itself, and one more."""
+    """Returns the last collectives of a step: as many as it launches gathers behind itself, and one more."""
     prepare_rank()
     engine = training_engine(pipeline_ranks, stage)
     engine.train_batch(batches(0, engine))
@@ -71,8 +71,11 @@ def test_the_loss_does_not_wait_for_the_gathers_behind_its_step(stage):
 
 
 def trained(pipeline_ranks, stage, block):
-    """After every step: what parameters are or are refused with, what they are in a block; losses; and what a run that
-    looks at nothing has for losses."""
+    """Trains.
+
+    Returns for every step the loss, the parameters or the errors of reading them, and their values in a block. Also
+    returns the losses of a run that reads nothing.
+    """
     engine = training_engine(pipeline_ranks, stage, block=block)
     told = []
     for step in range(STEPS):
@@ -88,7 +91,7 @@ def trained(pipeline_ranks, stage, block):
 
 
 def lacking(engine):
-    """The values of parameters, None where they are refused."""
+    """Returns the values of parameters, or None if reading them is refused."""
     try:
         return detached(named(engine))
     except NotGatheredError:
@@ -96,8 +99,11 @@ def lacking(engine):
 
 
 def first_batches(pipeline_ranks, stage, block):
-    """Whether values can be read before the first step, after an evaluation and after one behind a step; whether
-    anything moved before a step."""
+    """Returns whether values can be read before the first step, after an evaluation, and after a step with an
+    evaluation.
+
+    Also returns whether a gather began before the first step.
+    """
     engine = training_engine(pipeline_ranks, stage, block=block)
     readable = [lacking(engine) is not None]
     engine.eval_batch(batches(0, engine))
@@ -110,8 +116,10 @@ def first_batches(pipeline_ranks, stage, block):
 
 
 def averaged(pipeline_ranks):
-    """An average of a layer's weights over the steps, made by torch, which begins with a copy, and a saved state after
-    each; whether the copy has ordinary parameters."""
+    """Averages a layer's weights over the steps with torch, which first copies the layer.
+
+    Returns the average, a saved state after each step, and whether the copy has ordinary parameters.
+    """
     engine = training_engine(pipeline_ranks, 2)
     index, layer = next((name, each) for name, each in engine.module.named_children() if name.isdecimal())
     average, states = None, []
@@ -128,8 +136,11 @@ def averaged(pipeline_ranks):
 
 
 def loaded(pipeline_ranks, stage, precision, block, folder):
-    """Parameters when they were saved, of the engine that went on and loads them again, of a fresh engine, and after a
-    state of the optimizer and of the module was loaded: read without a word to the other ranks."""
+    """Returns the parameters when they were saved, and after each kind of load, without communication between ranks.
+
+    The loads are: the checkpoint into the engine that went on, the checkpoint into a fresh engine, a state of the
+    optimizer, and a state of the module.
+    """
     engine = training_engine(pipeline_ranks, stage, precision, block)
     for step in range(2):
         engine.train_batch(batches(step, engine))
@@ -143,7 +154,7 @@ def loaded(pipeline_ranks, stage, precision, block, folder):
         each.train_batch(batches(2, each))
         each.load_checkpoint(str(folder))
         again[name] = detached(named(each))
-    # As DeepSpeed's tests compare two engines.
+    # DeepSpeed's tests compare two engines in this way.
     for (name, own), (_, other) in zip(engine.module.named_parameters(), fresh.module.named_parameters()):
         assert torch.allclose(own, other, atol=1e-07), name
     engine.train_batch(batches(2, engine))
@@ -156,8 +167,10 @@ def loaded(pipeline_ranks, stage, precision, block, folder):
 
 
 def around_the_step(pipeline_ranks, stage, precision):
-    """What reading is refused with in a hook behind the optimizer's step and behind the step that user code wraps;
-    what is read there in a block, and afterwards."""
+    """Reads in a hook behind the optimizer's step, and behind a step that user code wraps.
+
+    Returns the errors, the values in a block there, and the values afterwards.
+    """
     refused, inside = [], {}
 
     def look(*_):
@@ -178,7 +191,7 @@ def around_the_step(pipeline_ranks, stage, precision):
 
 
 def written(pipeline_ranks, stage, precision):
-    """Pairs that must be equal after user code wrote to parameters right behind a step."""
+    """Returns pairs that must be equal after user code wrote to parameters right behind a step."""
     engine = training_engine(pipeline_ranks, stage, precision)
     pairs = []
     engine.train_batch(batches(0, engine))
@@ -201,7 +214,8 @@ def written(pipeline_ranks, stage, precision):
 
 
 def replaced(pipeline_ranks):
-    """Parameters after a step of an optimizer whose step, with its hooks, was replaced; and what they should be."""
+    """Replaces the optimizer's step together with its hooks. Returns the parameters after it, and their expected
+    values."""
     engine = training_engine(pipeline_ranks, 1, BF16)
     optimizer = engine.optimizer.optimizer
 
@@ -218,7 +232,8 @@ def replaced(pipeline_ranks):
 
 
 def overflowed(pipeline_ranks):
-    """Of a step that is skipped and one that is not: whether it was, and whether anything was gathered or is old."""
+    """Runs a skipped step and an applied one. Returns for each the skipped steps, and whether a unit gathers or has old
+    values."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, "loss_scale_window": 1000}}
     engine = training_engine(pipeline_ranks, 2, fp16)
     told = []
@@ -232,7 +247,7 @@ def overflowed(pipeline_ranks):
 
 def run_all(pipeline_ranks, data_ranks, folder):
     prepare_rank()
-    # DeepSpeed's CPU accelerator has fp16 only where oneDNN has; torch computes it on any CPU.
+    # torch computes fp16 on any CPU, but DeepSpeed's CPU accelerator reports it only with oneDNN.
     get_accelerator().is_fp16_supported = lambda: True
     told = {"trained": [trained(pipeline_ranks, *case) for case in CASES]}
     if data_ranks == 1:

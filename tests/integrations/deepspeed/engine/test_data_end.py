@@ -1,4 +1,4 @@
-"""Where data end, every rank gets StopIteration at the same step, and training goes on with other data."""
+"""When data end, every rank gets StopIteration at the same step, and training can go on with other data."""
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +13,7 @@ BLOCK = {"layers_per_chunk": 1}
 
 
 class Counting:
-    """An iterator that knows how often it was asked."""
+    """An iterator that counts how often it was asked."""
 
     def __init__(self, count):
         self.pulled = 0
@@ -33,8 +33,10 @@ def module_of(layers, pipeline_ranks):
 
 
 def steps_until_the_end(pipeline_ranks, lengths):
-    """Steps before StopIteration, in training and then in evaluation, then the loss of a step on fresh data; data of
-    another length on every rank."""
+    """Trains and then evaluates until StopIteration, with a different amount of data on every rank.
+
+    Returns the steps of both, and the loss of a step on fresh data.
+    """
     engine = engine_of(module_of(5, pipeline_ranks), BLOCK)
     training = batches(lengths[dist.get_rank()])
     steps = 0
@@ -51,7 +53,7 @@ def steps_until_the_end(pipeline_ranks, lengths):
 
 
 def pulls_of_a_batch():
-    """Five chunks on two or four ranks: rank 0 owns both ends."""
+    """Runs five chunks on two or four ranks. Rank 0 owns the first and the last chunk."""
     counts = []
     for pipeline_ranks in (2, 4):
         engine = engine_of(module_of(5, pipeline_ranks), BLOCK)
@@ -62,7 +64,7 @@ def pulls_of_a_batch():
 
 
 def broken():
-    """Data that raise on rank 0 and are fine elsewhere."""
+    """Yields data that raise an error on rank 0 only."""
     yield from batches(1)
     if dist.get_rank() == 0:
         raise OSError("the disk is gone")
@@ -70,7 +72,7 @@ def broken():
 
 
 def complaints():
-    """About data that are no data."""
+    """Returns the errors of data that are not data."""
     engine = engine_of(module_of(5, 4), BLOCK)
     told = []
     for data in (None, iter([3, 4]), iter([(1,), (2,)]), broken()):
@@ -114,7 +116,7 @@ def test_a_rank_with_both_ends_pulls_every_micro_batch_once_and_middle_ranks_non
 def test_unusable_data_are_named_on_every_rank(results):
     for rank in results:
         missing, number, single, failing = rank["complaints"]
-        assert "there is none; pass data_iter to train_batch" in missing
+        assert "there are no data; pass data_iter to train_batch" in missing
         assert "a micro-batch is int; a pipeline takes pairs" in number
         assert "a micro-batch is tuple" in single
         assert failing == "the data of rank 0 failed: OSError: the disk is gone"

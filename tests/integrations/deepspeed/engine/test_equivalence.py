@@ -1,4 +1,4 @@
-"""Behind ``deepspeed.initialize``, every layout trains like one process without parallelism."""
+"""With ``deepspeed.initialize``, every layout trains like one process without parallelism."""
 
 import functools
 import random
@@ -35,7 +35,7 @@ FACTORS = {
 
 
 def possible(case: dict) -> bool:
-    """9 chunks on several ranks do not interleave; the JSON's optimizer has the user's parameter groups."""
+    """Returns whether a case can run. 9 chunks on several ranks do not interleave."""
     return not (case["block"] == "interleaved" and case["blocks"] == 9 and case["grid"][0] > 1)
 
 
@@ -50,7 +50,7 @@ def pairwise_cases() -> list[dict]:
 
 
 def full_product() -> list[dict]:
-    """{P} x {W} x stages x orders x {tied, untied} x {C mod P = 0 or not}; the other factors take turns."""
+    """{P} x {W} x stages x orders x {tied, untied} x {C mod P = 0 or not}. The other factors vary at random."""
     cases: dict[tuple, dict] = {}
     shuffled = every_case()
     random.Random(1).shuffle(shuffled)
@@ -89,7 +89,7 @@ def check(case):
 def run_grid(cases, grid):
     members = [case for case in cases if case["grid"] == grid]
     ranks = grid[0] * grid[1]
-    # Every engine makes process groups with threads of their own: a batch of cases, then fresh processes.
+    # Every engine makes process groups with threads, so fresh processes run every batch of cases.
     for start in range(0, len(members), 12):
         batch = members[start : start + 12]
         assert run_on_ranks(ranks, train_cases, batch) == [len(batch)] * ranks

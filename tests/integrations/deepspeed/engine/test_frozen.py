@@ -1,20 +1,18 @@
-"""Frozen parameters cost their weights and nothing else: adapters beside a frozen model train as on one process, and
-what moves and is held is what the program and the memory formula say."""
+"""Frozen parameters cost only their weights.
+
+Adapters beside a frozen model train as on one process. Communication and memory are what the program and the memory
+formula predict.
+"""
 
 import math
 from collections import Counter
 from itertools import cycle
-from typing import NamedTuple
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.config import DeepSpeedConfig
-from torch import nn
 
-import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
 from ds_lgamp.cost.storage import aligned
@@ -24,166 +22,28 @@ from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
 from ds_lgamp.runtime.executor import ActionError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program
-from testing.deepspeed_rank import prepare_rank, quiet
+from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.models import (
-    BASE_SEED,
-    MICRO_BATCHES,
-    Training,
-    build_layers,
-    loss_of,
-    seed,
-    tied_logits,
+from tests.integrations.deepspeed.engine.frozen_models import (
+    ENDS,
+    STEPS,
+    Case,
+    config_of,
+    engine_of,
+    module_of,
+    reference,
 )
 from tests.integrations.deepspeed.running import batches, gathered
-from tests.runtime.models import WIDTH, Embedding, loss_function
 
-STEPS, CLIPPING = 3, 0.05
-OPTIONS = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
 SMALL = 16
-"""Bytes; losses and norms are no larger, and every unit is."""
-
-
-class Adapted(nn.Module):
-    """A residual block of a frozen matrix and two small ones that train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.adapter_down = nn.Linear(WIDTH, 2, bias=False)
-        self.adapter_up = nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, inputs):
-        return inputs + torch.tanh(self.base(inputs) + self.adapter_up(self.adapter_down(inputs)))
-
-
-class Head(nn.Module):
-    """Its bias trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Linear(WIDTH, 11, bias=False)
-        self.adapter_bias = nn.Parameter(torch.zeros(11))
-
-    def forward(self, inputs):
-        return self.matrix(inputs) + self.adapter_bias
-
-
-class AdaptedEmbedding(Embedding):
-    """Used at both ends; a factor trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapter_gain = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, tokens):
-        return super().forward(tokens) * self.adapter_gain
-
-
-def gained_logits(embedding, hidden):
-    return (hidden * embedding.adapter_gain) @ embedding.weight.T
-
-
-def tied(kind, head):
-    return TiedLayerSpec("embedding", kind), TiedLayerSpec("embedding", kind, forward_fn=head)
-
-
-ENDS = {
-    "untied": (LayerSpec(Embedding), LayerSpec(Head)),
-    "tied": tied(Embedding, tied_logits),
-    "tied adapted": tied(AdaptedEmbedding, gained_logits),
-}
-
-
-def specs_of(model):
-    """One chunk each: the first and the third have nothing to train, the fourth has no parameters."""
-    if model == "idle":
-        return [LayerSpec(Embedding), LayerSpec(Head)]
-    first, last = ENDS[model]
-    blocks = [LayerSpec(Adapted) for _ in range(3)]
-    return [first, blocks[0], LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, *blocks[1:], last]
-
-
-def freeze(named_parameters):
-    for name, parameter in named_parameters:
-        parameter.requires_grad_("adapter" in name)
-
-
-def of_a_subset(named_parameters):
-    """The last block's second matrix trains, but no optimizer owns it."""
-    return [parameter for name, parameter in named_parameters if parameter.requires_grad and "5.adapter_up" not in name]
-
-
-class Case(NamedTuple):
-    model: str
-    pipeline_ranks: int
-    stage: int
-    optimizer: str
-    """json: over what trains; client: over all parameters; subset."""
-    block: dict
-
-
-def module_of(model, pipeline_ranks):
-    with quiet():
-        module = PipelineModule(
-            specs_of(model),
-            num_stages=pipeline_ranks,
-            loss_fn=loss_function,
-            seed_layers=True,
-            seed_fn=seed,
-            base_seed=BASE_SEED,
-        )
-    freeze(module.named_parameters())
-    return module
-
-
-def config_of(case, **settings):
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": case.stage},
-        "ds_lgamp": {"layers_per_chunk": 1, **case.block},
-        **settings,
-    }
-    return config | ({"optimizer": {"type": "SGD", "params": OPTIONS}} if case.optimizer == "json" else {})
-
-
-def engine_of(case, module=None, **settings):
-    ds_lgamp.install()
-    module = module_of(case.model, case.pipeline_ranks) if module is None else module
-    optimizer = None
-    if case.optimizer == "client":
-        optimizer = torch.optim.SGD(module.parameters(), **OPTIONS)
-    elif case.optimizer == "subset":
-        optimizer = torch.optim.SGD(of_a_subset(list(module.named_parameters())), **OPTIONS)
-    with quiet():
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=config_of(case, **settings))[0]
-
-
-def reference(case):
-    """Losses, norms and parameters of one process, and the parameters at the beginning."""
-    layers, parameters = build_layers(Training(), specs_of(case.model))
-    freeze(parameters.items())
-    first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    owned = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    if case.optimizer == "subset":
-        owned = of_a_subset(parameters.items())
-    optimizer = torch.optim.SGD(owned, **OPTIONS)
-    count = MICRO_BATCHES * dist.get_world_size() // case.pipeline_ranks
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = sum(loss_of(layers, step, index) for index in range(count)) / count
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(owned, CLIPPING).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, parameters, first
+"""Bytes. Losses and norms are at most this large, and every unit is larger."""
 
 
 def train_and_compare(case):
-    """Equal to one process; the last step moves and holds what is predicted. Returns the calls of that step."""
+    """Compares the training with one process, and the last step with the predicted traffic and memory.
+
+    Returns the calls of that step.
+    """
     engine = engine_of(case)
     losses, norms = [], []
     for step in range(STEPS):
@@ -216,7 +76,7 @@ def sizes_of(partition):
 
 
 def check_traffic(case, engine, counter):
-    """Every collective of the last step, by kind and bytes."""
+    """Compares every collective of the last step, by kind and bytes."""
     actions, ranks = build_program(engine.program_spec)[engine.stage_id], engine.dp_world_size
     expected, total = Counter(), 0
     for size in sizes_of(engine.optimizer.partition):
@@ -239,7 +99,7 @@ def check_traffic(case, engine, counter):
 
 
 def check_memory(case, engine):
-    """What is held between steps."""
+    """Compares the memory held between steps."""
     partition, spec = engine.optimizer.partition, engine.program_spec
     actions, element_bytes = build_program(spec)[engine.stage_id], ElementBytes(optimizer=4)
     told = rank_memory(actions, sizes_of(partition), case.stage, engine.dp_world_size, element_bytes, True)
@@ -271,12 +131,13 @@ def cases_of(pipeline_ranks):
 
 
 def calls_of(pipeline_ranks, stage):
-    """Of one model with default settings, to be counted by hand."""
+    """Returns the calls of one model with default settings. They can be counted by hand."""
     return dict(train_and_compare(Case("tied", pipeline_ranks, stage, "json", {})))
 
 
 def explained(stage):
-    """What is said before the step, and what the step moves and the ranks hold."""
+    """Compares the explanation with a step's communication and memory. Returns the explained gathers of frozen
+    parameters."""
     case = Case("tied adapted", 1, stage, "json", {})
     module, config = module_of(case.model, 1), config_of(case)
     facts = explain(module, config, DeepSpeedConfig(config, module.mpu()), None, partition_method_of(module)).ranks[0]
@@ -297,7 +158,7 @@ def explained(stage):
 
 
 def half_precision():
-    """Frozen weights have no fp32 copies."""
+    """Checks that frozen weights have no fp32 copies."""
     engine = engine_of(Case("untied", 1, 3, "json", {}), bf16={"enabled": True})
     losses = [engine.train_batch(batches(step, engine)).item() for step in range(STEPS)]
     for unit in engine.optimizer.partition.units:
@@ -307,7 +168,7 @@ def half_precision():
 
 
 def refusals():
-    """Freezing that differs: between data-parallel ranks, between copies of a tied module."""
+    """Returns the errors if freezing differs between data-parallel ranks, and between copies of a tied module."""
     said = []
     of_data_ranks = (1, "untied", "1.adapter_up.weight")
     of_copies = (2, "tied adapted", "tied_modules.embedding.weight")
@@ -323,7 +184,7 @@ def refusals():
 
 
 def thawed():
-    """A parameter that is unfrozen too late."""
+    """Returns the errors of a parameter that is unfrozen too late."""
     messages = []
     for stage in (0, 3):
         engine = engine_of(Case("untied", 1, stage, "json", {}))
@@ -337,7 +198,7 @@ def thawed():
 
 
 def resumed(folder):
-    """Frozen weights come from the checkpoint, at stages 1 and 3."""
+    """Checks that frozen weights come from the checkpoint, at stages 1 and 3."""
     for stage in (1, 3):
         case = Case("tied adapted", 2, stage, "json", {})
         engine = engine_of(case)
@@ -378,15 +239,19 @@ def on_four_ranks(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """Equality with one process and all counts are asserted on the ranks."""
+    """Runs the checks on two ranks. The ranks assert equality with one process and all counts."""
     return run_on_ranks(2, on_two_ranks)
 
 
 def test_counts_by_hand(two_ranks):
-    """Of chunks 0 to 6, the two last to be computed forward stay. Chunks 1, 4 and 5 train beside frozen parameters,
-    chunk 2 is frozen, chunk 3 has none, chunks 0 and 6 share a frozen embedding. Gathers at stage 3: 2 + 2 + 1 of what
-    trains and as many of what is frozen beside it, 2 of chunk 2, and 3 of the embedding, which stays where forward
-    passes turn into backward passes. At stages 1 and 2 what is frozen is complete and current."""
+    """Of chunks 0 to 6, the last two in forward order stay. Chunks 1, 4 and 5 train beside frozen parameters, chunk 2
+    is frozen, chunk 3 has no parameters, and chunks 0 and 6 share a frozen embedding.
+
+    Stage 3 gathers trainable parts 2 + 2 + 1 times and the frozen parts beside them as often. It gathers chunk 2 twice,
+    and the embedding 3 times because it stays at the turn.
+
+    At stages 1 and 2 frozen parameters are always complete and current.
+    """
     for calls, _, _ in two_ranks:
         assert calls == {
             0: {"all_reduce": 3},
@@ -409,11 +274,11 @@ def test_freezing_that_differs_between_ranks_is_refused(two_ranks):
 
 
 def test_two_by_two_ranks_and_a_checkpoint(tmp_path):
-    """A pipeline rank has chunks 0, 2, 4 and 6 or 1, 3 and 5; messages between them are no collectives."""
+    """A pipeline rank has chunks 0, 2, 4 and 6, or 1, 3 and 5. Messages between them do not count as collectives."""
     first, _, last, _ = run_on_ranks(4, on_four_ranks, str(tmp_path))
-    # Chunks 0, 2, 4 and 6 with two resident ones: chunk 4 stays, its frozen part with it.
+    # Chunks 0, 2, 4 and 6 with two resident ones. Chunk 4 stays, with its frozen part.
     assert first == {"all_gather": 1 + 1 + 2 + 3, "all_to_all": 1, "send": first["send"]}
-    # Chunks 1, 3 and 5: chunks 3 and 5 stay.
+    # Chunks 1, 3 and 5. Chunks 3 and 5 stay.
     assert last == {"all_gather": 2 * (2 + 1), "all_to_all": 2, "send": last["send"]}
 
 

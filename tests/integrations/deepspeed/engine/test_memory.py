@@ -1,4 +1,4 @@
-"""On real ranks, memory and traffic of the engine are what the formulas say."""
+"""On real ranks, memory and traffic of the engine match the formulas."""
 
 from functools import cache, partial
 from itertools import product
@@ -17,7 +17,7 @@ from tests.pairwise import pairwise
 CHUNKS_PER_RANK = 4
 MICRO_BATCHES = 3
 SCALAR_BYTES = 500
-"""Losses, step counters, the norm."""
+"""Losses, step counters and the norm."""
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 FACTORS = {
     "grid": GRIDS,
@@ -31,8 +31,8 @@ FACTORS = {
 
 @cache
 def chosen_cases() -> list[dict]:
-    """Every pair of values of two factors; at stage 3, whose gathers depend on both, every number of resident chunks
-    with every group."""
+    """Returns cases with every pair of values of two factors. At stage 3, gathers depend on resident chunks and groups,
+    so it has all their combinations."""
     cases = pairwise([dict(zip(FACTORS, values)) for values in product(*FACTORS.values())])
     for number, (resident, group) in enumerate(product(FACTORS["resident_chunks"], FACTORS["micro_batch_group"])):
         named = {"zero_stage": 3, "resident_chunks": resident, "micro_batch_group": group}
@@ -56,13 +56,14 @@ def test_memory_and_traffic_are_what_the_formulas_say(grid):
 
 
 def compare(layout, rank, counted, zero_stage, resident_chunks, micro_batch_group, recompute, defer_gathers):
-    """Deferred or behind the step, gathers take the same memory and are as many."""
+    """Compares both gather policies with the formulas. Deferred gathers and gathers behind the step need the same
+    memory and are equally many."""
     label = (layout, rank, zero_stage, resident_chunks, micro_batch_group, recompute, defer_gathers)
     place = layout, rank, MICRO_BATCHES, zero_stage, resident_chunks
     told = predicted(*place, recompute == "full", micro_batch_group)
     typical = typical_peak(counted, MICRO_BATCHES)
     assert abs(typical - told.peak) <= LARGEST_DEVIATION * told.peak, (label, typical, told)
-    # Of all steps the least: gloo's threads may let go of a tensor late.
+    # Takes the smallest of all steps, because gloo's threads may free a tensor late.
     least = min(step.peak_bytes for step in counted.steps[MICRO_BATCHES])
     assert 0 <= least - told.peak <= SCALAR_BYTES, (label, least, told)
     right = predicted_traffic(*place, micro_batch_group)
@@ -81,8 +82,11 @@ def compare(layout, rank, counted, zero_stage, resident_chunks, micro_batch_grou
 
 
 def stored_micro_batches(layout, chunk, micro_batch_group):
-    """Of the last chunk no input is stored, as it is not recomputed; at the turn, those of two micro-batches for every
-    chunk that follows, and of one more."""
+    """Returns how many inputs a chunk stores.
+
+    The last chunk stores none, because it is not recomputed. At the turn a chunk stores two for every chunk that
+    follows, and one more.
+    """
     following = layout.size.blocks - 1 - chunk
     if following < layout.pipeline_ranks:
         return min(micro_batch_group, 2 * following + 1) if following else 0
@@ -90,8 +94,11 @@ def stored_micro_batches(layout, chunk, micro_batch_group):
 
 
 def method_says(zero_stage, resident_chunks, micro_batch_group):
-    """Gathers and reductions of a rank with N chunks, B of them resident, in K micro-batch groups: at stage 3
-    K(2N - 2B) + B gathers, or N if all are resident; at stages 2 and 3 K*N reductions, else N."""
+    """Returns gathers and reductions of a rank with N chunks, B of them resident, and K micro-batch groups.
+
+    Stage 3 gathers K(2N - 2B) + B times, or N times if all chunks are resident. Stages 2 and 3 reduce K*N times, other
+    stages N times.
+    """
     chunks, groups = CHUNKS_PER_RANK, -(-MICRO_BATCHES // micro_batch_group)
     gathers = chunks if zero_stage else 0
     if zero_stage == 3 and resident_chunks < chunks:

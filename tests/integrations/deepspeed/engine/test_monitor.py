@@ -1,4 +1,4 @@
-"""What a run reports: DeepSpeed's monitors and log lines, with measured waits."""
+"""DeepSpeed's monitors and log lines report a run, with measured waits."""
 
 import contextlib
 import csv
@@ -21,7 +21,7 @@ from testing.ranks import run_on_ranks
 
 STEPS = 3
 PAUSE = 0.03
-"""Seconds a forward of the last layer takes at least; the rank ahead of it waits meanwhile."""
+"""Seconds that each forward of the last layer takes at least. The previous rank waits meanwhile."""
 EVENTS = {
     "train_loss",
     "lr",
@@ -48,7 +48,7 @@ def batches(engine):
 
 
 def train(folder):
-    """Losses, seconds and what was printed, of a run that all monitors watch."""
+    """Trains with all monitors. Returns losses, norm, seconds, printed text and log lines."""
     prepare_rank()
     os.chdir(folder)
     os.environ["WANDB_MODE"] = "offline"
@@ -66,7 +66,7 @@ def train(folder):
         "ds_lgamp": {"layers_per_chunk": 1},
     }
     if dist.get_rank() == 0:
-        # As many scripts do: the other ranks know of no monitor.
+        # Many scripts configure monitors on the first rank only.
         config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "csv"}
         config["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": "tensorboard"}
         config["wandb"] = {"enabled": True, "project": "test"}
@@ -75,7 +75,7 @@ def train(folder):
         layers = [LayerSpec(nn.Embedding, 9, 6), LayerSpec(nn.Linear, 6, 6), LayerSpec(Slow, 6, 9)]
         module = PipelineModule(layers, num_stages=2, loss_fn=token_loss, partition_method="uniform")
         engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
-        # DeepSpeed's logger holds on to the output it was made with.
+        # Adds a handler, because DeepSpeed's logger keeps the output of its creation.
         lines = io.StringIO()
         deepspeed.utils.logging.logger.addHandler(logging.StreamHandler(lines))
         deepspeed.utils.logging.logger.setLevel("INFO")
@@ -87,7 +87,7 @@ def train(folder):
         engine.eval_batch(batches(engine))
         norm = float(engine.get_global_grad_norm())
         if engine.global_rank == 0:
-            # Otherwise at the interpreter's exit, which a test's rank does not have.
+            # A test's rank has no interpreter exit, at which wandb would finish by itself.
             wandb.finish()
     return losses, norm, seconds, printed.getvalue(), lines.getvalue()
 
@@ -104,7 +104,7 @@ def run(folder):
 
 @pytest.fixture(scope="module")
 def recorded(folder, run):
-    """The values of every CSV file, by the event's name."""
+    """Returns the values of every CSV file by the event's name."""
     values = {}
     for path in (folder / "csv").iterdir():
         with path.open() as file:
@@ -135,15 +135,15 @@ def test_tokens_are_those_of_all_data_parallel_ranks(run, recorded):
 
 
 def test_waits_are_measured_where_they_are(run, recorded):
-    """Pipeline rank 1 has chunk 1 only: its first backward waits until rank 0 has finished the slow forwards of chunk 2
-    and one backward of it. Means over the ranks: half of that."""
+    """Pipeline rank 1 has chunk 1 only. Its first backward waits until rank 0 has finished the slow forwards of chunk 2
+    and one backward of it. The mean over the ranks is half of that."""
     _, _, seconds, *_ = run
     for step, duration in zip((32, 48), seconds[1:]):
         waits = {kind: recorded[f"exposed_wait_seconds_{kind}"][step] for kind in EXPOSED_WAITS}
         assert waits["gradient"] > 4 * PAUSE / 2
         assert 0 < sum(waits.values()) < duration
         assert all(wait >= 0 for wait in waits.values())
-    assert recorded["peak_bytes"][48] > 1e7, "on the CPU, the resident set"
+    assert recorded["peak_bytes"][48] > 1e7, "the CPU reports the resident set"
 
 
 def test_tensorboard_and_wandb_get_the_same(folder, run, recorded):

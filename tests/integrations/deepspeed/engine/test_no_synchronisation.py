@@ -1,6 +1,6 @@
-"""In a training step the host waits for the device nowhere, or once: at the overflow test.
+"""In a training step the host waits for the device once at most, at the overflow test.
 
-On the CPU nothing waits; what is counted are the operations that would on an accelerator.
+Nothing waits on the CPU, so the tests count the operations that would wait on an accelerator.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import batches, build, engine_of, linears
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
-"""Operations whose result, or its shape, the host needs: ``item``, ``bool`` and ``float`` are the first of them."""
+"""Operations whose result, or its shape, the host needs. ``item``, ``bool`` and ``float`` use the first one."""
 COPIES = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
-"""What copies to the host; of tensors that are there already the dispatcher sees none of it."""
+"""Functions that copy to the host. The dispatcher does not see them for tensors that are on the host already."""
 
 
 class Reads(TorchDispatchMode):
@@ -29,7 +29,7 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.removeprefix("aten::")
-        # Bytes are states of the host's generators, which recomputation compares.
+        # Excludes bytes: these are states of the host's generators, which recomputation compares.
         if name in READS and args[0].dtype != torch.uint8:
             self.calls[name] += 1
         return function(*args, **(kwargs or {}))
@@ -68,10 +68,10 @@ def calls_in_cases():
 
 
 def calls_in_a_batch(stage, settings):
-    """What the third step calls; shapes and which buffers change are known by then."""
+    """Returns the calls of the third step. By then the engine knows shapes and which buffers change."""
     engine = engine_of(build(linears(4)), {}, stage, **settings)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
-    # On the host, of hosts alone, ahead of the batch: whether everybody has data.
+    # Removes the agreement that every rank has data. It runs between hosts, before the batch.
     engine._loader.largest = lambda value: value
     calls = Counter()
     for step in range(3):

@@ -1,5 +1,5 @@
-"""Every optimizer trains on the shards of two pipeline and two data-parallel ranks as torch's plain version on one
-process, with groups and schedules however they are given."""
+"""Every optimizer trains on the shards of two pipeline and two data-parallel ranks like torch's plain version on one
+process. Groups and schedules can be given in several ways."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from tests.integrations.deepspeed.running import gathered
 LAYERS, STEPS = 4, 4
 FUSED = (SGD, Adam, AdamW, Adagrad)
 RATE = {"lr": 0.01, "eps": 1e-4}
-"""A large eps: a small one amplifies rounding."""
+"""A large eps, because a small one amplifies rounding."""
 TRAINED = {
     "Adam": ({"type": "Adam", "params": {**RATE, "weight_decay": 0.1}}, AdamW, {**RATE, "weight_decay": 0.1}),
     "Adam without decay": ({"type": "Adam", "params": RATE}, AdamW, {**RATE, "weight_decay": 0.0}),
@@ -66,7 +66,7 @@ def losses_of(engine):
 
 
 def reference(make):
-    """Losses and parameters of one process with torch's plain optimizer."""
+    """Returns losses and parameters of one process with torch's plain optimizer."""
     layers = []
     for index in range(LAYERS):
         seed(1234 + index)
@@ -88,7 +88,7 @@ def reference(make):
 
 
 def compare(engine, make, label):
-    """Losses and parameters of an engine and of one process."""
+    """Compares losses and parameters of an engine with those of one process."""
     expected_losses, expected = reference(make)
     assert losses_of(engine) == pytest.approx(expected_losses, rel=1e-5), label
     own = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
@@ -101,7 +101,7 @@ def forbid_compiling():
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def load(builder, verbose=True):
-        raise AssertionError(f"{builder.name} is compiled")
+        raise AssertionError(f"{builder.name} would be compiled")
 
     OpBuilder.load = load
 
@@ -118,14 +118,15 @@ def json_optimizers():
 
 
 def stock_with_torch_adam():
-    """The configuration stock needs here, and the same without ``torch_adam``."""
+    """Trains stock with the configuration that it needs here, and a block without ``torch_adam``. Returns the losses of
+    both."""
     params = {**RATE, "weight_decay": 0.1}
     stock = engine_with({"optimizer": {"type": "AdamW", "params": {**params, "torch_adam": True}}}, 1, block=False)
     return losses_of(stock), losses_of(engine_with({"optimizer": {"type": "AdamW", "params": params}}))
 
 
 class StandInAdam(AdamW):
-    """Takes what DeepSpeed's CPU Adam takes and computes what it would."""
+    """Takes the options of DeepSpeed's CPU Adam and computes the same update."""
 
     def __init__(self, params, lr=1e-3, eps=1e-8, weight_decay=0, adamw_mode=True, fp32_optimizer_states=True):
         assert adamw_mode and not fp32_optimizer_states
@@ -133,7 +134,7 @@ class StandInAdam(AdamW):
 
 
 def cpu_adam_on_request():
-    """Compiling it takes minutes: a class that needs no compiler stands where it would be imported."""
+    """Replaces DeepSpeed's CPU Adam by a class without a compiler, because compiling it takes minutes."""
     optimizer_choice.DeepSpeedCPUAdam, optimizer_choice.ON_CPU = StandInAdam, frozenset({StandInAdam})
     params = {**RATE, "weight_decay": 0.1, "fp32_optimizer_states": False}
     engine = engine_with({"optimizer": {"type": "DeepSpeedCPUAdam", "params": params}})
@@ -142,7 +143,8 @@ def cpu_adam_on_request():
 
 
 def groups_by_layer(parameters, first_rate=0.2):
-    """Of layer 3, of layer 0's bias, and the rest: with modular placement each pipeline rank lacks one of them."""
+    """Makes three groups: layer 3, the bias of layer 0, and the rest. With modular placement each pipeline rank lacks
+    one of them."""
     last = {name: parameter for name, parameter in parameters.items() if name.startswith("3.")}
     bias = {name: parameter for name, parameter in parameters.items() if name == "0.bias"}
     rest = {name: parameter for name, parameter in parameters.items() if name not in {**last, **bias}}
@@ -161,7 +163,7 @@ def scheduled(optimizer):
 
 
 def groups_and_schedules():
-    """Groups with options of their own, each with its own learning rates, in all three ways to give them."""
+    """Gives groups with their own options and learning rates in all three ways."""
 
     def plain(parameters):
         optimizer = SGD(groups_by_layer(parameters), lr=0.1, momentum=0.5)
@@ -184,7 +186,7 @@ def groups_and_schedules():
 
 
 def rates_of_the_configuration():
-    """DeepSpeed's schedulers take a list, one rate for each group."""
+    """DeepSpeed's schedulers take a list with one rate per group."""
     rates = {"warmup_min_lr": [0.0, 0.0, 0.0], "warmup_max_lr": [0.1, 0.2, 0.3], "warmup_num_steps": 2}
     settings = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -198,14 +200,14 @@ def rates_of_the_configuration():
 
 
 def named_and_single_parameters():
-    """What torch takes as a group: named parameters, a tensor by itself."""
+    """Gives groups in other forms that torch accepts: named parameters, and single tensors."""
     for way in ("client", "groups", "named"):
         module = build(linears(LAYERS))
         named = list(module.named_parameters())
         if way == "client":
             engine = engine_with({}, model=module, optimizer=SGD([{"params": named}], lr=0.1))
         else:
-            # Of the tensors by themselves every rank has as many, though under other names.
+            # Every rank has the same number of single tensors, though under other names.
             singles = [{"params": parameter} for _, parameter in named]
             given = {"groups": singles, "named": [{"params": named}]}[way]
             settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -263,7 +265,7 @@ def run_all():
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Equality with one process is asserted on the ranks."""
+    """Runs the checks. The ranks assert equality with one process."""
     return run_on_ranks(4, run_all)
 
 
@@ -275,12 +277,12 @@ def test_training_equals_one_process_and_stock(ranks):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("history", "optimizer is SGD with state for whole parameters, which shards cannot take over; pass one that"),
+        ("history", "optimizer is SGD with state for whole parameters, which shards cannot take over; pass a new"),
         ("other rates", "parameter groups differ between data-parallel ranks; give every rank the same ones"),
         ("two groups", "parameter 0.bias is in parameter groups 0 and 1; keep it in one"),
         ("nothing trains", "the optimizer holds no parameter that trains; unfreeze one, or give it others"),
         ("params", "optimizer.params is {'lr': 0.1, 'differentiable': True}, but adamw refuses it ("),
-        ("SGD", "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; give it all"),
+        ("SGD", "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; pass all"),
         ("PartitionedOptimizer", "a parameter group was added after deepspeed.initialize"),
     ],
 )

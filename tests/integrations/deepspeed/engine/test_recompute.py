@@ -1,4 +1,4 @@
-"""What is kept instead of recomputed is exact, and no more than needed."""
+"""Partial recomputation is exact and keeps no more than it needs."""
 
 import gc
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from tests.runtime.assembly import gathered
 
 WIDTH, TOKENS, MICRO_BATCHES = 6, 160, 3
 TOLERANCE = 2e-6
-"""Relative, of a gradient's norm: in fp32, orders of summation differ by less."""
+"""Relative to a gradient's norm. In fp32, orders of summation differ by less."""
 MEGATRON_LAYERS, HIDDEN = 4, 32
 
 
@@ -38,14 +38,14 @@ class SavedView(torch.autograd.Function):
 
 
 class Viewing(nn.Linear):
-    """Its graph holds a view of its weight."""
+    """A linear layer whose graph holds a view of its weight."""
 
     def forward(self, inputs):
         return SavedView.apply(inputs, self.weight.view(-1).view(WIDTH, WIDTH).T) + self.bias
 
 
 class InPlace(nn.Linear):
-    """Changes its input, if it may."""
+    """Changes its input in place, if allowed."""
 
     allowed = True
 
@@ -54,7 +54,7 @@ class InPlace(nn.Linear):
 
 
 class Attending(nn.Module):
-    """Attention that keeps its scores [samples, tokens, tokens], unless it recomputes them."""
+    """Attention that keeps its scores [samples, tokens, tokens] unless it recomputes them."""
 
     recompute_selectively = False
 
@@ -73,7 +73,7 @@ class Attending(nn.Module):
 
 
 KEEPING = [Viewing, nn.Tanh, InPlace, nn.Linear, nn.Tanh, InPlace, Viewing, nn.Linear]
-"""A tanh saves its result, on the same rank as the layer that changes it (1), and on another one (4)."""
+"""A layer changes the saved result of a tanh: on the same rank (1) and on another one (4)."""
 ATTENDING = [Attending] * 6
 
 
@@ -82,7 +82,7 @@ def specs(kinds):
 
 
 def micro_batch(index, width=WIDTH):
-    """Inputs and labels, [samples, tokens, width]."""
+    """Returns inputs and labels, [samples, tokens, width]."""
     generator = torch.Generator().manual_seed(index)
     return torch.randn(2, TOKENS, width, generator=generator), torch.randn(2, TOKENS, width, generator=generator)
 
@@ -97,7 +97,8 @@ def engine(kinds, pipeline_ranks, **block):
 
 
 def gradients_of(engine, width=WIDTH):
-    """Of a step, by global name, and the bytes it took at most beside what was there."""
+    """Runs a step. Returns its gradients by global name, and the most bytes that it needed in addition to the existing
+    ones."""
     found, step = {}, engine.optimizer.step
 
     def recording_step():
@@ -107,7 +108,7 @@ def gradients_of(engine, width=WIDTH):
     engine.optimizer.step = recording_step
     first = MICRO_BATCHES * engine.grid.data_parallel_id
     batch = iter([micro_batch(first + index, width) for index in range(MICRO_BATCHES)])
-    # Engines of earlier cases, whose memory would be counted as freed by this step.
+    # Deletes engines of earlier cases, because their memory would count as freed by this step.
     gc.collect()
     with PeakMemory(live_tensors()) as memory:
         before = memory.live()
@@ -116,7 +117,7 @@ def gradients_of(engine, width=WIDTH):
 
 
 def reference_gradients(kinds, data_ranks):
-    """Of one process; the layers of ``engine`` draw what these draw."""
+    """Returns the gradients of one process. The layers draw the same numbers as those of ``engine``."""
     layers = []
     for index, spec in enumerate(specs(kinds)):
         seed(1234 + index)
@@ -126,7 +127,7 @@ def reference_gradients(kinds, data_ranks):
     for index in range(count):
         hidden, labels = micro_batch(index)
         for number, layer in enumerate(layers):
-            # As PipelineModule seeds a layer for a micro-batch of its data-parallel rank.
+            # PipelineModule seeds a layer for a micro-batch of its data-parallel rank in this way.
             seed(1234 * (index % MICRO_BATCHES + 2) + number)
             hidden = layer(hidden)
         (mean_square(hidden, labels) / count).backward()
@@ -154,7 +155,7 @@ def keep_views_and_changed_tensors():
 
 
 def test_views_of_weights_and_changed_inputs_are_exact():
-    """At stage 3, where weights are freed and gathered again between forward and backward; chunks on one rank and on
+    """At stage 3 weights are freed and gathered again between forward and backward. Runs chunks on one rank and on
     two."""
     assert all(run_on_ranks(4, keep_views_and_changed_tensors))
 
@@ -197,7 +198,7 @@ def megatron_engine(recompute, **named):
 
 
 def recompute_attention_of_megatron():
-    """As on a GPU; Megatron-core reads only there the random states it recomputes with."""
+    """Imitates a GPU, because Megatron-core reads its random states only there."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 

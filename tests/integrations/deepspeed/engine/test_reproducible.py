@@ -1,4 +1,5 @@
-"""With ``reproducible``, a run is the same to the bit in every layout of as many data-parallel ranks, dropout on."""
+"""With ``reproducible``, a run with dropout is the same to the bit in every layout with equally many data-parallel
+ranks."""
 
 import random
 from hashlib import sha256
@@ -21,7 +22,7 @@ from tests.integrations.deepspeed.models import seed
 from tests.runtime.assembly import gathered
 
 WIDTH, INNER, VOCABULARY = 13, 29, 11
-"""Odd, so that nothing fits into the vectors of a processor."""
+"""Odd numbers, which do not fill a processor's vectors."""
 DATA_RANKS = (1, 2, 3)
 MICRO_BATCHES, STEPS, SAVED, LIMIT = 4, 4, 2, 0.05
 
@@ -61,7 +62,7 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """Its weights depend on ``index`` alone."""
+    """A block whose weights depend only on ``index``."""
 
     def __init__(self, index, outputs=WIDTH):
         super().__init__()
@@ -91,8 +92,8 @@ class Shift(nn.Module):
 
 
 class Scale(nn.Module):
-    """Draws from the generators of Python and NumPy. The mean and the gradient of the weights are sums in the order in
-    which a hidden state lies in memory."""
+    """Draws from the generators of Python and NumPy. The mean and the gradient of the weights add in the order of a
+    hidden state's memory."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +126,7 @@ def loss_function(logits, labels):
 
 
 def groups_of(parameters):
-    """Vectors do not decay."""
+    """Makes parameter groups. Vectors do not decay."""
     parameters = list(parameters)
     return [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
@@ -143,7 +144,7 @@ def engine_of(layout, layers=None, reproducible=True, settings=None, **options):
         "ds_lgamp": {**layout.block, "reproducible": reproducible},
         **(settings or {}),
     }
-    # What a script draws before has nothing to do with it.
+    # Seeds differently on each rank, because earlier draws of a script must not matter.
     torch.manual_seed(100 * layout.pipeline_ranks + dist.get_rank())
     with quiet():
         module = PipelineModule(
@@ -165,7 +166,7 @@ def batch_of(engine, step=None):
 
 
 def train(engine, steps):
-    """Losses and norms."""
+    """Trains. Returns loss and norm of every step."""
     results = []
     for _ in range(steps):
         loss = engine.train_batch(batch_of(engine)).item()
@@ -175,10 +176,10 @@ def train(engine, steps):
 
 class Run(NamedTuple):
     steps: list
-    """Loss and norm of each."""
+    """Loss and norm of every step."""
     evaluation: float
     parameters: dict
-    """This rank's, as a digest of their bits."""
+    """Digests of the bits of this rank's parameters."""
 
 
 def digests(engine):
@@ -196,7 +197,7 @@ def run(layout):
 
 
 def resumed(layout, folder):
-    """A run of which a second engine does the rest."""
+    """Returns a run that a second engine completes."""
     first = engine_of(layout)
     steps = train(first, SAVED)
     first.eval_batch(batch_of(first, 99))
@@ -207,7 +208,7 @@ def resumed(layout, folder):
 
 
 def run_all(folder):
-    """Every layout of as many pipeline ranks as divide the processes; by data-parallel ranks and name."""
+    """Runs every layout whose pipeline ranks divide the processes. Returns the runs by data-parallel ranks and name."""
     prepare_rank()
     runs, processes = {}, dist.get_world_size()
     for name, layout in LAYOUTS.items():
@@ -221,7 +222,7 @@ def run_all(folder):
 
 
 def merged(on_ranks):
-    """The runs of all ranks as one: they agree on losses and norms, and together have every parameter."""
+    """Merges the runs of all ranks. They agree on losses and norms, and together have every parameter."""
     parameters: dict = {}
     for other in on_ranks:
         assert other[:2] == on_ranks[0][:2]
@@ -232,14 +233,14 @@ def merged(on_ranks):
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory):
-    """What ranks returned, by number of processes."""
+    """Returns the results of the ranks by number of processes."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     return {processes: run_on_ranks(processes, run_all, folder) for processes in (1, 2, 3, 4, 8)}
 
 
 @pytest.mark.parametrize("data_ranks", DATA_RANKS)
 def test_a_run_is_the_same_to_the_bit_in_every_layout(spawned, data_ranks):
-    """With three data-parallel ranks the order of adding matters."""
+    """With three data-parallel ranks the order of addition matters."""
     runs = {
         key[1]: merged([rank[0][key] for rank in on_ranks])
         for on_ranks in spawned.values()
@@ -250,13 +251,13 @@ def test_a_run_is_the_same_to_the_bit_in_every_layout(spawned, data_ranks):
     assert sorted(runs) == sorted([*expected, "resumed"] if data_ranks == 2 else expected)
     first = runs["layered"]
     assert len(first.parameters) == 1 + 5 * 6 + 3
-    assert all(norm > LIMIT for _, norm in first.steps), "every step is clipped"
+    assert all(norm > LIMIT for _, norm in first.steps), "a step is not clipped"
     for name, other in runs.items():
         assert other == first, name
 
 
 def plain_run():
-    """Losses and norms of a loop over layers in one process, each seeded as the engine seeds it."""
+    """Returns losses and norms of a loop over layers in one process. Seeds each layer as the engine does."""
     layers = [spec.build() for spec in layer_specs()]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW(groups_of(parameters), lr=0.02)
@@ -281,7 +282,7 @@ def plain_run():
 
 
 class Drawing(nn.Module):
-    """Keeps what it draws; a recomputation draws it again."""
+    """Records its draws. A recomputation draws again."""
 
     drawn: list = []
 
@@ -296,7 +297,7 @@ class Drawing(nn.Module):
 
 
 def drawn_numbers():
-    """What layers drew, and whether generators are where they were."""
+    """Returns the draws of layers, and whether the generators kept their states."""
     layers = [LayerSpec(Embedding, 0), LayerSpec(Drawing, 0), LayerSpec(Drawing, 1), LayerSpec(Block, 1, VOCABULARY)]
     engine = engine_of(Layout(1, 0, {}), layers)
     states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
@@ -318,7 +319,7 @@ def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_n
     for drawn, *_ in on_ranks:
         for _, numbers in drawn:
             (repeated if numbers in forwards else forwards).append(numbers)
-    # On two ranks, two layers, two steps and an evaluation. The last chunk, with the second layer, repeats nothing.
+    # Two ranks, two layers, two steps and an evaluation. The last chunk, with the second layer, repeats nothing.
     assert len(forwards) == 2 * 2 * 3 * MICRO_BATCHES and len(repeated) == 2 * 2 * MICRO_BATCHES
     for kind in range(3):
         distinct = {str(numbers[kind]) for numbers in forwards}
@@ -328,7 +329,8 @@ def test_numbers_differ_between_steps_layers_micro_batches_and_ranks_and_leave_n
 
 
 def test_the_seeds_a_module_asks_for_have_the_last_word(spawned):
-    """Stock's seeds of torch, which all data-parallel ranks share; ours of the generators its function leaves alone."""
+    """Stock DeepSpeed's seeds for torch are the same on all data-parallel ranks. ds_lgamp seeds the generators that the
+    module's function leaves alone."""
     (*_, first), (*_, second) = (drawn for _, drawn in spawned[2])
     assert [numbers[0] for *_, numbers in first] == [numbers[0] for *_, numbers in second]
     seed(1234 * 2 + 1)
@@ -359,4 +361,4 @@ def test_what_depends_on_the_layout_is_refused():
     ((about_ties, about_sums),) = run_on_ranks(1, complaints)
     assert "ds_lgamp.reproducible is true, but layers 0, 2 share the tied module 'shared'" in about_ties
     assert "at zero_optimization.stage 0 gradients are summed in torch.float16" in about_sums
-    assert "set communication_data_type to 'fp32' or another stage" in about_sums
+    assert "set communication_data_type to 'fp32', or use another stage" in about_sums

@@ -1,5 +1,5 @@
-"""What a script gets from stock DeepSpeed at P2 W2, it gets from the block: losses, with the same dropout masks,
-learning rates, batch functions."""
+"""At P2 W2 a script gets from a block what it gets from stock DeepSpeed: losses with the same dropout masks, learning
+rates, and batch functions."""
 
 import deepspeed
 import pytest
@@ -15,8 +15,10 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_min_lr":
 
 
 def train_with_json(block, stage, scheduler):
-    """An engine whose optimizer and scheduler come from the configuration; the data comes as a stored iterator of
-    transposed batches, which a batch function turns back."""
+    """Trains an engine whose optimizer and scheduler come from the configuration.
+
+    A stored iterator yields transposed batches, and a batch function transposes them back.
+    """
     ds_lgamp.install()
     training = Training(tied=True, tuples=False, dropout=0.2, clipping=0.3)
     config = json_config(training, Layout(2, 2, stage, block)) | {"optimizer": ADAM, "scheduler": scheduler}
@@ -52,7 +54,8 @@ def test_optimizer_and_scheduler_of_the_configuration():
 
 
 def train_with_torch_scheduler():
-    """Stock DeepSpeed hands its wrapper to torch's schedulers, which refuse it; the block hands them the optimizer."""
+    """Trains with torch's scheduler. Stock DeepSpeed passes it a wrapper, which it refuses. The block passes it the
+    optimizer."""
     prepare_rank()
     _, rates, _ = train_with_json({}, 3, {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}})
     return rates

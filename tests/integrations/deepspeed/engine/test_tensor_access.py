@@ -1,5 +1,7 @@
-"""Parameters, gradients and optimizer state read and written by DeepSpeed's functions while training: what they give is
-what one process without parallelism has, and training goes on from what was written, at every stage."""
+"""DeepSpeed's functions read and write parameters, gradients and optimizer state during training, at every stage.
+
+They return what one process without parallelism has, and training continues from what was written.
+"""
 
 import pytest
 import torch
@@ -122,8 +124,8 @@ def test_training_goes_on_from_a_state_of_the_optimizer(ranks, stage, precision)
         for loss, weights in again:
             assert loss == first[0]
             assert_equal((weights, first[1]))
-        assert "that of data-parallel rank 1 of 2" in refused["another rank's"]
-        assert "none of engine.optimizer.state_dict()" in refused["no state"]
+        assert "is from data-parallel rank 1 of 2" in refused["another rank's"]
+        assert "not from engine.optimizer.state_dict()" in refused["no state"]
         assert "has parameter groups of []" in refused["other groups"]
         assert "has other parameters" in refused["other units"]
-        assert "as another zero_optimization.stage or data type does" in refused["other shards"]
+        assert "for another zero_optimization.stage or data type" in refused["other shards"]

@@ -1,4 +1,5 @@
-"""What user code does with DeepSpeed's pipeline engine works with a block too: at P2 W1 it equals stock DeepSpeed."""
+"""User code that works with DeepSpeed's pipeline engine works with a block too. At P2 W1 it gives the results of stock
+DeepSpeed."""
 
 import inspect
 
@@ -48,7 +49,7 @@ def batch_norm():
 
 
 def frozen_layers_and_groups_of_a_callable():
-    """A frozen layer does not decay; groups that a callable makes keep their learning rates."""
+    """A frozen layer does not decay. Groups that a callable makes keep their learning rates."""
     changes = []
     for block in (None, ONE_LAYER_PER_CHUNK):
         module = build(linears(4))
@@ -84,7 +85,7 @@ def state_dict_after_steps():
 
 
 def two_tied_keys():
-    """Rank 0 meets key a before key b, rank 1 b before a: their copies are summed in one order all the same."""
+    """Rank 0 meets key a before key b, and rank 1 b before a. Both sum the copies in the same order."""
     return both(
         lambda: [
             *(TiedLayerSpec(key, nn.Linear, 6, 6) for key in "ab"),
@@ -95,7 +96,7 @@ def two_tied_keys():
 
 
 def evaluation_first_then_other_sizes():
-    """Evaluation before any step, more micro-batches, then rows of another number."""
+    """Evaluates before any step, then trains with more micro-batches, then with another number of rows."""
     results = []
     for block in (None, ONE_LAYER_PER_CHUNK):
         engine = engine_of(build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)]), block)
@@ -111,7 +112,7 @@ def evaluation_first_then_other_sizes():
 
 
 def training_data():
-    """DeepSpeed's own loader, with the loss on another rank than the last."""
+    """Uses DeepSpeed's own loader. The loss is not on the last rank."""
     dataset = list(zip(torch.randn(32, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(32, 6)))
     results = []
     for block in (None, ONE_LAYER_PER_CHUNK):
@@ -139,7 +140,7 @@ def norm_of_owned_parameters():
 
 
 class Reporting(PipelineModule):
-    """Reports two losses beside the one it trains on."""
+    """Reports two losses beside the one that it trains on."""
 
     reported = {"largest": torch.zeros(()), "smallest": torch.zeros(())}
 
@@ -168,7 +169,7 @@ def several_losses():
 
 
 class Announcing(nn.Linear):
-    """The last layer returns the loss; what else it reports is fixed."""
+    """The last layer returns the loss. The additional report is constant."""
 
     def forward(self, inputs):
         return super().forward(inputs).square().mean()
@@ -196,7 +197,7 @@ def normed_linear():
 
 
 class Normed(nn.Module):
-    """Every forward moves a buffer that its result depends on."""
+    """Every forward changes a buffer that its result depends on."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +212,7 @@ def buffers_that_forwards_move():
 
 
 class Averaging(nn.Linear):
-    """Every forward puts another tensor in the place of a buffer that its result depends on."""
+    """Every forward replaces a buffer that its result depends on."""
 
     def __init__(self):
         super().__init__(6, 6)
@@ -240,7 +241,7 @@ def logits_of_an_evaluation():
     results = []
     for block in (None, ONE_LAYER_PER_CHUNK):
         engine = engine_of(build(linears(4)), block)
-        # In this order: stock adds up what two evaluations return, whatever it is.
+        # Keeps this order, because stock adds the results of two evaluations, whatever they are.
         options = {"compute_loss": False, "reduce_output": None, "bcast_loss": False}
         outputs = engine.eval_batch(batches(2), **options)
         loss, logits = engine.eval_batch(batches(2), return_logits=True)
@@ -271,7 +272,7 @@ def shapes_that_change_within_a_batch():
 
 
 class Masked(nn.Linear):
-    """Takes and gives activations with a boolean and an integer tensor beside them."""
+    """Takes and returns activations with a boolean and an integer tensor."""
 
     def forward(self, inputs):
         hidden, keep, count = inputs if isinstance(inputs, tuple) else (inputs, inputs > 0, torch.arange(4))
@@ -307,7 +308,7 @@ COMPARISONS = [
 
 
 def after_a_failure():
-    """A layer that raises, and a loss without gradient: the engine says what happened, then that it cannot go on."""
+    """A layer raises, or a loss has no gradient. Returns the first error, and those of further batches."""
 
     def fail(_):
         raise ArithmeticError("the layer is in trouble")
@@ -365,4 +366,4 @@ def test_an_engine_does_not_go_on_after_a_batch_that_failed():
     failure, *after_it, loss, again, evaluation = run_on_ranks(1, run_failures)[0]
     assert "ArithmeticError: the layer is in trouble" in failure
     assert "the loss needs no gradient" in loss
-    assert all("start anew" in message for message in (*after_it, again, evaluation))
+    assert all("restart the run" in message for message in (*after_it, again, evaluation))

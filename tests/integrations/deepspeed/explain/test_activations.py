@@ -1,4 +1,4 @@
-"""The bytes of activations that fake tensors tell are those that real ones take."""
+"""The memory of activations calculated with fake tensors equals that of real ones."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 SIZE = ModelSize(4, 64, 32, 2)
 SPEC = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, zero_stage=1)
-"""Its last chunk turns at once, as in the benchmark."""
+"""The last chunk turns at once, as in the benchmark."""
 IN_FP32 = SimpleNamespace(
     float16_config=SimpleNamespace(enabled=False, auto_cast=False),
     bfloat16_config=SimpleNamespace(enabled=False),
@@ -37,12 +37,14 @@ def measured(layers, data, loss_fn=loss_function, settings=None, config=IN_FP32)
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
 def test_fake_tensors_tell_what_the_benchmark_measures_with_real_ones(recompute):
-    """With that measurement, the formula equals the memory of training steps on real ranks."""
+    """With this measurement, the formula equals the memory of training steps on real ranks."""
     blocks = [Block(index, SIZE) for index in range(SIZE.blocks)]
     weights = [parameter for block in blocks for parameter in block.parameters()]
     told = measured(blocks, micro_batch(SIZE, 0, 0), settings=LgampConfig(recompute=recompute))
     assert told == activation_bytes(SIZE, recompute == "full")
-    assert [parameter for block in blocks for parameter in block.parameters()] == weights, "they are as before"
+    assert [parameter for block in blocks for parameter in block.parameters()] == weights, (
+        "the layers have other parameters"
+    )
     assert not any(isinstance(weight, torch._subclasses.FakeTensor) for weight in weights)
 
 
@@ -81,7 +83,7 @@ def test_the_block_of_a_specification_is_measured_without_memory():
 
 
 def test_gradients_accumulate_where_they_are():
-    """So that the gradients of weights, which are larger than all else here, are there one after another."""
+    """The gradients of weights are larger than everything else here, and exist one after another."""
     linear = [torch.nn.Linear(64, 64) for _ in range(6)]
     layers = [linear[0], torch.nn.Sequential(*linear[1:4]), *linear[4:]]
     told = measured(layers, (torch.zeros(1, 64), torch.zeros(1, 64)), torch.nn.functional.mse_loss)
@@ -91,7 +93,7 @@ def test_gradients_accumulate_where_they_are():
 
 @pytest.mark.skipif(not ACCUMULATES_IN_OTHER_DTYPES, reason="this torch accumulates in another type through a hook")
 def test_gradients_that_accumulate_in_another_type_are_cast_first():
-    """The cast is one temporary gradient of the weight, in that type."""
+    """The cast makes one temporary gradient of the weight, in that type."""
     layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
     data = torch.zeros(1, 64), torch.zeros(1, 64)
     bf16 = {**vars(IN_FP32), "bfloat16_config": SimpleNamespace(enabled=True)}

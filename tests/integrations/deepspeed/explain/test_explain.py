@@ -1,6 +1,5 @@
-"""``ds_lgamp run --explain`` says what the engine does; the memory formula says what the partition takes."""
+"""``ds_lgamp run --explain`` reports what the engine then does."""
 
-import itertools
 import json
 import math
 import os
@@ -10,20 +9,9 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
-from ds_lgamp.cost.storage import aligned
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.zero_partition import TiedParameters, build_partition
-from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory
-from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.runtime.measure import CollectiveCounter
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks
 
@@ -110,8 +98,8 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory):
-    """The outcomes of several explanations, by name: one by itself, the others in forks of one process, because
-    importing DeepSpeed takes seconds."""
+    """Returns the outcomes of several explanations by name. One runs by itself and the others in forks of one process,
+    because importing DeepSpeed takes seconds."""
     folder = tmp_path_factory.mktemp("explain")
     (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
     (folder / "data.py").write_text(DATA_SCRIPT)
@@ -170,11 +158,11 @@ def facts_of(ended):
 
 
 class Counted(Exception):
-    """Ends a script whose second step was counted."""
+    """Ends a script after its second step was counted."""
 
 
 def train_for_real(config):
-    """Per rank: what the engine of the example holds, and what its second step moves."""
+    """Returns per rank what the engine of the example holds, and what its second step communicates."""
     import deepspeed
 
     import ds_lgamp
@@ -225,7 +213,7 @@ def test_every_number_is_the_engines(explained):
     facts = facts_of(explained["json"])
     real = run_on_ranks(4, train_for_real, LAYERED)
     assert (facts["pipeline_ranks"], facts["data_ranks"], facts["chunks"], facts["micro_batches"]) == (2, 2, 6, 4)
-    assert facts["parameters"] == 13 * 8 + 6 * (8 + 8 + 64 + 8) + 16, "the tied embedding once"
+    assert facts["parameters"] == 13 * 8 + 6 * (8 + 8 + 64 + 8) + 16, "the tied embedding counts once"
     for rank in (0, 1):
         told, engine = facts["ranks"][rank], real[2 * rank]
         assert engine["rank"] == rank
@@ -236,7 +224,7 @@ def test_every_number_is_the_engines(explained):
         assert chunks == {str(chunk): entry for chunk, entry in engine["chunks"].items()}
         moved, calls = told["traffic"], Counter(engine["calls"])
         assert moved["gathers"] + moved["tied_gathers"] + told["tied_sums"] == calls["all_gather"]
-        assert moved["reduces"] + moved["tied_reduces"] == calls["all_to_all"], "gloo's reduce-scatter"
+        assert moved["reduces"] + moved["tied_reduces"] == calls["all_to_all"], "gloo has no reduce-scatter"
         assert moved["sends"] == calls["send"] and moved["receives"] == calls["receive"]
         assert told["collective_bytes_sent"] == engine["bytes"]["all_gather"] + engine["bytes"]["all_to_all"]
         assert told["memory"]["weights"] == engine["weights"]
@@ -251,7 +239,7 @@ def test_the_example_is_explained(explained):
     assert [chunk["chunk"] for chunk in first["chunks"]] == [0, 2, 4]
     assert first["chunks"][0]["layer_types"] == ["EmbeddingPipe", "BlockPipe"]
     assert first["tied"][0]["pipeline_ranks"] == [0, 1] and first["tied"][0]["parameters"] == 13 * 8
-    # Three chunks, two resident: 2 * 3 - 2 gathers, against one per chunk, pass and micro-batch.
+    # Three chunks, two resident: 2 * 3 - 2 gathers, instead of one per chunk, pass and micro-batch.
     assert [rank["traffic"]["gathers"] for rank in facts["ranks"]] == [4, 4]
     assert [rank["traffic"]["reduces"] for rank in facts["ranks"]] == [3, 3]
     assert facts["micro_batch_outer_gathers"] == 2 * 3 * 4
@@ -269,8 +257,10 @@ def test_text_is_for_people_and_nothing_but_the_explanation(explained):
 
 
 def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explained(explained):
-    """Four layers of 20, 0, 20 and 10 parameters, one chunk each, on two ranks; one data-parallel rank. The third,
-    which needs data, is built on the second rank."""
+    """Four layers of 20, 0, 20 and 10 parameters, one chunk each, on two pipeline ranks and one data-parallel rank.
+
+    The second rank builds the third layer, which needs data.
+    """
     facts = facts_of(explained["unusual"])
     assert facts["precision"] == "bf16" and facts["optimizer"] == "AdamW" and facts["parameters"] == 50
     assert facts["micro_batch_group"] == 2 and facts["bubble_formula"] is None
@@ -279,20 +269,20 @@ def test_scripts_that_use_the_process_group_and_layers_that_need_data_are_explai
     assert first["traffic"] | {"sends": 0, "receives": 0} == dict.fromkeys(first["traffic"], 0)
     assert first["collective_bytes_sent"] == 0
     memory = first["memory"]
-    # Of 16 and 4 parameters each, which begin at multiples of 32.
+    # 16 and 4 parameters per layer, which begin at multiples of 32.
     stored = 2 * 2 * 32
     assert (memory["weights"], memory["master_weights"]) == (stored * 2, stored * 4)
     assert (memory["optimizer_state"], memory["gradients"], memory["gradient_buffers"]) == (stored * 8, stored * 4, 0)
 
 
 def test_with_training_data_the_peak_has_activations(explained):
-    """In bf16, micro-batches of 2 samples of 32 numbers with a label, 4 of them, of which 2 are under way."""
+    """bf16, and 4 micro-batches of 2 samples of 32 numbers with a label, of which 2 are under way."""
     facts = facts_of(explained["data"])
     assert facts["activations_unknown"] is None
     first, last = (rank["memory"]["activations"] for rank in facts["ranks"])
     assert first["batch"] == last["batch"] == 4 * (2 * 32 * 2 + 2 * 8)
     result = 2 * 32 * 2
-    # Of chunk 2, of two micro-batches; those of chunk 0 belong to the batch.
+    # Chunk 2 stores inputs of two micro-batches. The inputs of chunk 0 belong to the batch.
     assert first["inputs"] == 2 * result and first["handed_over"] == 0
     assert min(first[kind] for kind in ("receives", "sends", "working")) >= result
     words = explained["data in words"].output
@@ -338,149 +328,3 @@ def test_options_that_make_no_sense_are_refused(words, capsys):
     with pytest.raises(SystemExit) as status:
         main(["run", *words])
     assert status.value.code == 2 and "--ranks" in capsys.readouterr().err
-
-
-# The memory formula
-
-CHUNK_SHAPES = [[(7, 3), (5,)], [(4, 4)], [(9, 2), (3,), (1,)], []]
-FROZEN_SHAPES = [[(5, 5)], [], [(1, 3), (8,)], [(6, 6)]]
-TIED_SHAPES, FROZEN_TIED_SHAPES = [(11, 2)], [(2, 5)]
-CASES = {
-    "layered": ("layered", 4, 4, 2),
-    "one resident chunk": ("layered", 4, 4, 1),
-    "groups": ("layered", 4, 2, 2),
-    "more buffers than chunks": ("layered", 2, 2, 9),
-    "interleaved": ("interleaved_1f1b", 4, 4, 2),
-}
-
-
-@pytest.fixture
-def imagined_group():
-    """Makes groups of any size in this one process."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield lambda ranks: dist.new_group(list(range(ranks)))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.float32, None, None),
-        (torch.bfloat16, None, None),
-        (torch.bfloat16, torch.float32, None),
-        (torch.float32, None, torch.float16),
-        (torch.float16, None, torch.bfloat16),
-        (torch.float16, None, torch.float32),
-        (torch.float16, torch.float32, torch.float16),
-    ],
-)
-def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
-    tie_group = imagined_group(2)
-    for data_ranks in (1, 2, 3):
-        data_group = imagined_group(data_ranks)
-        for zero_stage, in_rank_order in itertools.product(range(4), (False, True)):
-            compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order)
-
-
-def compare_memory(case, zero_stage, data_group, tie_group, dtype, gradient_dtype, communication_dtype, in_rank_order):
-    """On pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6; the first and the last share a tied module."""
-    schedule, micro_batches, group, resident = case
-    spec = ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident)
-    actions = build_program(spec)[0]
-    chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
-    tied = parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype)
-    partition = build_partition(
-        {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
-        [TiedParameters("embedding", tied, [0, 6], tie_group)],
-        ZeroPolicy(data_group, zero_stage, gradient_dtype, communication_dtype, in_rank_order),
-        torch.device("cpu"),
-    )
-    partition.release_all()
-    follow(partition, actions)
-    stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
-    state = [each for unit in partition.units for each in (unit.master.values, unit.reduction._gradient)]
-    with PeakMemory([tensor for tensor in stored + state if tensor is not None]) as memory:
-        gradients, buffers = follow(partition, actions)
-    sizes = [UnitSize(*numbers(training), (chunk,)) for chunk, (training, _) in chunks.items() if training]
-    sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
-    sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
-    sizes.append(UnitSize(numel(FROZEN_TIED_SHAPES), 0, (0, 6), tied=True, frozen=True))
-    element = ElementBytes(
-        dtype.itemsize,
-        (gradient_dtype or dtype).itemsize,
-        communication=None if communication_dtype is None else communication_dtype.itemsize,
-    )
-    told = rank_memory(
-        actions,
-        sizes,
-        zero_stage,
-        data_group.size(),
-        element,
-        all_to_all=in_rank_order,
-        in_rank_order=in_rank_order,
-    )
-    label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
-    held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
-    assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
-    converts = communication_dtype is not None or element.gradients != element.master
-    # Converting takes a moment of its own, as does adding up, which only the peak shows.
-    partitioned = partition.units[0].storage.partitioned
-    assert told.gradients == gradients or (converts and not partitioned), label
-    assert told.gradient_buffers == buffers or (converts and partitioned) or in_rank_order, label
-    assert told.peak == memory.peak, label
-
-
-def parameters(name, shapes, frozen_shapes, dtype):
-    """The last one that trains is owned by no optimizer."""
-    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-    training = [
-        UnitParameter(f"{name}.{index}", tensor, 0 if index + 1 < len(shapes) or len(shapes) == 1 else None)
-        for index, tensor in enumerate(tensors)
-    ]
-    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False) for shape in frozen_shapes]
-    frozen = [UnitParameter(f"{name}.frozen.{index}", tensor, None) for index, tensor in enumerate(tensors)]
-    return [*frozen[:1], *training, *frozen[1:]]
-
-
-def numbers(shapes):
-    return numel(shapes), numel(shapes[:-1]) if len(shapes) > 1 else numel(shapes)
-
-
-def numel(shapes):
-    """In a unit's storage."""
-    return sum(aligned(torch.Size(shape).numel()) for shape in shapes)
-
-
-def follow(partition, actions):
-    """Does to the partition what an executor does; returns the gradients (bytes) at the step, and the most of full ones
-    that are on their way to one."""
-    gradients = buffers = 0
-    for action in actions:
-        if action.kind is Kind.GATHER:
-            partition.gather(action.chunk)
-        elif action.kind is Kind.RELEASE:
-            partition.release(action.chunk)
-        elif action.kind is Kind.WAIT_GATHER:
-            partition.wait_gather(action.chunk)
-        elif action.kind is Kind.BACKWARD:
-            partition.begin_backward(action.chunk)
-        elif action.kind is Kind.REDUCE:
-            partition.reduce(action.chunk)
-        elif action.kind is Kind.WAIT_REDUCE:
-            partition.wait_reduce(action.chunk)
-        elif action.kind is Kind.STEP:
-            partition.finish_gradients()
-            gradients = sum(unit.reduction.shard_gradient.nbytes for unit in partition.units if unit.trains)
-            partition.follow_update()
-            partition.after_update()
-        buffers = max(buffers, sum(bytes_on_the_way(unit) for unit in partition.units))
-    return gradients, buffers
-
-
-def bytes_on_the_way(unit):
-    gradient = unit.reduction._gradient
-    if not unit.storage.partitioned or gradient is None:
-        return 0
-    received = unit.storage.shard.numel() * gradient.itemsize if unit.reduction._reducing is not None else 0
-    return gradient.nbytes + received

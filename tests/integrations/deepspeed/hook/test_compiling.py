@@ -1,4 +1,4 @@
-"""Jobs that wait for a compilation which nobody does."""
+"""Warnings for jobs that wait for a compilation that nobody runs."""
 
 import inspect
 import threading
@@ -12,9 +12,10 @@ from ds_lgamp.integrations.deepspeed.hook import compiling
 
 @pytest.fixture
 def wait_for(tmp_path, monkeypatch):
-    """Starts to wait for a lock, as torch does where another process compiles; returns its file."""
+    """Returns a function that starts to wait for a lock, as torch does while another process compiles. It returns the
+    lock's file."""
     monkeypatch.setattr(compiling, "_LOOKS_EVERY", 0.05)
-    # Another test of this process may have installed ds_lgamp.
+    # Unwraps the function, because another test of this process may have installed ds_lgamp.
     monkeypatch.setattr(FileBaton, "wait", inspect.unwrap(FileBaton.wait))
     lock = tmp_path / "lock"
     lock.touch()

@@ -1,4 +1,4 @@
-"""What install changes, what it leaves alone, and how layers move."""
+"""What install changes and what it leaves alone, and how layers move."""
 
 import random
 import sys
@@ -36,7 +36,7 @@ def test_without_an_enabled_block_deepspeed_is_stock_to_the_bit():
 
 
 def attributes_of(host):
-    """Every attribute of every module of ``host`` and of every class defined there, but Python's notes of warnings."""
+    """Returns every attribute of every module of ``host`` and of its classes, without Python's records of warnings."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == host and module is not None:
@@ -54,7 +54,7 @@ def compare_attributes():
     import ds_lgamp.integrations.deepspeed.hook.install  # noqa: F401
     from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
 
-    # Imports parts of deepspeed, which is no trace of an installation.
+    # Imports parts of deepspeed first, because these imports do not count as a trace.
     check_seams()
     before = attributes_of("deepspeed")
     ds_lgamp.install()
@@ -76,8 +76,8 @@ def test_uninstall_leaves_no_trace():
 
 
 def changes_to_the_engine_class():
-    """What user code changes on deepspeed.PipelineEngine reaches both engines; another class in its place is refused
-    with a block."""
+    """Changes to deepspeed.PipelineEngine by user code reach both engines. With a block, another class in its place is
+    refused."""
     prepare_rank()
     import deepspeed
 
@@ -125,7 +125,8 @@ def states():
 
 
 def move_layers():
-    """Weights a user loaded, by name, after the layers have moved; and whether random numbers were drawn."""
+    """Returns the weights that a user loaded, by name, after the layers have moved, and whether random numbers were
+    drawn."""
     prepare_rank()
     training = Training(blocks=9, tied=True)
     torch.manual_seed(3)

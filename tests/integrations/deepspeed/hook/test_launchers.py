@@ -1,4 +1,4 @@
-"""An unedited script under both launchers, and what happens to the job when a rank fails."""
+"""Both launchers run an unedited script. If a rank fails, the job ends and names it."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(folder):
-    """The script on plain DeepSpeed, without ds_lgamp on the command line."""
+    """Runs the script on plain DeepSpeed without ds_lgamp on the command line."""
     engine, losses = result_of(launch(torchrun(), folder, STOCK, "--checkpoint", str(folder / "embedding.pt")))
     assert engine == "PipelineEngine"
     return losses
@@ -92,7 +92,7 @@ def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     assert result_of(completed) == ("PipelineEngine", stock)
 
 
-# As rarely as deepspeed, torchrun looks whether a rank has ended: the others have said then what they know of it.
+# torchrun then checks as rarely as deepspeed whether a rank has ended, so the other ranks can report what they know.
 RARELY = ("--monitor_interval", "1")
 
 
@@ -114,13 +114,13 @@ RARELY = ("--monitor_interval", "1")
     ],
 )
 def test_a_failing_rank_ends_the_job_and_is_named(command, script, trouble, evidence, folder):
-    """Chunk 3 lives on pipeline rank 1, global ranks 2 and 3; its twelfth forward is F3.3 of the second step."""
+    """Chunk 3 is on pipeline rank 1, global ranks 2 and 3. Its twelfth forward is F3.3 of the second step."""
     completed = launch(command, folder, LAYERED, "--trouble", trouble, script=script)
     output = completed.stdout + completed.stderr
     assert completed.returncode != 0
     assert re.search(evidence, output), output
     trouble_began = min(float(moment) for moment in re.findall(r"TROUBLE (\S+)", output))
-    assert time.time() - trouble_began < 15, "the job lingers"
+    assert time.time() - trouble_began < 15, "the job does not end"
 
 
 def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
@@ -128,12 +128,12 @@ def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     completed = launch(torchrun("-m", "ds_lgamp", "run"), folder, config)
     assert completed.returncode != 0
     assert "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?" in completed.stderr
-    assert "ConfigError" not in completed.stderr, "a sentence, no traceback"
+    assert "ConfigError" not in completed.stderr, "the error has a traceback"
 
 
 @pytest.mark.parametrize("how", [["-m", "ds_lgamp", "run"], []], ids=["run", "installed"])
 def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
-    """Of a script that knows nothing of ds_lgamp, the processes abort."""
+    """Without ds_lgamp, the processes of such a script abort."""
     completed = start([*torchrun(*how), str(SCRIPTS / "ends_at_once.py"), *([] if how else ["--install"])])
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("ENDS") == 4

@@ -1,4 +1,5 @@
-"""What a run says: nothing of ds_lgamp's on other ranks than the first, no warning, no collective under autograd."""
+"""A run is quiet: ds_lgamp prints on the first rank only, and causes neither warnings nor collectives under
+autograd."""
 
 import os
 import sys
@@ -15,7 +16,7 @@ TIED = Training(tied=True, tuples=False, momentum=0.9)
 
 
 def everything(folder):
-    """Per stage a training with all that a script usually does; returns the warnings and what was printed."""
+    """Trains at every stage with all that a script usually does. Returns the warnings and the printed text."""
     prepare_rank()
     printed = folder / f"printed{dist.get_rank()}"
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A model built inside ``ds_lgamp.deferred_init()`` is that of an ordinary construction, built in less memory."""
+"""A model built inside ``ds_lgamp.deferred_init()`` equals an ordinary model and needs less memory to build."""
 
 import os
 from contextlib import nullcontext
@@ -28,8 +28,8 @@ BF16 = {
 
 
 class Buffered(nn.Module):
-    """What lives beside trained parameters: random buffers, a tensor nobody registered, and values of tensors that the
-    constructor needs."""
+    """Has more than trained parameters: random buffers, an unregistered tensor, and a constructor that needs a tensor's
+    value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Wrapped(nn.Module):
 
 
 def many_kinds():
-    """Tied, buffered, without parameters, a function, and modules that were built outside."""
+    """Returns tied layers, layers with buffers, layers without parameters, a function, and modules built outside."""
     torch.manual_seed(3)
     outside = TupleBlock()
     return [
@@ -90,7 +90,7 @@ def build(specs, pipeline_ranks, deferred, **options):
 
 
 def engine_of(module, stage=3, block=CHUNKS, **settings):
-    """With a client's optimizer whose groups were made before ``deepspeed.initialize``."""
+    """Makes an engine with a client's optimizer whose groups were made before ``deepspeed.initialize``."""
     ds_lgamp.install()
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
@@ -111,7 +111,7 @@ def batches(step):
 
 
 def weights_and_losses(specs, pipeline_ranks, deferred, stage, **settings):
-    """The initial state of all pipeline ranks, what is trained of it here, and the losses of two steps."""
+    """Trains. Returns the initial state of all pipeline ranks, which of it trains here, and the losses of two steps."""
     module = build(specs, pipeline_ranks, deferred)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not name.endswith("norm.bias"))
@@ -124,7 +124,8 @@ def weights_and_losses(specs, pipeline_ranks, deferred, stage, **settings):
 
 
 def same(first, second):
-    """Both runs have the same state, to the bit and in the same type, and the same losses."""
+    """Returns whether both runs have the same state (bits and type), the same trainable parameters, and the same
+    losses."""
     state, other = first[0], second[0]
     equal = state.keys() == other.keys() and all(
         value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in state.items()
@@ -133,10 +134,10 @@ def same(first, second):
 
 
 def compare(layouts):
-    """By pipeline ranks and stage, whether a deferred model is the ordinary one."""
+    """Returns by pipeline ranks and stage whether a deferred model equals the ordinary one."""
     found = {}
     for pipeline_ranks, stage in product(layouts, range(4)):
-        # Both precisions at every stage.
+        # Every stage gets both precisions.
         settings = BF16 if (pipeline_ranks + stage) % 2 else {}
         runs = [
             weights_and_losses(many_kinds(), pipeline_ranks, deferred, stage, **settings) for deferred in (False, True)
@@ -146,7 +147,7 @@ def compare(layouts):
 
 
 def plain_layers(base):
-    """State of the plain training's layers, layer i built under seed ``base`` + i."""
+    """Returns the state of the plain training's layers. Layer i is built under seed ``base`` + i."""
     state = {}
     for index, spec in enumerate(layer_specs(Training())):
         if isinstance(spec, LayerSpec):
@@ -156,8 +157,11 @@ def plain_layers(base):
 
 
 def without_seeds():
-    """For layouts and stages, whether a model without seeds of its own is the one rank 0's generator decides, whether
-    the next is another, and whether building draws nothing else; the last for a constructor that needs values too."""
+    """Builds models without their own seeds at several layouts and stages.
+
+    Returns whether the first model is the one that rank 0's generator decides, the same for the second, and whether
+    building draws nothing else. The first entry is for a constructor that needs values.
+    """
     seed(7)
     torch.randint(2**31, ())
     one_number_drawn = torch.get_rng_state()
@@ -179,7 +183,7 @@ def without_seeds():
 
 
 def saved_and_loaded(folder):
-    """Whether weights that were saved, or taken from another engine, are those of deferred models that load them."""
+    """Returns whether deferred models that load saved weights, or those of another engine, then have these weights."""
     first, second, third = (engine_of(build(many_kinds(), 2, True, base_seed=base), **BF16) for base in (1, 2, 3))
     first.train_batch(batches(0))
     first.save_checkpoint(folder)
@@ -193,7 +197,7 @@ def saved_and_loaded(folder):
 
 
 class Unseeded(nn.Module):
-    """Draws from the operating system: another number on every rank."""
+    """Draws from the operating system, so every rank gets another number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +206,7 @@ class Unseeded(nn.Module):
 
 
 def unseeded():
-    """The values of a tied module, on this rank."""
+    """Returns the values of a tied module on this rank."""
     module = build([TiedLayerSpec("number", Unseeded) for _ in range(2)], 2, True)
     return engine_of(module, block={"layers_per_chunk": 1}).module.state_dict()["tied_modules.number.weight"].tolist()
 
@@ -225,7 +229,7 @@ def vectors():
 
 
 def peak_of_building():
-    """The most bytes this rank's tensors took while module and engine were made, and the loss of a step."""
+    """Returns the most bytes of this rank's tensors while module and engine were made, and the loss of a step."""
     prepare_rank()
     with PeakMemory(live_tensors()) as memory:
         before = memory.peak
@@ -243,14 +247,14 @@ def test_a_model_of_eight_times_the_peak_of_any_rank_is_built_and_trained():
     model = nn.Sequential(*layers)
     whole = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     assert whole >= 8 * max(peak for peak, _ in results)
-    # Its own shards, and for a moment a layer, its flat copy and its shard.
+    # The limit is the rank's own shards and, for a moment, a layer, its flat copy and its shard.
     assert max(peak for peak, _ in results) < whole / 10 + 3 * whole / LAYERS
     expected = sum(mean_square(model(inputs), labels).item() for inputs, labels in vectors()) / 2
     assert [loss for _, loss in results] == pytest.approx([expected] * 10, rel=1e-5)
 
 
 class Moody(nn.Module):
-    """Builds another parameter where tensors have no values."""
+    """Builds another parameter if tensors have no values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +262,7 @@ class Moody(nn.Module):
 
 
 def replaced_layer():
-    """A user swaps a layer on one pipeline rank."""
+    """Replaces a layer on one pipeline rank, as a user might."""
     module = build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)], 2, True)
     if "3" in module._modules:
         module._modules["3"] = nn.Linear(6, 6)
@@ -283,7 +287,7 @@ WRITES = {
 
 
 def refusals():
-    """What is said, by what a user does; None for nothing."""
+    """Returns the error of each user action, or None if there is none."""
     module = build([LayerSpec(nn.Linear, 6, 6) for _ in range(2)], 2, True)
     weight = next(module.parameters())
     actions = {name: lambda write=write: write(module, weight) for name, write in WRITES.items()}
@@ -301,7 +305,7 @@ def refusals():
 
 
 def selective():
-    """Of this rank's layers, whether they were told to recompute selectively."""
+    """Returns for each of this rank's layers whether it was told to recompute selectively."""
     module = build([LayerSpec(Attending) for _ in range(4)], 2, True)
     engine = engine_of(module, block={"recompute": "selective"})
     return [layer.recompute_selectively for layer in engine.module.forward_funcs]
@@ -369,7 +373,7 @@ def test_the_context_leaves_nothing_behind():
         raise ZeroDivisionError
     assert PipelineModule.__init__ is construct
     spec = LayerSpec(nn.Linear, 6, 6)
-    # No process group, and no such layers.
+    # Outside the context, no process group and no such layers are needed.
     with pytest.raises(Exception), ds_lgamp.deferred_init():  # noqa: B017
         PipelineModule([spec], num_stages=1)
     assert set(vars(spec)) == names and not spec.build().weight.is_meta

@@ -1,4 +1,4 @@
-"""The generators under DeepSpeed: what layers drew from them, recomputations draw again."""
+"""The generators of layers under DeepSpeed. Recomputation repeats the draws of layers."""
 
 import random
 
@@ -15,7 +15,7 @@ DRAWS = {
     "Python": random.random,
     "Python, normal": lambda: random.gauss(0, 1),
     "NumPy": numpy.random.random,
-    # These come in pairs; the second changes one flag of the state only.
+    # These come in pairs. The second draw of a pair changes only one flag of the state.
     "NumPy, normal": numpy.random.standard_normal,
 }
 
@@ -58,7 +58,7 @@ def test_megatrons_tracker_is_followed_and_keeps_its_own_states():
         tracker.set_states({"experts": first})
         source = layer_sources(CPU)[-1]
         state = source.read()
-        # As its fork does on a GPU: a state is replaced.
+        # Replaces a state, as its fork does on a GPU.
         tracker.states_["experts"] = drawn
         assert not source.same(state, source.read())
         source.write(state)

@@ -1,4 +1,4 @@
-"""A PipelineModule built under ``deepspeed.zero.Init`` is that of an ordinary construction, at every stage."""
+"""A PipelineModule built under ``deepspeed.zero.Init`` equals an ordinary one at every stage."""
 
 import contextlib
 
@@ -35,7 +35,7 @@ class Wrapped(nn.Module):
 
 
 class OwnPipeline(PipelineModule):
-    """A user's class that is given a layer and a part of another, and builds the rest in its constructor."""
+    """A user's class. Its constructor gets a layer and a part of another, and builds the rest."""
 
     def __init__(self, first: nn.Module, inner: nn.Module, stages: int) -> None:
         specs = [
@@ -52,7 +52,7 @@ class OwnPipeline(PipelineModule):
 
 
 def contexts(config):
-    """Where the given parts are built, and where the module is."""
+    """Returns pairs of contexts: for the given parts, and for the module."""
     none, init = contextlib.nullcontext, lambda: deepspeed.zero.Init(config_dict_or_path=config)
     return {
         "none": (none, none),
@@ -82,7 +82,8 @@ def constructed(first_context, context, stages):
 
 
 def trained(module, stage):
-    """The state at the beginning, the attributes of parameters, the losses of three steps, and what is frozen."""
+    """Trains. Returns the state at the beginning, the attributes of parameters, the losses of three steps, and the
+    frozen parameters."""
     attributes = {name: sorted(vars(parameter)) for name, parameter in module.named_parameters()}
     engine = engine_of(module, BLOCK, stage)
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -91,7 +92,7 @@ def trained(module, stage):
 
 
 def compare(stages):
-    """By stage and context, whether the module is the one that was built without."""
+    """Returns by stage and context whether the module equals the one built without a context."""
     ds_lgamp.install()
     found = {}
     for stage in (1, 3):
@@ -105,7 +106,7 @@ def compare(stages):
 
 
 def after_the_contexts():
-    """Whether zero.Init goes on partitioning other modules after a PipelineModule, and nothing after its end."""
+    """Returns whether zero.Init partitions other modules after a PipelineModule, and nothing after its own end."""
     with deepspeed.zero.Init(), quiet():
         PipelineModule([LayerSpec(nn.Linear, 6, 6)], num_stages=1)
         inside = nn.Linear(6, 6)
@@ -115,7 +116,7 @@ def after_the_contexts():
 
 
 def with_deferred_init(order):
-    """Whether two modules built inside both contexts are both deferred."""
+    """Builds two modules inside both contexts. Returns the type of every parameter."""
     makers = [lambda: deepspeed.zero.Init(config_dict_or_path=CONFIG), ds_lgamp.deferred_init]
     with quiet(), _nested(*makers[::order]):
         modules = [PipelineModule([LayerSpec(nn.Linear, 6, 6)], num_stages=1) for _ in range(2)]
@@ -123,7 +124,10 @@ def with_deferred_init(order):
 
 
 def shared_out_later(stages, group):
-    """The losses where zero.Init is given the module, and what is said where it shares layers out among others."""
+    """Gives an existing module to zero.Init.
+
+    Returns whether the weights come back, or the error if zero.Init shared them over other ranks.
+    """
     torch.manual_seed(6)
     with quiet():
         module = PipelineModule([LayerSpec(nn.Linear, 6, 6) for _ in range(2)], num_stages=stages, loss_fn=mean_square)
@@ -171,5 +175,5 @@ def test_deferred_init_inside_and_outside_defers(ranks):
 def test_what_was_shared_out_later_comes_back_or_is_refused(ranks):
     for *_, (with_data, alone, refused), rank in ranks:
         assert with_data is alone is True, rank
-        assert refused.startswith("deepspeed.zero.Init shared parameter 0.weight out over ranks [0, 1, 2, 3], but its")
+        assert refused.startswith("deepspeed.zero.Init partitioned parameter 0.weight over ranks [0, 1, 2, 3], but its")
         assert "pipeline rank has only [" in refused and "inside deepspeed.zero.Init or ds_lgamp.defer" in refused

@@ -1,4 +1,4 @@
-"""What gpt_layer_specs takes: which of Megatron-core's parts, and what it refuses."""
+"""gpt_layer_specs: its choice of Megatron-core's parts, and its refusals."""
 
 from types import SimpleNamespace
 
@@ -83,7 +83,7 @@ def test_transformer_engines_layers_are_asked_for_where_it_is_there(block, monke
     monkeypatch.setattr(block.megatron_specs, "HAVE_TE", True)
     monkeypatch.setattr(block.megatron_specs, "TENorm", EnginesNorm, raising=False)
     monkeypatch.setattr(block.megatron_specs, "get_gpt_layer_with_transformer_engine_spec", engines_spec)
-    # What PyTorch's parts cannot do, these might.
+    # PyTorch's parts cannot do these, but Transformer Engine's might.
     given = config(qk_layernorm=True, window_size=(4, 0), layernorm_epsilon=1e-3)
     options = {"end_of_document": 0, "reset_attention_mask": True, "transformer_impl": "transformer_engine"}
     *_, last_block, norm, _head = layer_specs(given, **options)

@@ -1,4 +1,4 @@
-"""The layers are Megatron-core's GPTModel: the same weights, loss and gradients."""
+"""The layers equal Megatron-core's GPTModel: the same weights, loss and gradients."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ VOCABULARY, SEQUENCE, END = 64, 24, 0
 
 class Case(NamedTuple):
     options: dict = {}
-    """Of the TransformerConfig."""
+    """Options of the TransformerConfig."""
     positions: str = "learned_absolute"
     tied: bool = True
     rotary_base: int = 10000
@@ -54,7 +54,7 @@ CASES = {
 
 
 def samples():
-    """Tokens [2, s] with a few documents each, and what Megatron-core's dataset makes of them."""
+    """Returns tokens [2, s] with a few documents each, and their labels."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(1, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
     tokens[0, [0, 6, 7, 15]] = END
@@ -63,7 +63,7 @@ def samples():
 
 
 def by_dataset(case, tokens):
-    """Attention masks [b, 1, s, s], loss masks [b, s] and positions [b, s]."""
+    """Returns Megatron-core's attention masks [b, 1, s, s], loss masks [b, s] and positions [b, s]."""
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
     options = case.reset_position_ids, case.reset_attention_mask, True, True
@@ -115,7 +115,7 @@ def pipeline(case):
 
 
 def seeing_the_last(mask):
-    """How many tokens a transformer layer gives another hidden state if the last token has another."""
+    """Returns for how many tokens a transformer layer gives another hidden state if the last token has another."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from ds_lgamp.integrations.megatron.layers.transformer_block import TransformerBlock
@@ -127,7 +127,8 @@ def seeing_the_last(mask):
 
 
 def compare(cases):
-    """By case: loss and gradients of both, and the weights of the GPTModel there and back."""
+    """Returns by case the loss and gradients of both models, and the GPTModel's weights before and after a round
+    trip."""
     from ds_lgamp.integrations.megatron.layers.gpt_weights import from_gpt_model, to_gpt_model
 
     prepare_rank()

@@ -1,4 +1,5 @@
-"""Names of weights in a pipeline and in Megatron-core's GPTModel, of plain parts and of Transformer Engine's."""
+"""The names of weights in a pipeline and in Megatron-core's GPTModel, with PyTorch's parts and with Transformer
+Engine's."""
 
 import pytest
 
@@ -20,7 +21,7 @@ def gpt_weights():
 
 
 def model(tied=False, layers=2):
-    """The names in a GPTModel, each with a number for a weight."""
+    """Returns the names in a GPTModel, each with a number for a weight."""
     names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]
     names += [f"decoder.layers.{layer}.{part}" for layer in range(layers) for part in PARTS]
     names += ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias"]
@@ -44,7 +45,7 @@ def test_transformer_engine_has_norms_inside_linear_layers(gpt_weights):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     state = model()
-    # By these names Megatron-core's own checkpoints fit both implementations.
+    # With these names Megatron-core's own checkpoints fit both implementations.
     same = get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map
     fused = {}
     for name, number in state.items():

@@ -1,4 +1,4 @@
-"""Megatron-core layers on tensor-parallel ranks, under a pipeline and data parallelism, train like one process."""
+"""Megatron-core layers on tensor-parallel ranks, with a pipeline and data parallelism, train like one process."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     positions: str = "learned_absolute"
     tied: bool = True
     documents: bool = False
-    """Whether samples hold several, which are kept apart."""
+    """Whether samples hold several documents, which do not see each other."""
     dropout: float = 0.0
     recompute: str = "full"
 
@@ -64,7 +64,7 @@ def engine_of(place: Place):
         hidden_size=32,
         num_attention_heads=4,
         qk_layernorm=True,
-        init_method_std=0.1,  # so that their gradients weigh
+        init_method_std=0.1,  # makes their gradients large enough to matter
         hidden_dropout=place.dropout,
         attention_dropout=place.dropout,
         use_cpu_initialization=True,
@@ -99,7 +99,7 @@ def engine_of(place: Place):
             config={
                 "train_micro_batch_size_per_gpu": 2,
                 "gradient_accumulation_steps": MICRO_BATCHES // place.data_ranks,
-                # Below every norm: all steps are clipped.
+                # Smaller than every norm, so all steps are clipped.
                 "gradient_clipping": 0.3,
                 "zero_optimization": {"stage": place.stage},
                 "ds_lgamp": {"recompute": place.recompute},
@@ -117,7 +117,7 @@ def batches(engine, step):
 
 
 def steps(engine, count):
-    """Loss and norm of every step."""
+    """Runs steps. Returns loss and norm of each."""
     results = []
     for _ in range(count):
         loss = engine.train_batch(batches(engine, engine.global_steps)).item()
@@ -126,7 +126,7 @@ def steps(engine, count):
 
 
 def train(folder, places):
-    """The steps of every place, of which each writes a checkpoint on its way."""
+    """Trains at every place and writes a checkpoint on the way. Returns the steps of each."""
     prepare_rank()
     results = {}
     for place in places:
@@ -139,7 +139,7 @@ def train(folder, places):
 
 
 def resume(folder, pairs):
-    """The steps after a checkpoint of one place was loaded at another, which writes what it loaded."""
+    """Loads the checkpoint of one place at another and writes it again. Returns the steps after it."""
     prepare_rank()
     results = {}
     for source, target in pairs:
@@ -156,7 +156,7 @@ def tag_of(place: Place) -> str:
 
 
 def alone_like(place: Place) -> Place:
-    """The place of one process with the same model."""
+    """Returns the place of one process with the same model."""
     return place._replace(tensor_ranks=1, pipeline_ranks=1, data_ranks=1, stage=0, sequence_parallel=False)
 
 
@@ -214,7 +214,7 @@ DROPPING = [
 
 
 def drop(places):
-    """By place the steps, and the random states from which attention and hidden states drew their dropout."""
+    """Returns by place the steps, and the random states from which attention and hidden states drew their dropout."""
     prepare_rank()
     functional, drawn = torch.nn.functional, {}
 
@@ -253,7 +253,7 @@ def test_tensor_parallel_ranks_drop_alike_where_they_compute_the_same_and_only_t
         # The last chunk, with one layer, is not recomputed.
         draws_of_a_layer = {"scaled_dot_product_attention": 1, "dropout": 2}[name] * 2 * MICRO_BATCHES
         again = len(set(states)) - draws_of_a_layer if place.recompute == "full" else 0
-        assert len(states) == len(set(states)) + again, "drawn once each, and again when recomputed"
+        assert len(states) == len(set(states)) + again, "each draws once, and again when recomputed"
 
 
 @pytest.mark.parametrize("place", [place for place in DROPPING if place.recompute == "full"], ids=tag_of)

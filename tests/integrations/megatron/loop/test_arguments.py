@@ -1,4 +1,5 @@
-"""Megatron-LM's flags and the configuration file: what the block adds, and what is refused in one sentence."""
+"""Megatron-LM's flags and the configuration file: what the block adds to the flags, and what is refused in one
+sentence."""
 
 import json
 import subprocess
@@ -15,7 +16,7 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import get_num_layers_to
 
 
 def flags(**given):
-    """As far as they matter here, with Megatron-LM's defaults."""
+    """Returns the flags that matter here, with Megatron-LM's defaults."""
     return Namespace(
         **{
             "num_layers": 8,
@@ -51,7 +52,8 @@ def flags(**given):
 
 
 def validated(args, config):
-    """``args`` after a validation that does to them what Megatron-LM's does, as far as it matters here."""
+    """Validates ``args`` as Megatron-LM does, as far as it matters here. Returns them and the keys that nobody
+    reads."""
 
     def validate():
         layout = args.pipeline_model_parallel_layout
@@ -87,7 +89,7 @@ def test_the_block_cuts_every_layer_into_some_chunk(block, ranks, layers, layout
     assert args.pipeline_model_parallel_layout == layout
     chunks = layout.count("|") + 1 if layout else ranks
     assert (args.virtual_pipeline_model_parallel_size or 1) * ranks == chunks
-    # Megatron-LM would forget, with one pipeline rank, that whole chunks are to be gathered.
+    # With one pipeline rank, Megatron-LM would reset the flags that gather whole chunks.
     assert args.align_param_gather is (chunks > ranks)
 
 
@@ -171,7 +173,7 @@ REFUSED = [
         "--microbatch-group-size-.* 2: .* set ds_lgamp.micro_batch_group",
     ),
     ({}, {}, {"multiple_validation_sets": True}, "--multiple-validation-sets is True: every chunk"),
-    ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; say with --pipeline-model-parallel-layout"),
+    ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; place these layers with --pipeline-model"),
     (
         {},
         {"schedule": "interleaved_1f1b"},
@@ -271,7 +273,7 @@ def test_one_pipeline_ranks_chunks_stand_where_megatron_lm_builds_one_model(bloc
 
 
 def test_models_that_have_no_chunks_are_refused_on_one_rank():
-    with pytest.raises(ConfigError, match="have 3 layers, but num_layers is 1: Namespace does not heed vp_stage"):
+    with pytest.raises(ConfigError, match="have 3 layers, but num_layers is 1: Namespace ignores vp_stage"):
         chunks_provider(provider, 3)(config=Namespace(num_layers=1))
     with pytest.raises(ConfigError, match="model_provider takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"):
         chunks_provider(lambda pre_process, post_process: None, 3)

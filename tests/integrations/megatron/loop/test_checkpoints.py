@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints load where layers are cut alike, and are refused elsewhere."""
+"""Megatron-LM's checkpoints load if layers are cut the same way, and are refused otherwise."""
 
 from argparse import Namespace
 from enum import Enum
@@ -25,21 +25,21 @@ def chunks(*layers, block="decoder"):
 
 
 def file_of(models):
-    """As Megatron-LM writes the format "torch": layers are numbered from 0 in every chunk."""
+    """Returns a file as Megatron-LM writes the format "torch". Every chunk numbers its layers from 0."""
     if len(models) == 1:
         return {"model": models[0].state_dict()}
     return {f"model{number}": model.state_dict() for number, model in enumerate(models)}
 
 
 def load(models, state, kind=Kind.LEGACY, rank0=False, **arguments):
-    """What Megatron-LM's functions do, as far as it matters here."""
+    """Loads as Megatron-LM's functions do, as far as it matters here."""
     args = Namespace(**{"use_distributed_optimizer": True, "finetune": False, "no_load_optim": False} | arguments)
 
     def load_checkpoint(ddp_model, args):
         return read("folder", args, rank0=rank0)[0]
 
     load, read = guarded(load_checkpoint, lambda load_dir, args, rank0: (state, "name", False, kind))
-    assert read("folder", args, rank0=rank0)[0] is state  # ahead of load_checkpoint, for the arguments only
+    assert read("folder", args, rank0=rank0)[0] is state  # before load_checkpoint, for the arguments only
     return load(models, args)
 
 

@@ -1,5 +1,8 @@
-"""The table of Megatron's flags: what is honoured trains as with Megatron-core's own schedules, what is refused says
-so, and the installed Megatron-core has no other flags."""
+"""The table of Megatron's flags.
+
+Honoured flags train as with Megatron-core's own schedules. Refused flags name the flag and the fix. The installed
+Megatron-core has no flag that the table lacks.
+"""
 
 import argparse
 import dataclasses
@@ -28,7 +31,7 @@ from tests.integrations.megatron.training_loop import STOCK, Place, Training, pr
 
 
 def place(pipeline_ranks, chunks, schedule="layered", sharded=True, data_ranks=2, others=None, **options):
-    """A place, with ``options`` of Megatron-core's and ``others`` of the place itself."""
+    """Makes a place with ``options`` of Megatron-core and ``others`` of the place itself."""
     where = Place(pipeline_ranks, chunks, schedule, data_ranks=data_ranks, distributed_optimizer=sharded)
     return where._replace(options=tuple(options.items()), **others or {})
 
@@ -86,13 +89,13 @@ PLACES = {
     "context per token": place(2, 2, data_ranks=1, others=PER_TOKEN, context_parallel_size=2),
 }
 PLACES_PER_SPAWN = 5
-"""Each has process groups of its own; with very many in one process, gloo stalls."""
+"""Each place has its own process groups. With very many in one process, gloo stalls."""
 ROUNDING = dict.fromkeys(("all-to-all", "bf16", "fp16", "growing scale", "fixed scale"), 1e-3)
-"""Relative differences, where they are larger than those of fp32."""
+"""Relative differences where they are larger than those of fp32."""
 
 
 def alone(where):
-    """The same with Megatron-core's own loop and one chunk. It gathers in the update only with several."""
+    """Returns the same place with Megatron-core's own loop and one chunk. Gathers in the update need several chunks."""
     options = tuple(option for option in where.options if "optimizer_step" not in option[0])
     return where._replace(pipeline_ranks=1, chunks_per_rank=1, schedule=STOCK, options=options)
 
@@ -116,7 +119,7 @@ def test_honoured_flags_train_as_megatrons_own_loop_does(trained, name):
     assert expected[0] != expected[-1]
     for step, stock in zip(steps, expected, strict=True):
         assert (step.loss, step.norm) == pytest.approx((stock.loss, stock.norm), rel=ROUNDING.get(name, 1e-5))
-        # Which rounding errors are zero depends on the order of sums.
+        # The order of sums decides which rounding errors are zero.
         assert step.zeros == (None if stock.zeros is None else pytest.approx(stock.zeros, rel=0.02))
 
 
@@ -134,8 +137,8 @@ def test_gradients_are_whole_on_request_and_checked_ahead_of_their_reduction():
 
 
 def look_at_gradients():
-    """Their norm in the buffers of the distributed optimizer, there with all-reduce forced, and without it; a third
-    batch, with a loss that is not a number, fails."""
+    """Returns the gradient's norm in the buffers of the distributed optimizer, there with a forced all-reduce, and
+    without the optimizer. A further batch, whose loss is NaN, fails."""
     training, plain = (Training(place(1, 4, sharded=sharded, check_for_nan_in_grad=True)) for sharded in (True, False))
     norms = [norm_in_buffers(training, False), norm_in_buffers(training, True), norm_in_buffers(plain, False)]
     training.loss = lambda mask, output: (output.sum() * float("nan"), {})
@@ -152,7 +155,7 @@ def norm_in_buffers(training, force_all_reduce):
     return sum(float(buffer.grad_data.norm() ** 2) for model in training.models for buffer in model.buffers)
 
 
-# What tests/integrations/megatron/loop/test_interface.py shows, and test_arguments.py.
+# test_batches.py and test_arguments.py show these.
 SHOWN_ELSEWHERE = {"defer_embedding_wgrad_compute", "pipeline_model_parallel_layout"}
 OF_PLACES = {
     "use_distributed_optimizer": "distributed_optimizer",

@@ -1,4 +1,4 @@
-"""Megatron-core trains with the programs of ds_lgamp as it does with its own schedules."""
+"""Megatron-core trains with the programs of ds_lgamp as with its own schedules."""
 
 from collections import Counter
 from itertools import groupby
@@ -56,10 +56,11 @@ PLACES = {
 DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
 ONE_CHUNK, SEVERAL = Place(2, 1, "1f1b", options=DROPOUT), Place(1, 4, "layered", options=DROPOUT)
 DRAWING = [ONE_CHUNK, ONE_CHUNK._replace(schedule=STOCK), SEVERAL, SEVERAL._replace(schedule=STOCK, chunks_per_rank=1)]
-"""With dropout."""
+"""Places with dropout."""
 
 ORACLES = [Place(2, 4, STOCK), Place(2, 1, STOCK), Place(2, 2, STOCK, data_ranks=2, distributed_optimizer=True)]
-"""Megatron-core's own schedules, to be met to the digit. The groups of the interleaved one have all micro-batches."""
+"""Megatron-core's own schedules, whose losses must match exactly. Groups of the interleaved one have all
+micro-batches."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_losses_are_to_the_digit_those_of_megatrons_own_schedules(trained, place
 def test_dropout_draws_what_megatrons_own_schedule_draws_where_a_rank_has_one_chunk(trained):
     ours, stock, of_several, of_one = (losses_and_norms(trained[place][0]) for place in DRAWING)
     assert ours == stock
-    # The order of passes is another.
+    # The order of passes differs.
     assert of_several[0] != of_one[0]
     assert of_several[0] == pytest.approx(of_one[0], rel=0.1)
 
@@ -112,7 +113,7 @@ SHARDED = [place for place in (*PLACES[""], *PLACES["BERT"]) if place.distribute
 @pytest.mark.parametrize("place", SHARDED)
 def test_zero_1_reduces_a_chunk_once_behind_the_next_and_gathers_it_once_ahead_of_its_use(trained, place):
     for rank, steps in enumerate(trained[place]):
-        # In the first chunk, an embedding whose gradient is summed over two pipeline ranks has a bucket of its own.
+        # In the first chunk, an embedding whose gradient is summed over two pipeline ranks has its own bucket.
         buckets = place.chunks_per_rank + (place.pipeline_ranks > 1 and rank < place.data_ranks)
         for step in steps[1:]:
             counted = Counter(kind for kind, _ in step.log)
@@ -122,8 +123,8 @@ def test_zero_1_reduces_a_chunk_once_behind_the_next_and_gathers_it_once_ahead_o
 
 
 def order_of_chunks(log):
-    """When a rank begins the forwards and ends the backwards of every chunk, which alternate at the turn, and the
-    collectives of the distributed optimizer between them."""
+    """Returns when a rank begins the forwards and ends the backwards of every chunk, and the collectives of the
+    distributed optimizer between them. Forwards and backwards alternate at the turn."""
     names = {"forward": "F{}", "backward": "B{}", "all_gather": "gather", "reduce_scatter": "reduce"}
     events = [names[kind].format(number) for kind, number in log if kind in names]
     kept = [
@@ -135,7 +136,7 @@ def order_of_chunks(log):
 
 
 def expected_order(chunks):
-    """Gathers run one chunk ahead. Neighbouring events of the same name are one."""
+    """Returns the expected events. Gathers run one chunk ahead. Neighbouring events with the same name count as one."""
     forward = [f"F{chunk}" for chunk in range(chunks)]
     for ahead in range(chunks - 2):
         forward.insert(1 + 2 * ahead, "gather")

@@ -1,5 +1,5 @@
-"""Megatron-LM's pretrain_gpt.py, unedited, on the CPU: with a block and without, one process and parallel ranks train
-alike, and so does a resumed run."""
+"""Megatron-LM's unedited pretrain_gpt.py on the CPU. Runs with and without a block, on one process and on parallel
+ranks, train alike. So does a resumed run."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from testing.pretraining import (
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Flags with which every run starts from the same weights; drawn anew, they would differ by pipeline rank."""
+    """Returns flags that start every run from the same weights. Freshly drawn weights would differ by pipeline rank."""
     megatron_tree()
     folder = tmp_path_factory.mktemp("start")
     pretrain(1, f"--save {folder} --save-interval 1 --exit-interval 1")
@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(start, saved):
-    """What one process trains without a block."""
+    """Trains one process without a block."""
     losses = pretrain(1, f"{start} {save_to(saved)}")
     go_back(saved)
     return losses
@@ -56,14 +56,14 @@ def alone(start, saved):
 
 @pytest.fixture(scope="module")
 def saved_with_block(tmp_path_factory):
-    """Where the runs of ``with_block`` save."""
+    """Returns the folders in which the runs of ``with_block`` save."""
     folder = tmp_path_factory.mktemp("with_block")
     return {place: folder / str(number) for number, place in enumerate(PLACES)}
 
 
 @pytest.fixture(scope="module")
 def with_block(start, saved_with_block):
-    """What is trained at a place with a block, once."""
+    """Returns a function that trains at a place with a block, once per place."""
 
     @cache
     def train(place):
@@ -138,7 +138,7 @@ def test_iterations_may_be_skipped(start, tmp_path):
 
 
 def test_a_file_of_other_chunks_is_refused(start, tmp_path):
-    """Megatron-LM would number the layers of a chunk anew, and load what has the same number."""
+    """Otherwise Megatron-LM would renumber the layers of a chunk and load layers with the same number."""
     files = f"--ckpt-format torch --load {tmp_path / 'saved'}"
     short = f"--save {tmp_path / 'saved'} --save-interval 1 --exit-interval 1"
     pretrain_with_block("P1 x N4", f"{files} {short}", tmp_path)
@@ -149,7 +149,7 @@ def test_a_file_of_other_chunks_is_refused(start, tmp_path):
 
 
 def test_the_command_of_the_page_trains(tmp_path):
-    """As a user types it, but for the place of the tree and the backend."""
+    """Runs the command as a user types it, except for the path of the tree and the backend."""
     page = (ROOT / "docs" / "megatron.md").read_text()
     (command,) = re.findall(r"```bash\n(cat > ds_config.json.*?)```", page, re.DOTALL)
     command = command.replace("Megatron-LM/pretrain_gpt.py", str(megatron_tree() / "pretrain_gpt.py"))

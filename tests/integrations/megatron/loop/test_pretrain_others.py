@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_bert.py and pretrain_t5.py, unedited, on the CPU, on a corpus of random sentences."""
+"""Megatron-LM's unedited pretrain_bert.py and pretrain_t5.py on the CPU, on a corpus of random sentences."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Flags for a corpus and its vocabulary."""
+    """Returns flags for a corpus and its vocabulary."""
     megatron_tree()
     folder = tmp_path_factory.mktemp("corpus")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(WORDS))]
@@ -46,7 +46,7 @@ def write_corpus(prefix):
 
 @pytest.fixture(scope="module")
 def stock(corpus, tmp_path_factory):
-    """By script: flags with which a run starts from the same weights, and the losses without a block."""
+    """Returns by script the flags that start a run from the same weights, and the losses without a block."""
     found = {}
     for script, flags in SCRIPTS.items():
         folder = tmp_path_factory.mktemp("start")

@@ -1,4 +1,4 @@
-"""A Megatron-core whose seams moved is refused with its version, not guessed at."""
+"""A Megatron-core with moved seams is refused with its version."""
 
 import sys
 
@@ -19,7 +19,7 @@ def test_the_installed_version_has_every_seam():
 
 def test_what_moved_is_named_with_the_version(monkeypatch):
     def other(**_options):
-        """Another interface."""
+        """Has another interface."""
 
     monkeypatch.delattr(parallel_state, "set_virtual_pipeline_model_parallel_world_size")
     monkeypatch.setattr(schedules, "forward_step", other)

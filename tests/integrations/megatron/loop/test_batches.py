@@ -1,4 +1,4 @@
-"""What Megatron-core's loop, its users and its own extensions ask of a ``forward_backward_func`` beside training."""
+"""A ``forward_backward_func`` does all that Megatron-core's loop, its users and its own extensions ask of it."""
 
 import gc
 import weakref
@@ -13,18 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
-from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
-from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
 
 MICRO_BATCHES, CHUNKS = 4, 4
-"""Chunks of a rank, of which there are two."""
+"""Micro-batches per batch, and chunks of each of two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +30,13 @@ def ranks():
 
 
 def ask_everything():
-    """What a rank finds out, by question."""
+    """Asks this rank all questions. Returns the answers by question."""
     training = Training(Place(2, CHUNKS, "layered", tied=False))
     return {question.__name__: question(training) for question in QUESTIONS}
 
 
 def gradient_norm(training):
-    """Of this rank's gradients, in one batch."""
+    """Returns the squared norm of this rank's gradients in one batch."""
     for model in training.models:
         model.zero_grad_buffer()
     training.run_batch(0)
@@ -107,7 +104,7 @@ def collecting(training):
 
 
 def batches_and_executors_alive(training):
-    """A batch frees what it allocates without the garbage collector, and runs on the executor of the batches before."""
+    """A batch frees its memory without the garbage collector, and reuses the executor of earlier batches."""
     gc.collect()
     gc.disable()
     try:
@@ -132,7 +129,7 @@ def calls_that_finalize(training):
 
 
 def first_micro_batches(training):
-    """How often a chunk is told that a micro-batch is the first: in training, and in two steps of evaluation."""
+    """Returns how often a chunk hears that a micro-batch is the first: in training, and in two steps of evaluation."""
     told = Counter()
     for number, model in enumerate(training.models):
         model.set_is_first_microbatch = partial(told.update, [number])
@@ -152,7 +149,7 @@ def first_micro_batches(training):
 
 
 class Timers(Counter):
-    """Counts how often a timer was started and stopped."""
+    """Counts how often each timer was started and stopped."""
 
     def __call__(self, name, log_level=None):
         self.name = name
@@ -175,7 +172,7 @@ def timers(training):
 
 
 def sent_outputs_alive(training):
-    """Of those of a rank, when its first backward pass begins."""
+    """Returns how many outputs the rank sent, and how many are alive when its first backward pass begins."""
     outputs, alive = [], []
 
     def forward_step(iterator, model):
@@ -190,7 +187,7 @@ def sent_outputs_alive(training):
 
 
 def backward_passes_that_synchronise(training):
-    """Those outside a ``no_sync_func`` that is one for all chunks."""
+    """Returns every backward pass and whether it ran inside the ``no_sync_func``. One function serves all chunks."""
     inside, passes = [0], []
 
     @contextmanager
@@ -213,7 +210,7 @@ def backward_passes_that_synchronise(training):
 
 
 def chunks_that_a_grad_sync_func_reduces(training):
-    """In a batch without a ``no_sync_func``, and in one with."""
+    """Returns the chunks that are reduced in a batch without a ``no_sync_func``, and in one with it."""
     reduced, counts = [], []
     training.config.grad_sync_func = [partial(lambda own, _: reduced.append(own), own) for own in range(CHUNKS)]
     for no_sync in (None, nullcontext):
@@ -226,7 +223,7 @@ def chunks_that_a_grad_sync_func_reduces(training):
 
 
 def norms_with_the_heads_gradient_deferred(training):
-    """Megatron-core may leave the gradient of the output layer's weight to the end of a batch."""
+    """Megatron-core may defer the gradient of the output layer's weight to the end of a batch."""
     from megatron.core.pipeline_parallel import schedules
 
     def drain(config, inputs, gradients, weight, tp_group):
@@ -237,14 +234,14 @@ def norms_with_the_heads_gradient_deferred(training):
     at_once = gradient_norm(training)
     last = training.models[-1].module
     if last.post_process:
-        # What a model has that was built with the setting. Its other layers would have to be Transformer Engine's.
+        # A model that was built with the setting has these attributes. Its other layers would need Transformer Engine.
         deferring = copy(training.config)
         deferring.defer_embedding_wgrad_compute = True
         last.output_layer.gradient_accumulation_fusion = True
         training.models[0].config = last.output_layer.config = deferring
         last.embedding_activation_buffer = last.output_layer.embedding_activation_buffer = []
         last.grad_output_buffer = last.output_layer.grad_output_buffer = []
-    # The kernel that sums is CUDA's.
+    # Replaces the kernel that sums, because it needs CUDA.
     stock, schedules.drain_embedding_wgrad_compute = schedules.drain_embedding_wgrad_compute, drain
     deferred = gradient_norm(training)
     schedules.drain_embedding_wgrad_compute = stock
@@ -252,7 +249,7 @@ def norms_with_the_heads_gradient_deferred(training):
 
 
 def odd_evaluation_and_what_follows_a_failure(_training):
-    """Comes last: another model takes the place of the first."""
+    """Comes last, because another model replaces the first."""
 
     def fail(iterator, model):
         raise ArithmeticError("trouble")
@@ -263,7 +260,7 @@ def odd_evaluation_and_what_follows_a_failure(_training):
         reports = training.forward_backward(**call, forward_only=True)
     failures: list[str] = []
     if dist.get_rank() == 1:
-        # Its first action would wait for what never comes.
+        # The first action of rank 1 would wait for a message that never comes.
         return len(reports), failures
     for _ in range(2):
         with pytest.raises(ActionError) as failure:
@@ -362,7 +359,7 @@ def test_evaluation_takes_any_number_of_micro_batches_whatever_the_schedule(rank
 def test_no_batch_follows_one_that_failed(ranks):
     _, (first, second) = ranks[0]["odd_evaluation_and_what_follows_a_failure"]
     assert "rank 0 (pipeline rank 0) failed at F0.0: ArithmeticError: trouble" in first
-    assert second == "a batch failed; its communication cannot be taken back, start anew"
+    assert second == "an earlier batch failed, and its communication cannot be undone; restart the run"
 
 
 def test_only_the_last_backward_pass_of_a_chunk_synchronises_gradients(ranks):
@@ -383,56 +380,8 @@ def test_a_deferred_gradient_of_the_output_layer_is_finished_before_gradients_ar
         assert deferred == pytest.approx(at_once, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("overlap_moe_expert_parallel_comm", True),
-        ("fine_grained_activation_offloading", True),
-        ("num_microbatches_with_partial_activation_checkpoints", 2),
-        ("cpu_offloading", True),
-        ("cuda_graph_impl", "local"),
-    ],
-)
-def test_settings_of_megatrons_own_schedules_are_refused(setting, value):
-    with pytest.raises(ConfigError, match=f"{setting} is {value!r}: it needs Megatron-core's own schedules; remove it"):
-        refuse_unsupported(batch_of(model(), **{setting: value}))
-
-
-def test_settings_of_data_parallelism_are_refused_without_megatron_lms_arguments():
-    with pytest.raises(ConfigError, match="^fp8_param_gather is True: it needs Transformer Engine"):
-        refuse_unsupported(batch_of(model(ddp_config=Namespace(fp8_param_gather=True))))
-    together = model(ddp_config=Namespace(overlap_grad_reduce=True))
-    with pytest.raises(ConfigError, match="^defer_embedding_wgrad_compute and overlap_grad_reduce are True: the out"):
-        refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=True))
-    refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=False))
-
-
-@pytest.mark.parametrize(("setting", "value"), [("mtp_num_layers", 1), ("perform_rl_step", True)])
-def test_what_needs_one_model_on_a_rank_is_refused_where_its_only_rank_has_chunks(setting, value):
-    settings = Namespace(**{setting: value})
-    refuse_settings(settings, chunks_on_one_rank=False)
-    with pytest.raises(ConfigError, match=f"{setting} is {value!r}, whose .*; use more pipeline ranks, or set chunks"):
-        refuse_settings(settings, chunks_on_one_rank=True)
-
-
-def test_chunks_that_share_an_iterator_are_refused():
-    batch = batch_of(model(), model())
-    batch.iterators = [iter(())]
-    with pytest.raises(ConfigError, match="data_iterator is 1 for 2 chunks, which would read each other's"):
-        refuse_unsupported(batch)
-
-
-def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_refused():
-    models = [model(), model()]
-    with pytest.raises(ConfigError, match="a weight each; before DistributedDataParallel, call share_embedding"):
-        refuse_unsupported(batch_of(*models))
-    share_embedding(models)
-    refuse_unsupported(batch_of(*models))
-    assert models[1].shared_embedding_or_output_weight() is models[0].embedding.word_embeddings.weight
-
-
 def test_between_batches_no_model_is_kept_alive():
-    models, data = [model()], DistributedData()
+    models, data = [torch.nn.Linear(2, 2)], DistributedData()
     alive = weakref.ref(models[0])
     syncs = {"param_sync_func": models[0].forward, "no_sync_func": nullcontext, "grad_sync_func": None}
     data.begin(Namespace(chunks=[0], models=models, backward_passes=1, config=Namespace(**syncs)))
@@ -443,16 +392,3 @@ def test_between_batches_no_model_is_kept_alive():
     data.forget()
     gc.collect()
     assert alive() is None
-
-
-def model(**attributes):
-    built = torch.nn.Module()
-    built.embedding, built.output_layer = torch.nn.Module(), torch.nn.Linear(2, 2, bias=False)
-    built.embedding.word_embeddings = torch.nn.Embedding(2, 2)
-    built.share_embeddings_and_output_weights = True
-    vars(built).update(attributes)
-    return built
-
-
-def batch_of(*models, **settings):
-    return Namespace(models=models, iterators=[None] * len(models), pipeline_ranks=1, config=Namespace(**settings))

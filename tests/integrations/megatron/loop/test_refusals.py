@@ -1,0 +1,71 @@
+"""Settings, iterators and models that batches of a block cannot take are refused."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
+from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("overlap_moe_expert_parallel_comm", True),
+        ("fine_grained_activation_offloading", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 2),
+        ("cpu_offloading", True),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_settings_of_megatrons_own_schedules_are_refused(setting, value):
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}: it needs Megatron-core's own schedules; remove it"):
+        refuse_unsupported(batch_of(model(), **{setting: value}))
+
+
+def test_settings_of_data_parallelism_are_refused_without_megatron_lms_arguments():
+    with pytest.raises(ConfigError, match="^fp8_param_gather is True: it needs Transformer Engine"):
+        refuse_unsupported(batch_of(model(ddp_config=Namespace(fp8_param_gather=True))))
+    together = model(ddp_config=Namespace(overlap_grad_reduce=True))
+    with pytest.raises(ConfigError, match="^defer_embedding_wgrad_compute and overlap_grad_reduce are True: the out"):
+        refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=True))
+    refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=False))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("mtp_num_layers", 1), ("perform_rl_step", True)])
+def test_what_needs_one_model_on_a_rank_is_refused_where_its_only_rank_has_chunks(setting, value):
+    settings = Namespace(**{setting: value})
+    refuse_settings(settings, chunks_on_one_rank=False)
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}, whose .*; use more pipeline ranks, or set chunks"):
+        refuse_settings(settings, chunks_on_one_rank=True)
+
+
+def test_chunks_that_share_an_iterator_are_refused():
+    batch = batch_of(model(), model())
+    batch.iterators = [iter(())]
+    with pytest.raises(ConfigError, match="data_iterator is 1 for 2 chunks, which would read each other's"):
+        refuse_unsupported(batch)
+
+
+def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_refused():
+    models = [model(), model()]
+    with pytest.raises(ConfigError, match="a weight each; before DistributedDataParallel, call share_embedding"):
+        refuse_unsupported(batch_of(*models))
+    share_embedding(models)
+    refuse_unsupported(batch_of(*models))
+    assert models[1].shared_embedding_or_output_weight() is models[0].embedding.word_embeddings.weight
+
+
+def model(**attributes):
+    built = torch.nn.Module()
+    built.embedding, built.output_layer = torch.nn.Module(), torch.nn.Linear(2, 2, bias=False)
+    built.embedding.word_embeddings = torch.nn.Embedding(2, 2)
+    built.share_embeddings_and_output_weights = True
+    vars(built).update(attributes)
+    return built
+
+
+def batch_of(*models, **settings):
+    return Namespace(models=models, iterators=[None] * len(models), pipeline_ranks=1, config=Namespace(**settings))
