@@ -1,12 +1,26 @@
 #!/usr/bin/env bash
-# Installs ds_lgamp and the packages its tests need, and runs all checks. Passes arguments on to pytest.
+# Installs ds_lgamp and the packages its tests need, and runs the checks: the default set of tests, with --all in front
+# all of them. Passes other arguments on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
 install_ds_lgamp megatron,transformers,plot,test,dev
 
+all=
+if [ "${1:-}" = --all ]; then
+    all=1
+    shift
+fi
+
 ruff check .
 ruff format --check .
 python -m mypy
 # One process runs all tests of a file, because they share the ranks that its fixtures start.
-python -m pytest --numprocesses 2 --dist loadfile "$@"
+in_two_processes="--numprocesses 2 --dist loadfile"
+# shellcheck disable=SC2086
+python -m pytest $in_two_processes "$@"
+if [ -n "$all" ]; then
+    # shellcheck disable=SC2086
+    python -m pytest $in_two_processes -m "slow and not timing" "$@"
+    python -m pytest -m timing "$@"
+fi

@@ -111,6 +111,7 @@ def test_the_sdist_can_be_read_and_built_by_itself(built):
     assert {*FILES, *built[1]} <= names
 
 
+@pytest.mark.slow
 def test_torch_and_deepspeed_stay_the_outer_environments(environment, tmp_path):
     code = """
 import importlib.metadata, importlib.util, os
@@ -125,16 +126,19 @@ result = {
     assert installed == {"ds_lgamp", f"ds_lgamp-{ds_lgamp.__version__}.dist-info", "outer_environment.pth"}
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_the_wheels_not_the_checkouts(environment, tmp_path):
     origin = evaluate(environment / "bin" / "python", "import ds_lgamp\nresult = ds_lgamp.__file__", tmp_path)
     assert Path(origin).is_relative_to(environment)
 
 
+@pytest.mark.slow
 def test_the_installed_command_simulates_a_schedule(environment, tmp_path):
     report = json.loads(run(environment / "bin" / "ds_lgamp", "schedule", "--json", cwd=tmp_path))
     assert report["valid"] and len(report["program"]) == 4
 
 
+@pytest.mark.slow
 def test_importing_is_quick_and_loads_no_heavy_package(environment, tmp_path):
     code = """
 import sys, time

@@ -42,6 +42,7 @@ def test_every_patch_applies_without_fuzz_or_offset(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_suite_passes_with_patched_hosts_and_nothing_is_replaced():
     command = [sys.executable, "-m", "pytest", "--patched", "-p", "no:cacheprovider", *SUITE]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

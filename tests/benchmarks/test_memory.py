@@ -20,6 +20,7 @@ ACTIVATION = 4 * WIDTH * SEQUENCE * SAMPLES
 """A third of the size of a block's parameters, so one activation too many would show."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline_ranks", "blocks", "micro_batches", "policies"),
     [
@@ -47,6 +48,7 @@ def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, po
                 assert 0 <= least - told.peak <= SCALAR_BYTES, label
 
 
+@pytest.mark.slow
 def test_logits_of_one_micro_batch_are_there_at_once():
     """Megatron-core's interleaved schedule has this too. It starts backwards like the layered one if all micro-batches
     are one group."""

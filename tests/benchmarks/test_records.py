@@ -57,6 +57,7 @@ def test_losses_that_differ_fail_a_run():
         check_losses("other", [losses[0], float("nan")], losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 2)])
 def test_what_is_sent_is_what_the_formula_says_and_no_peer_sends_less(ranks):
     # This width needs no padding between parameters or between parts.

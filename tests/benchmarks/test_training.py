@@ -17,6 +17,7 @@ WIDE = TINY._replace(width=64)
 MICRO_BATCHES = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "held", "recompute"), [((2, 2), KEPT, True), ((1, 2), SHARDED, False)])
 def test_everybody_trains_what_one_process_does(layout, held, recompute):
     layout = Layout(*layout, TINY)

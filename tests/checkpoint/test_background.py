@@ -19,6 +19,7 @@ from ds_lgamp.checkpoint.storage import ChecksummedWriter
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks, started_ranks
 from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
+from tests.slow import slow_except
 
 SCRIPT = SCRIPTS / "saves_and_ends.py"
 SLOW = 0.5
@@ -167,7 +168,10 @@ def test_a_rank_that_dies_during_a_save_does_not_leave_the_others_waiting(tmp_pa
     assert read_latest(tmp_path) == "step1" and not (tmp_path / "step2").exists()
 
 
-@pytest.mark.parametrize(("end", "asynchronous"), [("destroy", True), ("raise", True), ("return", False)])
+ENDS = slow_except([("raise", True)], [("destroy", True), ("raise", True), ("return", False)], several=True)
+
+
+@pytest.mark.parametrize(("end", "asynchronous"), ENDS)
 def test_an_unedited_script_leaves_whole_checkpoints(tmp_path, end, asynchronous):
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -40,6 +40,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_page_switches_over_and_back(folder):
     setup, stock, *rest = COMMANDS
     setup = setup.replace("prepare_data.py", "prepare_data.py text.txt --vocab-size 300")

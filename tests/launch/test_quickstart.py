@@ -55,6 +55,7 @@ def run(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_losses_agree_and_fall(runs):
     summary = summarise(runs)
     assert summary["max_loss_difference"] < 1e-3
@@ -63,6 +64,7 @@ def test_losses_agree_and_fall(runs):
         assert len(losses) == STEPS and losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.slow
 def test_the_measurement_counts_what_the_layout_costs(runs):
     stock, lgamp = runs["stock"], runs["lgamp"]
     assert stock["bubble"] == pytest.approx(1 / 4) and lgamp["bubble"] == pytest.approx(1 / 8)

@@ -27,7 +27,7 @@ from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.strategies import program_specs
 
-LINKS = (*SENDS, *RECEIVES)
+LINKS = sorted(SENDS | RECEIVES)
 SHARED = [
     pytest.param({}, id="no stream shares a queue"),
     *(pytest.param({"compute": "q", link: "q"}, id=f"compute and {link.value} share one") for link in LINKS),

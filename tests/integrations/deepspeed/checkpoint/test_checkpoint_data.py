@@ -275,6 +275,7 @@ def everywhere(ranks):
     return [next(value for value in values if value is not None) for values in zip(*ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_computes_what_stock_deepspeed_does_and_resumes_where_it_was(two, case):
     check(two, case)
@@ -291,10 +292,12 @@ def test_ranks_go_on_drawing_alike_when_own_data_are_built_and_found_again(four)
     assert all(drawn == first for drawn in others)
 
 
+@pytest.mark.slow
 def test_the_position_in_own_data_counts_what_a_script_takes_of_them(two):
     pulled, followed, again = two[0]["left"]
     assert pulled == MICRO_BATCHES and again == followed
 
 
+@pytest.mark.slow
 def test_data_of_the_script_are_no_position_in_own_data(two):
     assert two[0]["without"] == torch.tensor(DATA[:ROWS]).tolist()

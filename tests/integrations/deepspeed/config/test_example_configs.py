@@ -55,6 +55,7 @@ def runs():
     return run_on_ranks(4, train_all)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES])
 def test_the_example_trains_like_stock(runs, name):
     (engine, losses), (stock_engine, stock_losses), config = runs[name]

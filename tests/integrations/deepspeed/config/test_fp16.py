@@ -16,6 +16,7 @@ from tests.integrations.deepspeed import linear
 from tests.integrations.deepspeed.config.test_precision import STOCK, TRAINING, engine_of, master_weights
 from tests.integrations.deepspeed.models import MICRO_BATCHES, build_layers, loss_of
 from tests.integrations.deepspeed.running import Layout, batches, gathered
+from tests.slow import chosen, slow_except
 
 STEPS = 3
 SCALE = 2.0**10
@@ -65,6 +66,8 @@ CASES = [
     Case(2, 0, "fp32", "bf16", parameters="fp32"),
     Case(2, 3, "fp32", "fp16", parameters="fp32"),
 ]
+DEFAULT = [Case(2, 3, "fp32", group=3), Case(2, 2, "bf16"), Case(2, 0, "fp32", "fp16")]
+"""Cases that are not slow."""
 
 
 class Run(NamedTuple):
@@ -257,20 +260,20 @@ def exhausted():
     return str(raised.value)
 
 
-def run_all(folder):
+def run_all(folder, cases):
     prepare_rank()
     # torch computes fp16 on any CPU, but DeepSpeed's CPU accelerator reports it only with oneDNN.
     get_accelerator().is_fp16_supported = lambda: True
     runs = {}
-    for case in CASES:
+    for case in cases:
         engine = engine_of(
             Layout(case.pipeline_ranks, case.data_ranks, case.stage, {"micro_batch_group": case.group}), case.config()
         )
         runs[case] = whole(engine, train(case, engine))
-    references = [train_on_one_process(case) for case in CASES] if torch.distributed.get_rank() == 0 else []
+    references = [train_on_one_process(case) for case in cases] if torch.distributed.get_rank() == 0 else []
     return {
         "runs": runs,
-        "references": dict(zip(CASES, references)),
+        "references": dict(zip(cases, references)),
         "history": {name: (history(Layout(2, 2, 2, {}), name), history(STOCK, name)) for name in DYNAMIC},
         "one rank": [overflow_of_one_rank(stage) for stage in range(4)],
         "half loss": half_loss(auto_cast=True),
@@ -281,11 +284,12 @@ def run_all(folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_on_ranks(4, run_all, str(tmp_path_factory.mktemp("checkpoint")))
+def ranks(request, tmp_path_factory):
+    cases = [case for case in CASES if case in chosen(request, "case")]
+    return run_on_ranks(4, run_all, str(tmp_path_factory.mktemp("checkpoint")), cases)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", slow_except(DEFAULT, CASES), ids=lambda case: "-".join(map(str, case)))
 def test_every_layout_trains_like_one_process_in_the_same_types(ranks, case):
     run, reference = ranks[0]["runs"][case], ranks[0]["references"][case]
     assert run.losses == pytest.approx(reference.losses, rel=1e-6)

@@ -153,6 +153,7 @@ def distances(run, reference):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["bf16", "fp32"])
 @pytest.mark.parametrize("group", ["all", 3])
 @pytest.mark.parametrize("stage", range(4))
@@ -170,12 +171,14 @@ def test_bf16_is_as_close_to_fp32_as_stock_is(runs, stage, group, accumulation):
     assert runs[stage, group, accumulation][2] == {"torch.bfloat16"}
 
 
+@pytest.mark.slow
 def test_accumulation_by_hooks_gives_the_same_bits(runs):
     assert runs["hook"][0] == runs[3, "all", "fp32"][0]
     for hooked, direct in zip(runs["hook"][1], runs[3, "all", "fp32"][1]):
         assert all(torch.equal(hooked[name], direct[name]) for name in direct)
 
 
+@pytest.mark.slow
 def test_a_step_whose_gradient_overflows_is_skipped_on_all_ranks(ranks):
     for _, history, _ in ranks:
         first, overflow, after = history["checked"]
@@ -185,6 +188,7 @@ def test_a_step_whose_gradient_overflows_is_skipped_on_all_ranks(ranks):
         assert history["unchecked"][1][:2] == (True, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_training_goes_on_from_weights_that_are_loaded_into_the_module(ranks, stage, precision):

@@ -28,6 +28,7 @@ from tests.integrations.deepspeed.engine.tensor_reading import (
 from tests.integrations.deepspeed.engine.tensor_reading import TRAINING as WITH_CLIPPING
 from tests.integrations.deepspeed.models import train_reference
 from tests.integrations.deepspeed.running import batches
+from tests.slow import slow_except
 
 TRAINING = WITH_CLIPPING._replace(clipping=0.0)
 STEPS = 3
@@ -270,7 +271,7 @@ def run_all(pipeline_ranks, data_ranks, folder):
 LOADING = [(0, FP32, {}), (1, FP32, {}), (1, BF16, {}), (2, FP32, DEFERRED)]
 
 
-@pytest.fixture(scope="module", params=GRIDS, ids=lambda grid: "P{}W{}".format(*grid))
+@pytest.fixture(scope="module", params=slow_except([(1, 2), (2, 1)], GRIDS), ids=lambda grid: "P{}W{}".format(*grid))
 def ranks(request, tmp_path_factory):
     pipeline_ranks, data_ranks = request.param
     folder = tmp_path_factory.mktemp("checkpoints")

@@ -13,6 +13,7 @@ from benchmarks.counting import count
 from benchmarks.memory import LARGEST_DEVIATION, activation_bytes, predicted, typical_peak
 from benchmarks.model import ModelSize
 from tests.pairwise import pairwise
+from tests.slow import slow_except
 
 CHUNKS_PER_RANK = 4
 MICRO_BATCHES = 3
@@ -42,7 +43,7 @@ def chosen_cases() -> list[dict]:
     return cases
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", slow_except([(2, 2)], GRIDS), ids=str)
 def test_memory_and_traffic_are_what_the_formulas_say(grid):
     pipeline_ranks, data_ranks = grid
     layout = Layout(pipeline_ranks, data_ranks, ModelSize(CHUNKS_PER_RANK * pipeline_ranks, 64, 64, 1))

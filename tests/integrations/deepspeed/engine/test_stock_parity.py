@@ -46,6 +46,7 @@ def compare():
     return results
 
 
+@pytest.mark.slow
 def test_optimizer_and_scheduler_of_the_configuration():
     for rank in run_on_ranks(4, compare):
         for stock, layered in rank:

@@ -86,6 +86,7 @@ def test_an_unedited_script_trains_the_same_under_both_launchers(command, folder
     assert losses == pytest.approx(stock, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     command = torchrun("-m", "ds_lgamp", "run")
     completed = launch(command, folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
@@ -101,8 +102,8 @@ RARELY = ("--monitor_interval", "1")
     [
         (torchrun(*RARELY, "-m", "ds_lgamp", "run"), SCRIPT),
         (deepspeed("--module", "ds_lgamp", "run"), SCRIPT),
-        (torchrun(*RARELY), INSTALLS),
-        (deepspeed(), INSTALLS),
+        pytest.param(torchrun(*RARELY), INSTALLS, marks=pytest.mark.slow),
+        pytest.param(deepspeed(), INSTALLS, marks=pytest.mark.slow),
     ],
     ids=["torchrun", "deepspeed", "installed under torchrun", "installed under deepspeed"],
 )

@@ -193,6 +193,7 @@ def test_losses_and_norms_are_those_of_one_process(trained, place):
         assert here == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_a_checkpoint_loads_on_other_tensor_parallel_ranks(folder, trained, resumed, source, target):
     for goes_on, went_on in zip(resumed[source, target], trained[source][SAVED:]):

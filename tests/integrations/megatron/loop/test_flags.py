@@ -113,6 +113,7 @@ def trained():
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_honoured_flags_train_as_megatrons_own_loop_does(trained, name):
     steps, expected = trained[PLACES[name]][0], trained[alone(PLACES[name])][0]
@@ -123,6 +124,7 @@ def test_honoured_flags_train_as_megatrons_own_loop_does(trained, name):
         assert step.zeros == (None if stock.zeros is None else pytest.approx(stock.zeros, rel=0.02))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["instances", "instances of one rank", "small buckets of hooks"])
 def test_no_gradient_is_reduced_twice_not_even_in_the_first_batch(trained, name):
     for steps in trained[PLACES[name]]:

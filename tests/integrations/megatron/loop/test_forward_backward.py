@@ -7,6 +7,7 @@ import pytest
 
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import STOCK, Place, prepare_process, train_all
+from tests.slow import chosen, slow_except
 
 ALONE = {
     "": Place(1, 1, STOCK),
@@ -63,10 +64,16 @@ ORACLES = [Place(2, 4, STOCK), Place(2, 1, STOCK), Place(2, 2, STOCK, data_ranks
 micro-batches."""
 
 
+DEFAULT = [PLACES[""][1], PLACES[""][9], PLACES["untied"][0], PLACES["lengths"][0], PLACES["seven layers"][1]]
+"""Places that are not slow."""
+
+
 @pytest.fixture(scope="module")
-def trained():
+def trained(request):
     results = {}
-    places = [*ALONE.values(), *(place for members in PLACES.values() for place in members), *ORACLES, *DRAWING]
+    alone = {ALONE[kind] for kind in chosen(request, "kind")}
+    drawing = {place for places in chosen(request, "drawing") for place in places}
+    places = alone | drawing | chosen(request, "place", "oracle")
     for ranks in (1, 2, 4):
         members = [place for place in places if place.ranks == ranks]
         on_ranks = run_on_ranks(ranks, train_all, members, before_init=prepare_process)
@@ -78,7 +85,13 @@ def losses_and_norms(steps):
     return [(step.loss, step.norm) for step in steps]
 
 
-@pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, members in PLACES.items() for place in members])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        case if case[1] in DEFAULT else pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((kind, place) for kind, members in PLACES.items() for place in members)
+    ],
+)
 def test_losses_and_norms_are_those_of_one_process(trained, kind, place):
     alone = losses_and_norms(trained[ALONE[kind]][0])
     for steps in trained[place]:
@@ -89,7 +102,7 @@ def test_losses_and_norms_are_those_of_one_process(trained, kind, place):
 @pytest.mark.parametrize(
     ("place", "oracle"),
     [
-        (place, oracle)
+        pytest.param(place, oracle, marks=() if place in DEFAULT else pytest.mark.slow)
         for oracle in ORACLES
         for place in PLACES[""]
         if place == oracle._replace(schedule=place.schedule)
@@ -99,8 +112,10 @@ def test_losses_are_to_the_digit_those_of_megatrons_own_schedules(trained, place
     assert losses_and_norms(trained[place][0]) == losses_and_norms(trained[oracle][0])
 
 
-def test_dropout_draws_what_megatrons_own_schedule_draws_where_a_rank_has_one_chunk(trained):
-    ours, stock, of_several, of_one = (losses_and_norms(trained[place][0]) for place in DRAWING)
+@pytest.mark.slow
+@pytest.mark.parametrize("drawing", [pytest.param(tuple(DRAWING), id="dropout")])
+def test_dropout_draws_what_megatrons_own_schedule_draws_where_a_rank_has_one_chunk(trained, drawing):
+    ours, stock, of_several, of_one = (losses_and_norms(trained[place][0]) for place in drawing)
     assert ours == stock
     # The order of passes differs.
     assert of_several[0] != of_one[0]
@@ -110,7 +125,7 @@ def test_dropout_draws_what_megatrons_own_schedule_draws_where_a_rank_has_one_ch
 SHARDED = [place for place in (*PLACES[""], *PLACES["BERT"]) if place.distributed_optimizer]
 
 
-@pytest.mark.parametrize("place", SHARDED)
+@pytest.mark.parametrize("place", slow_except(DEFAULT, SHARDED))
 def test_zero_1_reduces_a_chunk_once_behind_the_next_and_gathers_it_once_ahead_of_its_use(trained, place):
     for rank, steps in enumerate(trained[place]):
         # In the first chunk, an embedding whose gradient is summed over two pipeline ranks has its own bucket.
