@@ -41,6 +41,7 @@ def dry_run(tmp_path_factory):
         return gpu.run(TINY, traces), traces, results
 
 
+@pytest.mark.slow
 def test_every_contender_trains_the_same(dry_run):
     record, *_ = dry_run
     assert record.failures == []
@@ -48,6 +49,7 @@ def test_every_contender_trains_the_same(dry_run):
     assert losses == pytest.approx([first] * len(losses), rel=gpu.LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_record_has_every_run_and_no_figure_the_device_cannot_give(dry_run):
     record, *_ = dry_run
     rows = [(row.contender, row.config["recompute"], row.metric) for row in record.rows]
@@ -60,6 +62,7 @@ def test_the_record_has_every_run_and_no_figure_the_device_cannot_give(dry_run):
     assert record.machine["accelerator"] == "cpu"
 
 
+@pytest.mark.slow
 def test_ours_is_compared_with_plain_torch_at_equal_recomputation(dry_run):
     record, *_ = dry_run
     *ratios, failed = record.targets
@@ -76,6 +79,7 @@ def test_ours_is_compared_with_plain_torch_at_equal_recomputation(dry_run):
     assert (failed.value, failed.limit) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_step_of_ours_is_profiled(dry_run):
     _, folder, _ = dry_run
     (path,) = folder.iterdir()
@@ -84,6 +88,7 @@ def test_a_step_of_ours_is_profiled(dry_run):
     assert any("AdamW.step" in str(name) for name in names)
 
 
+@pytest.mark.slow
 def test_no_figures_of_a_cpu_are_recorded(dry_run, monkeypatch):
     _, _, results = dry_run
     assert not any(results.iterdir())

@@ -89,6 +89,7 @@ def rewritten(stock, folder):
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(KINDS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_stock_goes_on_with_what_was_written(stock, rewritten, name):
     for before, after in zip(stock[name], rewritten[name], strict=True):

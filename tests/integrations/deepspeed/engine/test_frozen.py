@@ -273,6 +273,7 @@ def test_freezing_that_differs_between_ranks_is_refused(two_ranks):
         assert "parameter tied_modules.embedding.weight trains on one rank" in of_copies
 
 
+@pytest.mark.slow
 def test_two_by_two_ranks_and_a_checkpoint(tmp_path):
     """A pipeline rank has chunks 0, 2, 4 and 6, or 1, 3 and 5. Messages between them do not count as collectives."""
     first, _, last, _ = run_on_ranks(4, on_four_ranks, str(tmp_path))

@@ -101,7 +101,7 @@ RARELY = ("--monitor_interval", "1")
     ("command", "script"),
     [
         (torchrun(*RARELY, "-m", "ds_lgamp", "run"), SCRIPT),
-        (deepspeed("--module", "ds_lgamp", "run"), SCRIPT),
+        pytest.param(deepspeed("--module", "ds_lgamp", "run"), SCRIPT, marks=pytest.mark.slow),
         pytest.param(torchrun(*RARELY), INSTALLS, marks=pytest.mark.slow),
         pytest.param(deepspeed(), INSTALLS, marks=pytest.mark.slow),
     ],
@@ -132,7 +132,9 @@ def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     assert "ConfigError" not in completed.stderr, "the error has a traceback"
 
 
-@pytest.mark.parametrize("how", [["-m", "ds_lgamp", "run"], []], ids=["run", "installed"])
+@pytest.mark.parametrize(
+    "how", [["-m", "ds_lgamp", "run"], pytest.param([], marks=pytest.mark.slow)], ids=["run", "installed"]
+)
 def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
     """Without ds_lgamp, the processes of such a script abort."""
     completed = start([*torchrun(*how), str(SCRIPTS / "ends_at_once.py"), *([] if how else ["--install"])])
