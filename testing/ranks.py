@@ -108,7 +108,11 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from testing import simnccl
+
     torch.set_num_threads(1)
+    if backend == "simnccl":
+        simnccl.register()
     try:
         if before_init is not None:
             before_init(rank)

@@ -35,7 +35,9 @@ def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup, in_rank_order
         part = start_reduce_scatter(full, group, full.dtype, in_rank_order)
 
         def finish_in_rank_order() -> torch.Tensor:
-            start_all_gather(full, part(), group).wait()
+            # A name keeps the sum until the gather has read it, on libraries that do not.
+            own_sum = part()
+            start_all_gather(full, own_sum, group).wait()
             return full
 
         return finish_in_rank_order

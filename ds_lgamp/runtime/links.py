@@ -166,8 +166,8 @@ class Outgoing:
         """Waits for all sends under way."""
         while self._in_flight:
             self._finish_oldest()
-        for work, _ in self._headers_in_flight:
-            _wait(work, self.headers.peer)
+        for sent, _ in self._headers_in_flight:
+            _wait(sent, self.headers.peer)
         self._headers_in_flight.clear()
         self._peer_posts = self.on_arrival or not self.dynamic
 

@@ -102,12 +102,20 @@ def _group_of_pair(edges: Sequence[Edge], device: torch.device) -> dist.ProcessG
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    # torch would give new groups its own default.
-    timeout: timedelta = world._get_backend(device).options._timeout
+    timeout = _timeout(world, device)
     if world.bound_device_id is not None:
         return dist.split_group(split_ranks=[sorted(edge) for edge in edges], timeout=timeout)
     groups = {edge: dist.new_group(list(edge), timeout=timeout) for edge in edges}
     return next((group for edge, group in groups.items() if dist.get_rank() in edge), None)
+
+
+def _timeout(world: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Returns the timeout of the default group, because torch would give new groups its own default. None if the group
+    has no options."""
+    try:
+        return world._get_backend(device).options._timeout
+    except RuntimeError:
+        return None
 
 
 def _open_communicator(group: dist.ProcessGroup, link: Edge, device: torch.device) -> None:

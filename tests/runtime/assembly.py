@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
@@ -39,7 +40,7 @@ class Grid(NamedTuple):
         return dist.get_rank() % self.data_ranks
 
 
-def build_grid(pipeline_ranks: int, data_ranks: int) -> Grid:
+def build_grid(pipeline_ranks: int, data_ranks: int, dynamic: bool = False) -> Grid:
     pipelines = [[pipe * data_ranks + data for pipe in range(pipeline_ranks)] for data in range(data_ranks)]
     own = divmod(dist.get_rank(), data_ranks)
     for pipe in range(pipeline_ranks):
@@ -53,7 +54,10 @@ def build_grid(pipeline_ranks: int, data_ranks: int) -> Grid:
                 group = dist.new_group([pipeline[first], pipeline[second]])
                 if dist.get_rank() in (pipeline[first], pipeline[second]):
                     tie_groups[first, second] = group
-    return Grid(pipeline_ranks, data_ranks, data_group, tie_groups, lambda: ring_links(pipelines, DEVICE))
+    hosts = host_group()
+    return Grid(
+        pipeline_ranks, data_ranks, data_group, tie_groups, lambda: ring_links(pipelines, DEVICE, hosts, dynamic)
+    )
 
 
 class Assembled(NamedTuple):
@@ -74,6 +78,7 @@ def assemble(
     recompute: bool = True,
     trace: list[str] | None = None,
     communication_dtype: torch.dtype | None = None,
+    in_rank_order: bool = False,
 ) -> Assembled:
     """Assembles the model on this rank. ``bounds`` are the chunk bounds over the model's layers."""
     rank = grid.pipeline_rank
@@ -96,7 +101,9 @@ def assemble(
     partition = build_partition(
         parameters,
         tied,
-        ZeroPolicy(grid.data_group, spec.zero_stage, communication_dtype=communication_dtype),
+        ZeroPolicy(
+            grid.data_group, spec.zero_stage, communication_dtype=communication_dtype, in_rank_order=in_rank_order
+        ),
         DEVICE,
     )
 

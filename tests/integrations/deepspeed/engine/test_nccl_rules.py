@@ -1,0 +1,46 @@
+"""Under NCCL's rules the engine behind ``deepspeed.initialize`` trains as on gloo, to the bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from testing import simnccl
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.models import Training
+from tests.integrations.deepspeed.running import Layout, train
+
+LAYOUTS = {
+    2: [
+        Layout(1, 2, 3, {"resident_chunks": 1}),
+        Layout(1, 2, 1, {"micro_batch_group": 3}),
+        Layout(2, 1, 0, {"schedule": "1f1b"}),
+    ],
+    4: [Layout(2, 2, 2, {"recompute": "none"}), Layout(2, 2, 3, {"reproducible": True})],
+}
+
+
+def train_all(layouts):
+    """Returns all numbers of every training, without the engine."""
+    prepare_rank()
+    numbers = []
+    for seed, layout in enumerate(layouts):
+        simnccl.deliver("random", seed)
+        # Sums over copies of a tied module depend on the layout, so it may not be reproducible.
+        tied = "reproducible" not in layout.block
+        run = train(Training(tied=tied, momentum=0.9, clipping=0.3, steps=3), layout)
+        tensors = [tensor for step in (*run.gradients, run.parameters) for tensor in step.values()]
+        scalars = torch.tensor([*run.losses, *run.norms, run.evaluation], dtype=torch.float64)
+        numbers.append([scalars, *tensors])
+    if dist.get_backend() == simnccl.NAME:
+        simnccl.synchronize()
+    return numbers
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_the_engine_trains_as_on_gloo(ranks):
+    on_gloo = run_on_ranks(ranks, train_all, LAYOUTS[ranks])
+    simulated = run_on_ranks(ranks, train_all, LAYOUTS[ranks], backend=simnccl.NAME)
+    for own, others in zip(simulated, on_gloo):
+        for layout, numbers, expected in zip(LAYOUTS[ranks], own, others, strict=True):
+            assert len(numbers) == len(expected) and all(map(torch.equal, numbers, expected)), layout
