@@ -3,7 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.runtime.links import MessageSpec, allocate, pack
+from ds_lgamp.runtime import links
+from ds_lgamp.runtime.links import Endpoint, MessageSpec, Outgoing, allocate, pack
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.int64, torch.bool, torch.uint8]
@@ -44,3 +46,47 @@ def test_a_tensor_of_a_message_may_change_in_place_after_autograd_saved_another(
 def test_a_dtype_that_no_link_carries_is_refused():
     with pytest.raises(TypeError, match="float8_e5m2, which no link carries"):
         MessageSpec.of(torch.zeros(1, dtype=torch.float8_e5m2)).to_header()
+
+
+@pytest.fixture
+def awaited(monkeypatch):
+    """Returns the messages that were awaited. Messages go nowhere."""
+    messages = []
+    monkeypatch.setattr(links, "_send", lambda message, endpoint: (message, message))
+    monkeypatch.setattr(links, "_wait", lambda message, peer: messages.append(message))
+    return messages
+
+
+def outgoing(on_arrival: bool, dynamic: bool = False) -> Outgoing:
+    endpoint = Endpoint(1, None, 0)
+    return Outgoing(endpoint, endpoint, dynamic, on_arrival, "set dynamic_shape")
+
+
+def test_a_message_of_other_shapes_than_announced_is_refused(awaited):
+    link = outgoing(on_arrival=False)
+    link.announce(3, torch.zeros(2))
+    link.announce(3, torch.ones(2))
+    with pytest.raises(ValueError, match=r"chunk 3 returned \[4\] .* after \[2\] .*; set dynamic_shape"):
+        link.announce(3, torch.zeros(4))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_with_receives_on_arrival_few_messages_live_in_the_first_batch_too(awaited, dynamic):
+    """The peer posts without being asked, so a sender may wait for it."""
+    link, messages = outgoing(True, dynamic), [torch.full((1,), number) for number in range(5)]
+    for message in messages:
+        link.announce(0, message)
+        link.send([message])
+    assert [message.item() for message in awaited] == [0, 1, 2] and len(messages) - len(awaited) == SENDS_IN_FLIGHT
+
+
+def test_with_receives_ahead_messages_wait_once_the_peer_knows_their_shapes(awaited):
+    link = outgoing(on_arrival=False)
+    for number in range(4):
+        link.send([torch.full((1,), number)])
+    assert not awaited
+    link.drain()
+    awaited.clear()
+    for number in range(4):
+        link.send([torch.full((1,), number)])
+    assert [message.item() for message in awaited] == [0, 1]
