@@ -65,6 +65,7 @@ def test_flags_of_the_model(flags, arguments, parse):
     assert {key: getattr(config, key) for key in MODELS[flags]} == MODELS[flags]
 
 
+@pytest.mark.slow
 def test_squared_relu_is_megatrons(arguments, parse):
     activation = arguments.transformer_config(parse("--squared-relu")).activation_func
     assert activation(torch.tensor([-2.0, 3.0])).tolist() == [0.0, 9.0]

@@ -12,7 +12,6 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.cost.test_traffic import train
 from tests.runtime.assembly import build_grid
-from tests.slow import slow_except
 
 
 def specs(pipeline_ranks):
@@ -64,10 +63,8 @@ def compare_traces(pipeline_ranks, data_ranks):
     return compared
 
 
-LAYOUTS = slow_except([(2, 2)], [(1, 2), (1, 4), (2, 2)], several=True)
-
-
-@pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), LAYOUTS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), [(1, 2), (1, 4), (2, 2)])
 def test_collectives_begin_and_are_awaited_where_the_program_says(pipeline_ranks, data_ranks):
     counts = run_on_ranks(pipeline_ranks * data_ranks, compare_traces, pipeline_ranks, data_ranks)
     assert counts == [8 * 2 + 2 + 4] * pipeline_ranks * data_ranks

@@ -31,8 +31,10 @@ class Pipeline:
     """
 
     def __init__(self, first: Batch, shapes: Any) -> None:
-        pipelines = _all_pipelines(first.groups.pp) if first.pipeline_ranks > 1 else [[dist.get_rank()]]
-        self._links = ring_links(pipelines, first.device, host_group(), first.config.variable_seq_lengths, _ADVICE)
+        alone = first.pipeline_ranks == 1
+        pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
+        hosts = None if alone else host_group()
+        self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
         self._shapes = shapes
         self._data, self._timing = DistributedData(), MegatronTiming()
         self._batch: Batch | None = None

@@ -176,6 +176,7 @@ def back(blocks, folder):
     return run_on_ranks(4, go_on, places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(BACK)))
 def test_stock_goes_on_where_a_block_stopped(stock, blocks, back, index):
     source, _ = BACK[index]

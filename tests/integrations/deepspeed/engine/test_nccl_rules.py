@@ -37,6 +37,7 @@ def train_all(layouts):
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_the_engine_trains_as_on_gloo(ranks):
     on_gloo = run_on_ranks(ranks, train_all, LAYOUTS[ranks])

@@ -14,6 +14,8 @@ from tests.integrations.deepspeed.engine.interventions import (
     run_all,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks():

@@ -110,7 +110,11 @@ RARELY = ("--monitor_interval", "1")
 @pytest.mark.parametrize(
     ("trouble", "evidence"),
     [
-        ("raise", r"rank [23] \(pipeline rank 1\) failed at F3.3: ArithmeticError: the layer is in trouble"),
+        pytest.param(
+            "raise",
+            r"rank [23] \(pipeline rank 1\) failed at F3.3: ArithmeticError: the layer is in trouble",
+            marks=pytest.mark.slow,
+        ),
         ("kill", r"rank [01] \(pipeline rank 0\) failed at [FB]4.\d: LinkError: the link to rank [23] failed"),
     ],
 )
