@@ -1,0 +1,51 @@
+"""Buffers that forwards change hold what every forward left in them, although chunks are computed again."""
+
+import torch
+from torch import nn
+
+from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.links import Endpoint, Links
+from ds_lgamp.schedule.actions import Action
+
+NOWHERE = Endpoint(0, None, 0)
+
+
+class Summing(nn.Module):
+    """Scales its input and adds it to a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.total += inputs.sum()
+        return inputs * self.weight
+
+
+class WholeParameters:
+    """A partition of one rank, which never gathers."""
+
+    def begin_backward(self, chunk):
+        pass
+
+
+def test_forwards_between_backwards_go_on_from_the_last_forward():
+    """As in 1F1B, where F0.2 follows B0.0. B0.0 computes F0.0 again, from the buffer as it was before F0.0."""
+    layers = [Summing(), Summing()]
+    executor = Executor(
+        (0, 0),
+        0,
+        {chunk: Chunk([layer], chunk) for chunk, layer in enumerate(layers)},
+        WholeParameters(),
+        Links(torch.device("cpu"), *[NOWHERE] * 6),
+        loss_function=lambda output, label: output.sum(),
+        step=lambda: None,
+        random_sources=[],
+    )
+    actions = "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F1.2 B1.2 B0.2".split()
+    with executor.run_batch(BatchState(3, lambda index: (torch.tensor([float(10**index)]), None))):
+        executor.run([Action.parse(text) for text in actions])
+    assert [layer.total.item() for layer in layers] == [111, 111]
