@@ -101,6 +101,9 @@ def imagine() -> Iterator[Border]:
         replace_attribute(nn.Module, "_apply", _converted, stack)
         # Fake storages have no address, but an identity.
         replace_attribute(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata, stack)
+        # Lets torch.tensor build on the host and copy. Otherwise it would copy to the device before the modes see it.
+        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(Border())
 
