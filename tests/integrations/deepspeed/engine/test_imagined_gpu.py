@@ -19,6 +19,7 @@ from testing.imagined_gpu.device import DEVICE
 from testing.imagined_gpu.launches import Launches
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, batches, build, linears, mean_square
+from tests.slow import chosen, slow_except
 
 
 class Case(NamedTuple):
@@ -75,7 +76,8 @@ CASES = {
 }
 UNCOUNTED = {"reproducible": Case(3, clips=True, block={"reproducible": True})}
 """Cases whose kernels are not counted."""
-LAYERS, MICRO_BATCHES, STEPS = 4, 4, 4
+DEFAULT = {"stage 0, fp32", "stage 1, fp32", "stage 2, bf16", "stage 3, bf16", "1f1b", "groups", "reproducible"}
+LAYERS, MICRO_BATCHES, STEPS = 4, 4, 3
 
 
 class Step(NamedTuple):
@@ -195,16 +197,18 @@ def expected_in_step(case, rank):
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return run_on_ranks(4, steps_in_cases, CASES | UNCOUNTED, before_init=prepare_rank, backend=BACKEND)
+def steps(request):
+    asked = chosen(request, "name")
+    cases = {name: case for name, case in (CASES | UNCOUNTED).items() if name in asked}
+    return run_on_ranks(4, steps_in_cases, cases, before_init=prepare_rank, backend=BACKEND)
 
 
-@pytest.mark.parametrize("name", CASES | UNCOUNTED)
+@pytest.mark.parametrize("name", slow_except(DEFAULT, [*CASES, *UNCOUNTED]))
 def test_hosts_agree_once_a_step_that_all_have_data(steps, name):
     assert [rank[name].between_hosts for rank in steps] == [["allreduce_"]] * 4
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(DEFAULT, list(CASES)))
 def test_the_engine_launches_these_kernels_and_no_others(steps, name):
     for rank, by_case in enumerate(steps):
         launches = dict(by_case[name].launches)
