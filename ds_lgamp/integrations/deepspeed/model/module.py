@@ -4,7 +4,7 @@ Layers move with their values and are never initialised anew, because users load
 ``deepspeed.initialize``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,8 +153,7 @@ def _obtain(
     built = built_layers(module).get(prefix)
     deferred = defers(module, spec)
     if rank == source and rank != target and built is not None and not deferred:
-        for _, tensor in tensors_of(built):
-            dist.send(tensor.detach().contiguous(), module._grid.stage_to_global(target))
+        _transfer(dist.isend, module, target, [tensor.detach().contiguous() for _, tensor in tensors_of(built)])
     if rank != target:
         return None
     if source != target:
@@ -162,7 +161,7 @@ def _obtain(
         if received is not None:
             if not deferred:
                 received.to(device)
-            arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos)
+            arrived = _receive(module, received, prefix, source, infos)
             # If this rank has the tied module already, the arrived one is a copy of it.
             built = built if built is not None else arrived
     if isinstance(spec, TiedLayerSpec):
@@ -179,9 +178,26 @@ def function_of(spec: Any, layer: nn.Module) -> Callable:
     return partial(spec.forward_fn, layer) if applies else layer
 
 
-def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]) -> nn.Module:
-    """Gives ``layer`` the tensors that arrive from ``source``, and says which of them are trained. A layer without
-    memory receives no tensors."""
+def _transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Sends contiguous ``tensors`` to pipeline rank ``rank``, or receives them from it.
+
+    They travel in one batch in the pipeline's group. Alone, they would make NCCL keep a communicator for these two
+    ranks. They travel as bytes, because NCCL does not carry every dtype.
+    """
+    group, peer = module._grid.get_pipe_parallel_group(), module._grid.stage_to_global(rank)
+    messages = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    if messages:
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group) for message in messages]):
+            work.wait()
+
+
+def _receive(
+    module: PipelineModule, layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]
+) -> nn.Module:
+    """Gives ``layer`` the tensors that arrive from pipeline rank ``source``, and says which of them are trained.
+
+    A layer without memory receives no tensors.
+    """
     expected = [name for name in infos if name.startswith(f"{prefix}.")]
     names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
     if sorted(names) != sorted(expected):
@@ -189,13 +205,15 @@ def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, Tensor
             f"layer {prefix} has other parameters or buffers than its specification builds "
             f"({', '.join(sorted(set(names) ^ set(expected)))}); change layers after deepspeed.initialize"
         )
+    arriving = []
     for name, tensor in tensors_of(layer):
         info = infos[f"{prefix}.{name}"]
         if tensor.device.type != "meta":
             tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
-            dist.recv(tensor.data, source)
+            arriving.append(tensor.data)
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(info.requires_grad)
+    _transfer(dist.irecv, module, source, arriving)
     return layer
 
 
