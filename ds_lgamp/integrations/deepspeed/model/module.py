@@ -23,6 +23,9 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.random_state import undisturbed
 
+TIED_MODULES = "tied_modules."
+"""How global names in tied modules begin."""
+
 
 class TensorInfo(NamedTuple):
     """A parameter or buffer of a built layer, as its pipeline rank describes it to others."""
@@ -268,7 +271,7 @@ def _build(spec: Any) -> nn.Module | None:
 
 def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
     """Returns the layers with state that this rank holds, by the prefix of their global names."""
-    layers = {f"tied_modules.{key}": layer for key, layer in module.tied_modules.items()}
+    layers = {f"{TIED_MODULES}{key}": layer for key, layer in module.tied_modules.items()}
     for layer in range(module._num_layers):
         if str(layer) in module._modules:
             layers[str(layer)] = module._modules[str(layer)]
@@ -276,7 +279,7 @@ def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
 
 
 def prefix_of(layer: int, spec: Any) -> str:
-    return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+    return f"{TIED_MODULES}{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
 
 def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
