@@ -1,4 +1,4 @@
-"""What ranks tell each other about parameters stays among those that have the same ones. The world exchanges a few bytes
+"""What ranks tell each other about parameters stays among those that have the same ones. The world exchanges few bytes
 per rank, so that thousands of ranks can start and save."""
 
 import pickle
