@@ -144,12 +144,14 @@ def train(
     is_first_rank = torch.distributed.get_rank() == 0
     batches = micro_batches(engine, training, engine.global_samples)
     iterations = range(engine.global_steps + 1, args.train_iters + 1)
-    progress = tqdm(iterations, desc="training", disable=not is_first_rank)
-    for iteration in progress:
-        loss = losses["training"][iteration] = engine.train_batch(data_iter=batches).item()
-        progress.set_postfix(loss=f"{loss:.4f}")
-        if is_first_rank and iteration % args.log_interval == 0:
-            tqdm.write(f"iteration {iteration:5d} | training loss {loss:.6f}")
+    unread: dict[int, torch.Tensor] = {}
+    for iteration in tqdm(iterations, desc="training", disable=not is_first_rank):
+        # The host would wait for the device if it read every loss at once.
+        unread[iteration] = engine.train_batch(data_iter=batches)
+        if iteration % args.log_interval == 0:
+            losses["training"] |= read(unread)
+            if is_first_rank:
+                tqdm.write(f"iteration {iteration:5d} | training loss {losses['training'][iteration]:.6f}")
         if validation is not None and args.eval_iters and iteration % args.eval_interval == 0:
             loss = losses["validation"][iteration] = evaluate(engine, validation, args.eval_iters)
             if is_first_rank:
@@ -158,13 +160,23 @@ def train(
             engine.save_checkpoint(args.save)
         if args.exit_interval and iteration % args.exit_interval == 0:
             break
+    losses["training"] |= read(unread)
+    return losses
+
+
+def read(unread: dict[int, torch.Tensor]) -> dict[int, float]:
+    """Returns the losses by iteration, in one copy to the host, and empties ``unread``."""
+    values = torch.stack(list(unread.values())).tolist() if unread else []
+    losses = dict(zip(unread, values))
+    unread.clear()
     return losses
 
 
 def evaluate(engine: deepspeed.PipelineEngine, dataset: GPTDataset, iterations: int) -> float:
     """Returns the mean loss over the first batches of a dataset. The batches are the same every time."""
     batches = micro_batches(engine, dataset)
-    return sum(engine.eval_batch(data_iter=batches).item() for _ in range(iterations)) / iterations
+    losses = [engine.eval_batch(data_iter=batches) for _ in range(iterations)]
+    return sum(torch.stack(losses).tolist()) / iterations
 
 
 def plot_losses(losses: dict[str, dict[int, float]], path: str) -> None:

@@ -15,8 +15,9 @@ fi
 ruff check .
 ruff format --check .
 python -m mypy
-# One process runs all tests of a file, because they share the ranks that its fixtures start.
-in_two_processes="--numprocesses 2 --dist loadfile"
+# One process runs all tests of a file, because they share the ranks that its fixtures start. Files run in the order of
+# their names: ordered by their number of tests, a few long ones would come last, when one process has nothing to do.
+in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
 # shellcheck disable=SC2086
 python -m pytest $in_two_processes "$@"
 if [ -n "$all" ]; then

@@ -34,8 +34,10 @@ class Border(TorchDispatchMode):
         if not any(map(is_on_device, tree_leaves((args, kwargs)))):
             if namespace == "c10d":
                 self.between_hosts.append(name)
+            page_locked = kwargs.get("pin_memory")
             with unset_fake_temporarily():
-                return function(*args, **kwargs)
+                result = function(*args, **(kwargs | {"pin_memory": False} if page_locked else kwargs))
+                return pinned(result) if page_locked else result
         if namespace == "c10d":
             return _imitated(function, args)
         if name == "_local_scalar_dense":
@@ -43,9 +45,13 @@ class Border(TorchDispatchMode):
             return 0
         if name == "_to_copy" and "device" in kwargs and is_on_device(kwargs["device"]) != is_on_device(args[0]):
             return _moved(*args, **kwargs)
-        # A number of the host is an argument of the kernel.
-        if name == "copy_" and is_on_device(args[0]) != is_on_device(args[1]) and args[1].dim() > 0:
-            _check_move(args[1], *args[2:], **kwargs)
+        if name == "copy_" and is_on_device(args[0]) != is_on_device(args[1]):
+            if is_on_device(args[0]) and args[1].dim() == 0:
+                # A number of the host is an argument of the kernel.
+                return args[0]
+            in_background = (*args[2:], kwargs.get("non_blocking", False))[0]
+            if not (in_background and hasattr(args[0], "is_page_locked")):
+                _check_move(args[1], in_background)
             return args[0]
         return function(*args, **kwargs)
 

@@ -19,16 +19,19 @@ class HostWaits(Exception):
 
 
 class Event:
-    """An event or a stream."""
+    """An event or a stream. The device is never further behind than one step."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._step = -1
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self._step = DEVICE.steps
 
     def wait_event(self, event: "Event") -> None: ...
 
     def synchronize(self) -> None:
-        DEVICE.synchronize()
+        if self._step == DEVICE.steps:
+            DEVICE.host_waits("an event of this step is awaited")
 
     def elapsed_time(self, end: "Event") -> float:
         return 1.0
@@ -40,6 +43,7 @@ class Device:
     Event = Event
 
     def __init__(self) -> None:
+        self.steps = 0
         self._in_step = False
         self._random_state = torch.zeros(16, dtype=torch.uint8)
 
@@ -47,6 +51,7 @@ class Device:
     def step(self) -> Iterator[None]:
         """Inside the block, the host must not wait for the device."""
         self._in_step = True
+        self.steps += 1
         try:
             yield
         finally:

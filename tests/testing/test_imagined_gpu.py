@@ -21,6 +21,12 @@ def page_locked(*shape):
     return ImaginedAccelerator().pin_memory(torch.ones(shape))
 
 
+def awaited(event):
+    event.record()
+    event.synchronize()
+
+
+EARLIER = Event()
 WAITS = {
     "item": lambda: on_device().item(),
     "bool": lambda: bool(on_device()),
@@ -31,10 +37,12 @@ WAITS = {
     "copy to the host": lambda: torch.ones(2).copy_(on_device(2)),
     "to the device": lambda: page_locked(2).to(GPU),
     "to the device from pages": lambda: torch.ones(2).to(GPU, non_blocking=True),
+    "copy of a number to the host": lambda: torch.ones(()).copy_(on_device()),
+    "to page-locked memory": lambda: page_locked(2).copy_(on_device(2)),
     "copy to the device": lambda: on_device(2).copy_(torch.ones(2)),
     "made of a list": lambda: torch.tensor([1.0, 2.0], device=GPU),
     "synchronize": lambda: ImaginedAccelerator().synchronize(),
-    "event": lambda: Event().synchronize(),
+    "event": lambda: awaited(Event()),
 }
 REFUSED = {
     "nonzero": lambda: on_device(2).nonzero(),
@@ -49,6 +57,9 @@ GOES_ON = {
     "arithmetic": lambda: (on_device(2) * 2).sum().sqrt(),
     "a number of the host": lambda: on_device(2) * torch.ones(()),
     "to the device in the background": lambda: page_locked(2).to(GPU, non_blocking=True),
+    "an event of an earlier step": lambda: EARLIER.synchronize(),
+    "to page-locked memory in the background": lambda: page_locked(2).copy_(on_device(2), non_blocking=True),
+    "to page-locked memory made so": lambda: torch.zeros(2, pin_memory=True).copy_(on_device(2), non_blocking=True),
     "the host by itself": lambda: torch.ones(2).sum().item(),
     "backward": lambda: nn.Linear(2, 2, device=GPU)(on_device(2, 2)).sum().backward(),
 }
@@ -87,6 +98,7 @@ def kernels():
 
 
 def everything():
+    EARLIER.record()
     with imagine():
         reading_outside_a_step = on_device().item()
     return outcomes(), kernels(), reading_outside_a_step

@@ -24,22 +24,24 @@ def first_copy(name: str) -> str:
 
 
 def buffers_to_write(run: Run) -> dict[str, FlatShard]:
-    """Returns the buffers that this rank writes, by name in the checkpoint. Collective over all ranks.
+    """Returns the buffers that this rank writes, by name in the checkpoint. Collective over all ranks, but digests
+    travel only between ranks that may have the same buffer.
 
     The first rank that has a buffer writes it. Others write theirs if it differs from that, as running means do: under
     the number of the data-parallel rank, or under all three where pipeline or tensor-parallel ranks have a copy each.
     """
     pipeline_rank, data_rank, tensor_rank = ranks_of(run)
     own = everywhere(partial(_digests, run.module))
-    first: dict[str, str] = {}
-    first_of_data_rank: dict[tuple[str, int], tuple[int, str]] = {}
-    for rank, (of_data_rank, digests) in enumerate(everyone((data_rank, own))):
+    model_group = run.grid.get_model_parallel_group()
+    first_of_data_rank: dict[str, tuple[int, str]] = {}
+    for rank, digests in zip(dist.get_process_group_ranks(model_group), everyone(own, model_group), strict=True):
         for name, digest in digests.items():
-            first.setdefault(name, digest)
-            first_of_data_rank.setdefault((name, of_data_rank), (rank, digest))
+            first_of_data_rank.setdefault(name, (rank, digest))
+    mine = {name: first_of_data_rank[name][1] for name in own}
+    first = everyone(mine, run.grid.get_data_parallel_group())[0]
     buffers = {}
     for name, tensor in persistent_buffers(run.module):
-        writer, digest = first_of_data_rank[name, data_rank]
+        writer, digest = first_of_data_rank[name]
         if writer == dist.get_rank():
             key, is_known = f"{data_rank}", data_rank > 0 and own[name] == first[name]
         else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
@@ -16,6 +16,17 @@ from ds_lgamp.integrations.deepspeed.model.module import empty_extra_states
 from ds_lgamp.partition.agreement import everyone
 
 
+class Own(NamedTuple):
+    """What ranks tell each other for the checkpoint's description."""
+
+    parameters: dict[str, Any]
+    """Their descriptions by name."""
+    scalars: dict[int, dict[str, Any]]
+    """The optimizer's state beside tensors, by group."""
+    extra_states: set[str]
+    """The names of empty extra states."""
+
+
 def save(run: Run, directory: Path, tag: str, client_state: Any, publish_latest: bool) -> None:
     """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all.
 
@@ -24,7 +35,7 @@ def save(run: Run, directory: Path, tag: str, client_state: Any, publish_latest:
         publish_latest: whether ``directory/latest`` names the checkpoint afterwards.
     """
 
-    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], tuple[Any, Any, Any]]:
+    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], Own]:
         folders.check_tag(tag)
         if not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary that holds it")
@@ -33,22 +44,33 @@ def save(run: Run, directory: Path, tag: str, client_state: Any, publish_latest:
         tensors |= rank_state_to_write(run, client_state)
         # Alike on all data-parallel ranks: the first one's suffice.
         parameters = describe_parameters(run) if run.grid.data_parallel_id == 0 else {}
-        own = parameters, optimizer_scalars(partition, optimizer), empty_extra_states(run.module)
+        own = Own(parameters, optimizer_scalars(partition, optimizer), set(empty_extra_states(run.module)))
         return tensors, describe(run), own
 
     tensors, state, own = everywhere(collect)
     tensors |= buffers_to_write(run)
-    _merge_ranks(state, everyone(own))
+    # All ranks of a step have what the ranks of the step before told them, so the last step tells all of all.
+    for group in (
+        run.grid.get_data_parallel_group(),
+        run.grid.get_slice_parallel_group(),
+        run.grid.get_pipe_parallel_group(),
+    ):
+        own = _merged(everyone(own, group))
+    _enter(state, own)
     run.saver.save(directory, tag, tensors, state, publish_latest)
 
 
-def _merge_ranks(state: dict[str, Any], ranks: list[tuple[dict[str, Any], dict[int, Any], list[str]]]) -> None:
-    """Adds to ``state`` the parameters, the optimizer's scalars by group, and the empty extra states of all ranks."""
-    parameters = {name: info for rank, _, _ in ranks for name, info in rank.items()}
-    scalars = {group: values for _, rank, _ in ranks for group, values in rank.items()}
-    state["parameters"] = {name: parameters[name] for name in sorted(parameters, key=_layer_of)}
-    state["optimizer"]["scalars"] = [scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
-    state["layers"]["extra_states"] = sorted({name for _, _, rank in ranks for name in rank})
+def _merged(ranks: list[Own]) -> Own:
+    parameters = {name: info for rank in ranks for name, info in rank.parameters.items()}
+    scalars = {group: values for rank in ranks for group, values in rank.scalars.items()}
+    return Own(parameters, scalars, {name for rank in ranks for name in rank.extra_states})
+
+
+def _enter(state: dict[str, Any], own: Own) -> None:
+    """Adds to ``state`` what all ranks have."""
+    state["parameters"] = {name: own.parameters[name] for name in sorted(own.parameters, key=_layer_of)}
+    state["optimizer"]["scalars"] = [own.scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
+    state["layers"]["extra_states"] = sorted(own.extra_states)
 
 
 def _layer_of(name: str) -> int:

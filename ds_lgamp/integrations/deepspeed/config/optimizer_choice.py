@@ -34,6 +34,9 @@ ON_CPU: frozenset[type] = frozenset({DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, Deep
 does not."""
 ON_ACCELERATOR: frozenset[type] = frozenset({FusedAdam, FusedLion})
 """DeepSpeed's optimizers of the same kind for an accelerator. FusedAdam has a kernel for the CPU too."""
+_SKIP_BY_THEMSELVES = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+"""torch's optimizers whose fused kernel changes nothing if ``found_inf`` is 1. SGD is left out: if its first step is
+skipped, its momentum stays uninitialised."""
 WHOLE_TENSORS = {
     "adafactor": "keeps sums over rows and columns of whole matrices",
     "fusedlamb": "scales by the norms of whole tensors",
@@ -130,6 +133,12 @@ def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
     if name in ("FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
         return 2
     return 1 if name in ("Adagrad", "ASGD", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion") else None
+
+
+def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of ``optimizer`` reads its attribute ``found_inf`` on the device, and changes nothing if it
+    is 1."""
+    return type(optimizer) in _SKIP_BY_THEMSELVES and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def updates_in_place(kind: type, options: dict[str, Any]) -> bool:

@@ -19,7 +19,15 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, announced_tensors, global_names
+from ds_lgamp.integrations.deepspeed.model.module import (
+    TIED_MODULES,
+    PlacedModule,
+    announced_tensors,
+    global_names,
+    over_data,
+    over_pipeline,
+    prefix_of,
+)
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _SECTIONS = {
@@ -80,7 +88,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     refuse_precision(config)
     _refuse_module(module)
     raise_everywhere(_complaint_about_tensors(module), ConfigError)
-    _refuse_differing_freezing(module)
+    raise_everywhere(_complaint_about_freezing(module), ConfigError)
     for name, info in announced_tensors(module).items():
         if info.is_parameter:
             refuse_cast_parameter(config, name, info.dtype)
@@ -94,7 +102,7 @@ def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineMo
     trains = {name for name, info in announced_tensors(module).items() if info.is_parameter and info.requires_grad}
     users: dict[str, list[int]] = {}
     for layer, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec) and any(name.startswith(f"tied_modules.{spec.key}.") for name in trains):
+        if isinstance(spec, TiedLayerSpec) and any(name.startswith(f"{prefix_of(layer, spec)}.") for name in trains):
             users.setdefault(spec.key, []).append(layer)
     for key, layers in users.items():
         if len(layers) > 1:
@@ -164,16 +172,24 @@ def _refuse_module(module: PipelineModule) -> None:
             )
 
 
-def _refuse_differing_freezing(module: PipelineModule) -> None:
-    """Raises ConfigError if a parameter is frozen on one rank only. Collective over all ranks."""
+def _complaint_about_freezing(module: PipelineModule) -> str | None:
+    """The sentence that refuses a parameter which is frozen on one rank only; None if there is none. Collective over
+    the ranks that have copies: data-parallel and tensor-parallel ranks have the same parameters, pipeline ranks share
+    tied modules only."""
     own = {
         name: tensor.requires_grad for name, tensor in global_names(module) if isinstance(tensor, torch.nn.Parameter)
     }
-    trains: dict[str, bool] = {}
-    for flags in everyone(own):
-        for name, flag in flags.items():
-            if trains.setdefault(name, flag) != flag:
-                raise ConfigError(f"parameter {name} trains on one rank and is frozen on another; freeze it on all")
+    tied = {name: trains for name, trains in own.items() if name.startswith(TIED_MODULES)}
+    copies = [
+        *over_data(module, own),
+        *everyone(own, module._grid.get_slice_parallel_group()),
+        *over_pipeline(module, tied),
+    ]
+    for flags in copies:
+        for name, trains in flags.items():
+            if own.get(name, trains) != trains:
+                return f"parameter {name} trains on one rank and is frozen on another; freeze it on all"
+    return None
 
 
 def _complaint_about_tensors(module: PipelineModule) -> str | None:

@@ -1,6 +1,6 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -33,6 +34,7 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
+from ds_lgamp.integrations.replacing import replace_attribute
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.runtime.reproducible import laid_out
@@ -64,7 +66,11 @@ class LgampEngine(PipelineEngine):
         self._schedule(self.program_spec, module.stage_id)
         place_with_groups(module, layout, arguments)
         self._deferred = DeferredLayers(module, self._prepare_layers) if is_deferred(module) else None
-        super().__init__(**arguments)
+        with ExitStack() as undo:
+            # Stock's first messages would make NCCL keep communicators that programs do not use.
+            for name in ("send", "recv"):
+                replace_attribute(p2p, name, _no_message, undo)
+            super().__init__(**arguments)
         if self._deferred is not None:
             # Not before: DeepSpeed counts parameters, and those of shards count nothing.
             self._deferred.register()
@@ -294,3 +300,7 @@ class LgampEngine(PipelineEngine):
                 self.saver.wait()
         finally:
             super().destroy()
+
+
+def _no_message(*_: Any) -> None:
+    """Takes the place of stock's sends and receives."""

@@ -11,6 +11,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
+from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -26,7 +28,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         gradient_clipping: the largest norm; 0 switches clipping off.
         norm_group: the group of all ranks.
         data_group: the data-parallel group.
-        skips_overflow: whether all ranks skip a step if any gradient is inf or NaN.
+        skips_overflow: whether all ranks skip a step if any gradient is inf or NaN. If the scale is static and the
+            optimizer's kernel can skip a step by itself, the host learns of an overflow one step late.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
         loss_scaler: holds the scale of the gradients, and adapts it after each step.
     """
@@ -46,6 +49,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.partition = partition
         self.dp_process_group = data_group
         self.overflow = False
+        """Whether the last step was skipped; if the host learns of it late, the step before the last."""
+        self._late_overflow = LateFlag(partition.device) if skips_by_itself(optimizer) else None
         self.loss_scaler = loss_scaler
         self.custom_loss_scaler = False
         self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
@@ -96,10 +101,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         scale = self.loss_scale
         gradients = self.partition.counted_gradients()
         self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) / scale
-        # Only this check makes the host wait for the device. The norm is inf or NaN if any gradient is.
-        self.overflow = self._skips_overflow and not bool(self._global_grad_norm.isfinite())
+        skips_now = self._skips_overflow and self._find_overflow(self._global_grad_norm)
         self.loss_scaler.update_scale(self.overflow)
-        if self.overflow:
+        if skips_now:
             return
         if self._clipping > 0 or scale != 1:
             limit = self._clipping or float("inf")
@@ -109,6 +113,18 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if not self._followed:
             # Somebody replaced the optimizer's step and thereby its hooks.
             self._follow_update()
+
+    def _find_overflow(self, norm: torch.Tensor) -> bool:
+        """Sets ``overflow``. Returns True if the host has to skip this step, because the optimizer would not. The
+        ``norm`` is inf or NaN if any gradient is."""
+        if self._late_overflow is None or self.dynamic_loss_scale:
+            # Nothing else makes the host wait for the device. A dynamic scale is needed before the next backward pass.
+            self.overflow = not bool(norm.isfinite())
+            return self.overflow
+        found = 1 - norm.isfinite().float()
+        self.optimizer.found_inf = found  # type: ignore[attr-defined]
+        self.overflow = self._late_overflow.exchange(found)
+        return False
 
     def _follow_update(self, *_: Any) -> None:
         self.partition.follow_update()

@@ -17,6 +17,7 @@ from ds_lgamp.integrations.deepspeed.model.deferred_init import (
     showing,
 )
 from ds_lgamp.integrations.deepspeed.model.module import (
+    TIED_MODULES,
     PlacedModule,
     built_layers,
     prefix_of,
@@ -25,8 +26,6 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     tensors_of,
 )
 from ds_lgamp.partition.flat_storage import UnitParameter
-
-_TIED = "tied_modules."
 
 
 class DeferredLayers:
@@ -89,7 +88,7 @@ class DeferredLayers:
             )
         for parameter, known in zip(layer.parameters(), described.parameters()):
             parameter.requires_grad_(known.requires_grad)
-        key = prefix.removeprefix(_TIED) if prefix.startswith(_TIED) else None
+        key = prefix.removeprefix(TIED_MODULES) if prefix.startswith(TIED_MODULES) else None
         shown = {prefix: layer} if key is None else {"tied_modules": nn.ModuleDict({key: layer})}
         with showing(self._module, shown):
             self._prepare()
@@ -122,4 +121,4 @@ def _described(layer: nn.Module) -> list[tuple]:
 
 def _prefix(name: str) -> str:
     """Returns the prefix of a global name: the layer or the tied module."""
-    return ".".join(name.split(".")[: 2 if name.startswith(_TIED) else 1])
+    return ".".join(name.split(".")[: 2 if name.startswith(TIED_MODULES) else 1])

@@ -4,7 +4,7 @@ Layers move with their values and are never initialised anew, because users load
 ``deepspeed.initialize``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ from ds_lgamp.integrations.deepspeed.model.layout import Layout
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.random_state import undisturbed
+
+TIED_MODULES = "tied_modules."
+"""How global names in tied modules begin."""
 
 
 class TensorInfo(NamedTuple):
@@ -153,8 +156,7 @@ def _obtain(
     built = built_layers(module).get(prefix)
     deferred = defers(module, spec)
     if rank == source and rank != target and built is not None and not deferred:
-        for _, tensor in tensors_of(built):
-            dist.send(tensor.detach().contiguous(), module._grid.stage_to_global(target))
+        _transfer(dist.isend, module, target, [tensor.detach().contiguous() for _, tensor in tensors_of(built)])
     if rank != target:
         return None
     if source != target:
@@ -162,7 +164,7 @@ def _obtain(
         if received is not None:
             if not deferred:
                 received.to(device)
-            arrived = _receive(received, prefix, module._grid.stage_to_global(source), infos)
+            arrived = _receive(module, received, prefix, source, infos)
             # If this rank has the tied module already, the arrived one is a copy of it.
             built = built if built is not None else arrived
     if isinstance(spec, TiedLayerSpec):
@@ -179,9 +181,26 @@ def function_of(spec: Any, layer: nn.Module) -> Callable:
     return partial(spec.forward_fn, layer) if applies else layer
 
 
-def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]) -> nn.Module:
-    """Gives ``layer`` the tensors that arrive from ``source``, and says which of them are trained. A layer without
-    memory receives no tensors."""
+def _transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Sends contiguous ``tensors`` to pipeline rank ``rank``, or receives them from it.
+
+    They travel in one batch in the pipeline's group. Alone, they would make NCCL keep a communicator for these two
+    ranks. They travel as bytes, because NCCL does not carry every dtype.
+    """
+    group, peer = module._grid.get_pipe_parallel_group(), module._grid.stage_to_global(rank)
+    messages = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    if messages:
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group) for message in messages]):
+            work.wait()
+
+
+def _receive(
+    module: PipelineModule, layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]
+) -> nn.Module:
+    """Gives ``layer`` the tensors that arrive from pipeline rank ``source``, and says which of them are trained.
+
+    A layer without memory receives no tensors.
+    """
     expected = [name for name in infos if name.startswith(f"{prefix}.")]
     names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
     if sorted(names) != sorted(expected):
@@ -189,13 +208,15 @@ def _receive(layer: nn.Module, prefix: str, source: int, infos: dict[str, Tensor
             f"layer {prefix} has other parameters or buffers than its specification builds "
             f"({', '.join(sorted(set(names) ^ set(expected)))}); change layers after deepspeed.initialize"
         )
+    arriving = []
     for name, tensor in tensors_of(layer):
         info = infos[f"{prefix}.{name}"]
         if tensor.device.type != "meta":
             tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
-            dist.recv(tensor.data, source)
+            arriving.append(tensor.data)
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(info.requires_grad)
+    _transfer(dist.irecv, module, source, arriving)
     return layer
 
 
@@ -250,7 +271,7 @@ def _build(spec: Any) -> nn.Module | None:
 
 def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
     """Returns the layers with state that this rank holds, by the prefix of their global names."""
-    layers = {f"tied_modules.{key}": layer for key, layer in module.tied_modules.items()}
+    layers = {f"{TIED_MODULES}{key}": layer for key, layer in module.tied_modules.items()}
     for layer in range(module._num_layers):
         if str(layer) in module._modules:
             layers[str(layer)] = module._modules[str(layer)]
@@ -258,7 +279,7 @@ def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
 
 
 def prefix_of(layer: int, spec: Any) -> str:
-    return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+    return f"{TIED_MODULES}{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
 
 def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:

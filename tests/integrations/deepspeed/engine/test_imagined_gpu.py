@@ -28,6 +28,7 @@ class Case(NamedTuple):
     """Whether weights are bf16. Gradients accumulate in fp32."""
     clips: bool = False
     reduces_in_half: bool = False
+    checks_overflow: bool = False
     chunks_per_rank: int = 2
     block: dict = {}
 
@@ -51,7 +52,7 @@ class Case(NamedTuple):
             "gradient_clipping": 0.1 if self.clips else 0.0,
             "zero_optimization": {"stage": self.stage},
             "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-            "bf16": {"enabled": self.half, "check_grad_overflow": False},
+            "bf16": {"enabled": self.half, "check_grad_overflow": self.checks_overflow},
             "data_types": {"grad_accum_dtype": "fp32"},
             "steps_per_print": STEPS + 1,
             "ds_lgamp": {**cut, **self.block},
@@ -74,9 +75,12 @@ CASES = {
     "groups": Case(3, half=True, block={"micro_batch_group": 2, "resident_chunks": 1}),
     "not recomputed": Case(3, block={"recompute": "none"}),
 }
-UNCOUNTED = {"reproducible": Case(3, clips=True, block={"reproducible": True})}
+UNCOUNTED = {
+    "reproducible": Case(3, clips=True, block={"reproducible": True}),
+    "overflow": Case(2, half=True, checks_overflow=True),
+}
 """Cases whose kernels are not counted."""
-DEFAULT = {"stage 0, fp32", "stage 1, fp32", "stage 2, bf16", "stage 3, bf16", "1f1b", "groups", "reproducible"}
+DEFAULT = {"stage 0, fp32", "stage 1, fp32", "stage 2, bf16", "stage 3, bf16", "1f1b", "groups", "reproducible", "overflow"}
 LAYERS, MICRO_BATCHES, STEPS = 4, 4, 3
 
 

@@ -77,7 +77,10 @@ def stock(folder):
 
 @pytest.mark.parametrize(
     "command",
-    [torchrun("-m", "ds_lgamp", "run"), deepspeed("--module", "ds_lgamp", "run")],
+    [
+        torchrun("-m", "ds_lgamp", "run"),
+        pytest.param(deepspeed("--module", "ds_lgamp", "run"), marks=pytest.mark.slow),
+    ],
     ids=["torchrun", "deepspeed"],
 )
 def test_an_unedited_script_trains_the_same_under_both_launchers(command, folder, stock):
@@ -115,7 +118,10 @@ RARELY = ("--monitor_interval", "1")
             r"rank [23] \(pipeline rank 1\) failed at F3.3: ArithmeticError: the layer is in trouble",
             marks=pytest.mark.slow,
         ),
-        ("kill", r"rank [01] \(pipeline rank 0\) failed at [FB]4.\d: LinkError: the link to rank [23] failed"),
+        (
+            "kill",
+            r"rank [01] \(pipeline rank 0\) failed at \w*4.\d: LinkError: the link to rank [23] failed",
+        ),
     ],
 )
 def test_a_failing_rank_ends_the_job_and_is_named(command, script, trouble, evidence, folder):

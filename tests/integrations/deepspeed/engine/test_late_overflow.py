@@ -1,0 +1,95 @@
+"""An optimizer that skips a step on the device: the host learns of the overflow one step late and waits for nothing."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
+from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.linear import batches, build, engine_of, linears
+
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "Adagrad": torch.optim.Adagrad}
+FINITE, INFINITE = 1.0, float("inf")
+FACTORS = (FINITE, INFINITE, FINITE, FINITE)
+"""Of the inputs of data-parallel rank 1, by step. The others are always finite."""
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01}}
+
+
+def state_of(engine):
+    """Master weights, weights, and the optimizer's state, which is None before the first step."""
+    partition, optimizer = engine.optimizer.partition, engine.optimizer.optimizer
+    masters = [unit.master.values.detach().clone() for unit in partition.units]
+    shards = [unit.storage.shard.clone() for unit in partition.units]
+    moments = [deepcopy(dict(optimizer.state[segment.shard])) for segment in partition.segments()]
+    return masters, shards, moments
+
+
+def train(name, stage, factors):
+    """Returns the state after each step, and what the host knows: overflow, applied, skipped steps, learning rate."""
+    module = build(linears(4))
+    optimizer = OPTIMIZERS[name](module.parameters(), lr=0.01, fused=True)
+    engine = engine_of(module, {}, stage, optimizer, bf16={"enabled": True}, scheduler=WARMUP, gradient_clipping=0.1)
+    states, known = [], []
+    for step, factor in enumerate(factors):
+        own = factor if engine.grid.data_parallel_id == 1 else FINITE
+        data = [((inputs * own).bfloat16(), labels) for inputs, labels in batches(2, start=step)]
+        engine.train_batch(iter(data))
+        states.append(state_of(engine))
+        known.append((engine.optimizer.overflow, engine.was_step_applied(), engine.skipped_steps, engine.get_lr()[0]))
+    return states, known
+
+
+def run_all():
+    prepare_rank()
+    return {(name, stage): train(name, stage, FACTORS) for name, stage in CASES}
+
+
+CASES = [("AdamW", 0), ("AdamW", 3), ("Adam", 1), ("Adagrad", 2)]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_on_ranks(4, run_all)
+
+
+def same(one, other):
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_overflow_on_one_rank_changes_nothing_on_any(ranks, case):
+    for rank in ranks:
+        (first, overflowed, after, _), _ = rank[case]
+        assert same(first[0], overflowed[0]) and same(first[1], overflowed[1]), "weights"
+        for before, later in zip(first[2], overflowed[2], strict=True):
+            assert before.keys() == later.keys() and same(before.values(), later.values()), "the optimizer's state"
+        assert not same(overflowed[0], after[0]), "the next step updates"
+        assert all(weights.isfinite().all() for weights in after[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_host_learns_of_it_one_step_late(ranks, case):
+    for rank in ranks:
+        _, known = rank[case]
+        overflow, applied, skipped, rates = zip(*known)
+        assert overflow == (False, False, True, False)
+        assert applied == (True, True, False, True)
+        assert skipped == (0, 0, 1, 1)
+        assert rates[0] < rates[1] == rates[2] < rates[3], "the step that learns of it leaves the learning rate alone"
+
+
+def test_a_flag_is_known_at_the_next_exchange():
+    flag = LateFlag(torch.device("cpu"))
+    told = [flag.exchange(torch.tensor(value)) for value in (1.0, 0.0, 0.0, 1.0, 1.0)]
+    assert told == [False, True, False, False, True]
+
+
+def test_only_fused_kernels_that_skip_exactly_are_trusted():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    assert skips_by_itself(torch.optim.AdamW(parameters, fused=True))
+    assert not skips_by_itself(torch.optim.AdamW(parameters))
+    assert not skips_by_itself(torch.optim.AdamW([{"params": parameters, "fused": False}], fused=True))
+    assert not skips_by_itself(torch.optim.SGD(parameters, momentum=0.9, fused=True))

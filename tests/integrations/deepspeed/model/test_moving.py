@@ -1,0 +1,68 @@
+"""Layers move to the ranks of their chunks in the pipeline's group, in batches: under NCCL a message alone would open a
+communicator for two ranks that stays."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, build, engine_of
+
+
+class Counting(nn.Module):
+    """Has tensors that differ in every layer: a weight, and buffers of dtypes that NCCL does not carry, one empty."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6, 6), float(number)))
+        self.register_buffer("steps", torch.tensor([number, -number], dtype=torch.int16))
+        self.register_buffer("on", torch.tensor(number % 2 == 0))
+        self.register_buffer("nothing", torch.empty(0, 3))
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def move(stage):
+    """Returns the groups of all batches and this rank's layers after they moved."""
+    prepare_rank()
+    batched, batch, alone = [], dist.batch_isend_irecv, []
+
+    def recording(operations):
+        batched.extend(dist.get_process_group_ranks(operation.group) for operation in operations)
+        return batch(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", recording)
+        for name in ("send", "recv"):
+            patch.setattr(dist, name, lambda *_, name=name, **__: alone.append(name))
+        module = build([LayerSpec(Counting, number) for number in range(4)])
+        engine = engine_of(module, ONE_LAYER_PER_CHUNK, stage)
+    with engine.module.full_parameters():
+        layers = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    pipeline = dist.get_process_group_ranks(engine.grid.get_pipe_parallel_group())
+    return batched, pipeline, alone, layers
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_on_ranks(4, move, 1)
+
+
+def test_every_layer_arrives_with_all_its_values(ranks):
+    for rank, (*_, layers) in enumerate(ranks):
+        for number in (0, 2) if rank < 2 else (1, 3):
+            assert torch.equal(layers[f"{number}.weight"], torch.full((6, 6), float(number)))
+            assert layers[f"{number}.steps"].tolist() == [number, -number]
+            assert layers[f"{number}.on"].item() == (number % 2 == 0)
+            assert layers[f"{number}.nothing"].shape == (0, 3)
+
+
+def test_messages_travel_in_batches_of_the_pipelines_group(ranks):
+    for batched, pipeline, alone, _ in ranks:
+        # Layer 1 goes down and layer 2 up, each with three tensors that are not empty.
+        assert batched == [pipeline] * 6
+        assert len(pipeline) == 2 and not alone
