@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FakeWork
+from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -93,7 +93,7 @@ def _imitated(collective: Any, args: tuple) -> Any:
     """Returns what a collective of the device returns: its outputs, which are its first argument, and a work that is
     done."""
     kinds = [str(result.type) for result in collective._schema.returns]
-    results = [FakeWork().boxed() if kind.endswith("Work") else args[0] for kind in kinds]
+    results = [_distributed_c10d.FakeWork().boxed() if kind.endswith("Work") else args[0] for kind in kinds]
     return tuple(results) if len(results) > 1 else results[0]
 
 

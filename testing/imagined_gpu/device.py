@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 NAME = "gpu"
+AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""Whether this torch lets Python describe a device."""
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -97,4 +99,4 @@ DEVICE = Device()
 
 def register() -> None:
     """Makes the device known to torch in this process."""
-    _setup_privateuseone_for_python_backend(NAME, DEVICE)
+    backend_registration._setup_privateuseone_for_python_backend(NAME, DEVICE)

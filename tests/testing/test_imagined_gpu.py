@@ -6,10 +6,11 @@ from torch import nn
 
 from testing.imagined_gpu.accelerator import BACKEND, ImaginedAccelerator, prepare_rank
 from testing.imagined_gpu.border import imagine
-from testing.imagined_gpu.device import DEVICE, Event, HostWaits
+from testing.imagined_gpu.device import AVAILABLE, DEVICE, Event, HostWaits
 from testing.imagined_gpu.launches import Launches
 from testing.ranks import run_on_ranks
 
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this torch has no devices that Python describes")
 GPU = "gpu:0"
 
 
