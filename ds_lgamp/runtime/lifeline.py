@@ -238,7 +238,7 @@ def _end(sentence: str) -> None:
     """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
 
     def last_words() -> None:
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, sentence.encode())
+        os.write(2, sentence.encode())
         sys.stdout.flush()
 
     speaker = threading.Thread(target=last_words, daemon=True)
