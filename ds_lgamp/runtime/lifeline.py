@@ -270,8 +270,8 @@ def start() -> None:
     _group = weakref.ref(world)
     _starts += 1
     store, rank = _get_default_store(), dist.get_rank()
-    # A later default group of this process may have the same store.
-    key = f"ds_lgamp/lifeline/{_starts}"
+    # Later default groups may have the same store: those of this process, and those of a job that torchrun restarts.
+    key = f"ds_lgamp/lifeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_starts}"
     listener = listen()
     own = Member(rank, socket.gethostname(), own_address(store), listener.getsockname()[1])
     if rank == 0:

@@ -184,11 +184,17 @@ def test_a_loader_of_data_that_outlives_its_rank_does_not_hide_its_death(tmp_pat
             os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)
 
 
-def one_is_killed_at_the_second_start(folder):
+def one_is_killed_at_the_second_start(folder, restarted):
     rank = begin(folder)
     lifeline.leave()
-    lifeline.start()
-    lifeline.start()
+    if restarted:
+        # As in the new processes of torchrun: nothing is left but what the store keeps.
+        lifeline._starts = 0
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    if rank == 0:
+        time.sleep(0.5)
+    for _ in range(2):
+        lifeline.start()
     dist.barrier()
     if rank == 1:
         kill()
@@ -196,8 +202,9 @@ def one_is_killed_at_the_second_start(folder):
 
 
 @pytest.mark.slow
-def test_a_process_may_start_its_lifeline_again(tmp_path):
-    with started_ranks(3, one_is_killed_at_the_second_start, tmp_path) as (ranks, _):
+@pytest.mark.parametrize("restarted", [False, True])
+def test_ranks_may_start_their_lifeline_again(restarted, tmp_path):
+    with started_ranks(3, one_is_killed_at_the_second_start, tmp_path, restarted) as (ranks, _):
         assert_ended(ranks, tmp_path, died(1), [0, 2])
 
 
