@@ -35,7 +35,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=net, config=CONFIG)
     engine.train_batch(iter([(torch.ones(1, 4), torch.zeros(1, 4))] * 2))
     torch.distributed.barrier()
-    if rank < ranks - 1 and end == "return":
+    if rank < ranks - 1 and end in ("return", "destroy"):
         # Longer than a rank waits before it ends because of another one.
         time.sleep(5)
     elif rank < ranks - 1:
@@ -44,6 +44,9 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif end == "raise":
         raise ArithmeticError("the script is in trouble")
+    elif end == "destroy":
+        torch.distributed.destroy_process_group()
+        os._exit(0)
 
 
 if __name__ == "__main__":

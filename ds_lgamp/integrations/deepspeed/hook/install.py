@@ -141,8 +141,8 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block. Without a block it stays stock DeepSpeed.
 
-    A rank that fails leaves at once, so that the launcher ends the job. A rank that waits for a compilation that no
-    process does names the file to remove.
+    A rank that fails leaves at once, so that the launcher ends the job. A rank that dies ends the others. A rank that
+    waits for a compilation that no process does names the file to remove.
 
     Args:
         pipeline: builds the engine of a PipelineModule, from stock's class and its arguments.

@@ -60,8 +60,8 @@ def test_a_rank_that_ends_badly_ends_the_others_and_is_named(entry, end, status,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_rank_that_ends_well_ends_no_other(entry):
-    for status, output in started(entry, "return"):
+@pytest.mark.parametrize(("entry", "end"), [("run", "return"), ("installed", "return"), ("installed", "destroy")])
+def test_a_rank_that_ends_well_ends_no_other(entry, end):
+    for status, output in started(entry, end):
         assert status == 0, output
         assert "ends" not in output
