@@ -9,7 +9,7 @@ def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block of the configuration.
 
     If there are several ranks, an error that the script does not catch ends its rank at once, with the traceback, so
-    that the launcher ends the job.
+    that the launcher ends the job. Once an engine with a block is built, a rank that dies ends the others.
 
     Raises ConfigError if the installed DeepSpeed lacks something that the integration builds on.
     """

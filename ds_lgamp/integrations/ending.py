@@ -1,4 +1,4 @@
-"""Ends the process of a rank: at once if it fails, and without an abort if it is done."""
+"""Ends the process of a rank: at once if it or another one fails, and without an abort if it is done."""
 
 import atexit
 import os
@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.runtime import lifeline
 
 _FAILED, _REFUSED = 1, 2
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -67,13 +68,13 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
     try:
         yield
     except ConfigError as error:
-        _leave(_sentence(error), _REFUSED)
+        _leave(_sentence(error), _REFUSED, error)
     except Exception as error:
         if stock_refusal is not None and stock_refusal in str(error):
-            _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED)
+            _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED, error)
         message = traceback.format_exc() + hint
         _finish_checkpoints()
-        _leave(message, _FAILED)
+        _leave(message, _FAILED, error)
 
 
 def await_gloo_threads() -> None:
@@ -118,12 +119,12 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
             previous(kind, error, trace)
             return
         if isinstance(error, ConfigError):
-            _leave(_sentence(error), _REFUSED)
+            _leave(_sentence(error), _REFUSED, error)
         # The message is written in one piece, because other ranks may print at the same time.
         with redirect_stderr(StringIO()) as printed:
             previous(kind, error, trace)
         _finish_checkpoints()
-        _leave(printed.getvalue(), _FAILED)
+        _leave(printed.getvalue(), _FAILED, error)
 
     def take_back() -> None:
         nonlocal installed
@@ -167,11 +168,18 @@ def _sentence(error: ConfigError) -> str:
     return f"ds_lgamp: {error}\n"
 
 
-def _leave(message: str, status: int) -> NoReturn:
+def _leave(message: str, status: int, error: BaseException | None = None) -> NoReturn:
+    """Ends the process with ``message``. The other ranks learn the ``error`` that ends it."""
     sys.stdout.flush()
     # torch's hook may have called this module's. It collects in memory what others print, and leaving would lose that.
     stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
     if stream is not None:
         stream.write(message)
         stream.flush()
+    if error is not None:
+        reason = lifeline.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        # A refusal is a sentence already, and other ranks refuse the same.
+        if status != _REFUSED and stream is not None:
+            stream.write(reason)
+            stream.flush()
     os._exit(status)

@@ -29,6 +29,7 @@ from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, 
 from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
+from ds_lgamp.runtime import lifeline
 
 _registry = resolve("deepspeed.runtime.engine_registry")
 """The registry of a patched DeepSpeed, whose PipelineModule also remembers its ``partition_method``; else None."""
@@ -81,6 +82,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     if settings is None:
         log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
         return stock(*positional, **arguments)
+    lifeline.start()
     gather_partitioned(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
@@ -125,19 +127,22 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
 
 @wraps(_stock_destroy)
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Lets engines finish first: their ranks may still have to communicate."""
+    """Lets engines finish first: their ranks may still have to communicate. Afterwards no rank waits for this one."""
+    everything = group in (None, dist.group.WORLD)
     try:
-        if group in (None, dist.group.WORLD):
+        if everything:
             finish_engines()
     finally:
         _stock_destroy(group)
+    if everything:
+        lifeline.leave()
 
 
 def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block. Without a block it stays stock DeepSpeed.
 
-    A rank that fails leaves at once, so that the launcher ends the job. A rank that waits for a compilation that no
-    process does names the file to remove.
+    A rank that fails leaves at once, so that the launcher ends the job. A rank that dies ends the others. A rank that
+    waits for a compilation that no process does names the file to remove.
 
     Args:
         pipeline: builds the engine of a PipelineModule, from stock's class and its arguments.
@@ -155,6 +160,7 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
     for module in (dist, dist.distributed_c10d):
         replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
     end_well(_undo, finish_engines)
+    _undo.callback(lifeline.leave)
     name_forgotten_locks(_undo)
 
 

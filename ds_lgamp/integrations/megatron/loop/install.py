@@ -22,6 +22,7 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import (
     share_embedding,
 )
 from ds_lgamp.integrations.replacing import replace_everywhere
+from ds_lgamp.runtime import lifeline
 
 _register = getattr(schedules, "register_forward_backward_func", None)
 """Registers a function in a Megatron-core that has patches/ applied; else None."""
@@ -33,6 +34,7 @@ def install_schedules(job: Job) -> None:
 
     Replaces functions of Megatron-core unless it has the changes in patches/.
     """
+    _undo.callback(lifeline.leave)
     forward_backward = ForwardBackward(job.settings, job.zero_stage)
     if _register is None:
         _replace_schedule(forward_backward)
@@ -74,6 +76,7 @@ def install_training(job: Job) -> None:
 
     @wraps(stock_get_model)
     def get_model(model_provider_func: Callable[..., Any], *positional: Any, **options: Any) -> list[torch.nn.Module]:
+        lifeline.start()
         args = training.get_args()
         if args.yaml_cfg is not None:
             raise ConfigError(f"--yaml-cfg is {args.yaml_cfg}, but the block cannot set arguments beside it; use flags")

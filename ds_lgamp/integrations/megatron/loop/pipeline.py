@@ -11,6 +11,7 @@ from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone, host_group
+from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
@@ -31,6 +32,7 @@ class Pipeline:
     """
 
     def __init__(self, first: Batch, shapes: Any) -> None:
+        lifeline.start()
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()

@@ -1,6 +1,9 @@
 """Warnings for jobs that wait for a compilation that nobody runs."""
 
 import inspect
+import os
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 
@@ -8,6 +11,8 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from ds_lgamp.integrations.deepspeed.hook import compiling
+from testing import SCRIPTS
+from testing.launching import ON_CPU
 
 
 @pytest.fixture
@@ -76,3 +81,49 @@ def test_afterwards_torch_waits_as_ever():
 
 def test_locks_are_named_within_20_seconds():
     assert compiling._LOOKS_EVERY < 20
+
+
+SCRIPT = str(SCRIPTS / "only_initialises.py")
+
+
+@pytest.fixture
+def start_beside_a_lock(tmp_path):
+    """Returns a function that starts Python beside the lock of a killed compilation, and the lock."""
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment = {**os.environ, **ON_CPU, **place, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    started = []
+
+    def start(*words):
+        command = [sys.executable, *words]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **output))
+        return started[-1]
+
+    yield start, lock
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_script_that_installs_hears_of_a_forgotten_lock(start_beside_a_lock):
+    start, lock = start_beside_a_lock
+    lines = []
+    for line in start(SCRIPT, "--install").stdout:
+        lines.append(line)
+        if line.endswith(f"remove the file: rm {lock}\n"):
+            return
+    # Without a compiler DeepSpeed does not compile, and does not wait.
+    assert "INITIALISED\n" in lines, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--measure", os.devnull], ["--explain"]])
+def test_a_script_that_is_run_compiles_nothing_and_waits_for_no_lock(options, start_beside_a_lock):
+    start, lock = start_beside_a_lock
+    output, _ = start("-m", "ds_lgamp", "run", *options, SCRIPT).communicate(timeout=240)
+    assert "INITIALISED\n" in output, output
+    assert [*lock.parent.iterdir()] == [lock]

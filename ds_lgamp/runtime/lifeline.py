@@ -1,0 +1,323 @@
+"""Ends a rank when another one dies, whatever it waits for.
+
+gloo notices a dead rank, because its connections end. Kernels of NCCL wait for it for ever, and so does their host.
+Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
+without a goodbye, its rank is dead. The hub tells all others which rank it was, so they end after two hops, in a job of
+any size. When the hub itself dies, all see it. A hub that leaves well hands its connections over to the lowest rank
+that is left. The thread sleeps until something happens, so a step has no extra work.
+
+The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. A rank whose main thread keeps it for ever
+is left to the launcher.
+"""
+
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join, listen, own_address
+
+logger = logging.getLogger(__name__)
+_GRACE = 3.0
+"""Seconds that a rank has to fail by itself after another died, with an error that says more."""
+_NEWS = 0.5
+"""Seconds to wait, at an error, for the news that it follows from another rank's end."""
+_STAY = 2.0
+"""Seconds that a hub waits for others to leave too, before it hands its connections over."""
+_FAREWELL = 1.0
+"""Seconds to wait for others to take note of a goodbye."""
+_HEIRS = 16
+"""How many ranks a hub that leaves names, in case the first ones leave too."""
+_LONGEST_GREETING = 4096
+"""Bytes that a stranger may send without ending a line."""
+_FAILED = 1
+_HERE, _GOODBYE, _VERDICT = "here", "goodbye", "verdict"
+
+
+class Lifeline:
+    """The connections of this rank, and the thread that watches them.
+
+    Args:
+        own: this rank.
+        listener: takes the connections of other ranks.
+        token: what a rank must present.
+    """
+
+    def __init__(self, own: Member, listener: socket.socket, token: str) -> None:
+        self._own, self._listener, self._token = own, listener, token
+        self._neighbours: dict[Connection, Member] = {}
+        self._watched: set[Connection] = set()
+        """The neighbours that have not said goodbye."""
+        self._newcomers: dict[Connection, float] = {}
+        """Connections that have not shown the token, and when they began."""
+        self._verdict: str | None = None
+        self._judged, self._leaving = threading.Event(), threading.Event()
+        self._alarm, self._bell = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._await(listener, self._accept)
+        self._await(self._bell, lambda bell: bell.recv(1))
+        self.ending: Any = None
+        self._thread = threading.Thread(target=self._watch, name="ds_lgamp lifeline", daemon=True)
+
+    def start(self, hub: Member | None) -> None:
+        """Begins to watch. Raises OSError if the ``hub`` cannot be reached. The hub itself has none."""
+        if hub is not None:
+            self._join(hub)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Says goodbye. From now on, the end of this rank ends no other, and no other's end ends this rank."""
+        self._leaving.set()
+        with suppress(OSError):
+            self._alarm.send(b"!")
+        self._thread.join(_STAY + _FAREWELL + PATIENCE)
+
+    def fail(self, cause: str) -> str:
+        """Tells the others why this rank is about to end, unless another rank's end is known to be the reason.
+
+        Returns the sentence that says so; "" if there is none.
+        """
+        if self._judged.wait(_NEWS):
+            return self._sentence()
+        self._spread(f"{self._own.name} failed ({cause})")
+        return ""
+
+    def let_go(self) -> None:
+        """Closes what this process has of the connections. A forked process must not keep them open."""
+        for connection in (*self._neighbours, *self._newcomers):
+            connection.close()
+        for end in (self._listener, self._alarm, self._bell):
+            end.close()
+        self._selector.close()
+
+    # What the thread does
+
+    def _watch(self) -> None:
+        try:
+            self._serve(self._leaving.is_set)
+            self._serve(lambda: len(self._neighbours) < 2, _STAY)
+        finally:
+            self._say_goodbye()
+            self._serve(lambda: not self._neighbours, _FAREWELL)
+            self.let_go()
+
+    def _serve(self, over: Callable[[], bool], seconds: float | None = None) -> None:
+        """Answers what happens until ``over``, for ``seconds`` at most."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not over():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            for key, _ in self._selector.select(left):
+                # What an earlier event did may have closed this one's connection.
+                if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
+                    key.data(key.fileobj)
+
+    def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, answer)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            newcomer = Connection(listener.accept()[0])
+        except OSError as error:
+            # Such as too many open files. What waits at the listener would wake this thread without end.
+            self._selector.unregister(listener)
+            logger.warning(f"ds_lgamp: {self._own.name} takes no more connections of other ranks: {error}")
+            return
+        now = time.monotonic()
+        for silent in [other for other, since in self._newcomers.items() if now - since > PATIENCE]:
+            self._refuse(silent)
+        self._newcomers[newcomer] = now
+        self._await(newcomer, self._admit)
+
+    def _admit(self, newcomer: Connection) -> None:
+        lines, ended = newcomer.receive()
+        member = admitted(lines[0], self._token) if lines else None
+        if member is not None and not self._leaving.is_set():
+            del self._newcomers[newcomer]
+            self._neighbours[newcomer] = member
+            self._selector.modify(newcomer, selectors.EVENT_READ, self._hear)
+            newcomer.send(WELCOME)
+        elif lines or ended or newcomer.unfinished > _LONGEST_GREETING:
+            self._refuse(newcomer)
+
+    def _refuse(self, newcomer: Connection) -> None:
+        del self._newcomers[newcomer]
+        self._selector.unregister(newcomer)
+        newcomer.close()
+
+    def _hear(self, neighbour: Connection) -> None:
+        lines, ended = neighbour.receive()
+        for line in lines:
+            kind, _, content = line.partition(" ")
+            if kind == _HERE:
+                self._watched.add(neighbour)
+            elif kind == _VERDICT:
+                self._judge(content, neighbour)
+            elif kind == _GOODBYE:
+                self._drop(neighbour)
+                self._follow([Member(*heir) for heir in json.loads(content)])
+                return
+        if ended:
+            died, member = neighbour in self._watched, self._neighbours[neighbour]
+            self._drop(neighbour)
+            if died:
+                self._judge(f"{member.name} died", neighbour)
+
+    def _drop(self, neighbour: Connection) -> None:
+        self._selector.unregister(neighbour)
+        del self._neighbours[neighbour]
+        self._watched.discard(neighbour)
+        neighbour.close()
+
+    def _join(self, member: Member) -> None:
+        """Becomes a neighbour of ``member``. Raises OSError if that is impossible."""
+        neighbour = join(member, self._token, self._own)
+        # The other side watches from now on: had this rank lost patience before, it would not have died.
+        neighbour.send(_HERE)
+        self._neighbours[neighbour] = member
+        self._watched.add(neighbour)
+        self._await(neighbour, self._hear)
+
+    def _follow(self, heirs: list[Member]) -> None:
+        """Joins the first of ``heirs`` that has not left. If that is this rank, the others come."""
+        for heir in heirs:
+            if heir == self._own or heir in self._neighbours.values() or self._leaving.is_set():
+                return
+            try:
+                self._join(heir)
+                return
+            except OSError:
+                # It left at the same time. Had it died before, the old hub would have said so.
+                continue
+
+    def _say_goodbye(self) -> None:
+        heirs = sorted(self._neighbours.values())[:_HEIRS]
+        for neighbour in list(self._neighbours):
+            neighbour.send(f"{_GOODBYE} {json.dumps(heirs)}")
+            neighbour.finish()
+        self._watched.clear()
+
+    # The end
+
+    def _judge(self, verdict: str, source: Connection) -> None:
+        """Passes the first ``verdict`` on, and ends this rank soon, unless it leaves."""
+        if self._verdict is not None:
+            return
+        self._verdict = verdict
+        self._watched.discard(source)
+        self._spread(verdict)
+        self._judged.set()
+        if not self._leaving.wait(_GRACE):
+            _end(self._sentence())
+
+    def _spread(self, verdict: str) -> None:
+        for neighbour in list(self._watched):
+            neighbour.send(f"{_VERDICT} {verdict}")
+        # Whoever knows the verdict ends too, without a goodbye.
+        self._watched.clear()
+
+    def _sentence(self) -> str:
+        return f"ds_lgamp: {self._verdict}; this rank, {self._own.rank}, ends\n"
+
+
+def _end(sentence: str) -> None:
+    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
+
+    def last_words() -> None:
+        os.write(2, sentence.encode())
+        sys.stdout.flush()
+
+    speaker = threading.Thread(target=last_words, daemon=True)
+    speaker.start()
+    speaker.join(1)
+    os._exit(_FAILED)
+
+
+# The one lifeline of a process
+
+_current: Lifeline | None = None
+_group: "weakref.ref[dist.ProcessGroup] | None" = None
+"""The default group for which :func:`start` was called last, as long as it exists."""
+_starts = 0
+
+
+def start() -> None:
+    """From now on, a rank that dies ends this rank, until the default group or the process ends.
+
+    All ranks call it. Does nothing where it was called for this default group already, or in a world of one rank. A
+    rank that cannot reach the others logs why, and goes on.
+    """
+    global _current, _group, _starts
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    if dist.get_world_size() == 1 or (_group is not None and _group() is world):
+        return
+    _leave()
+    _group = weakref.ref(world)
+    _starts += 1
+    store, rank = _get_default_store(), dist.get_rank()
+    # Later default groups may have the same store: those of this process, and those of a job that torchrun restarts.
+    key = f"ds_lgamp/lifeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_starts}"
+    listener = listen()
+    own = Member(rank, socket.gethostname(), own_address(store), listener.getsockname()[1])
+    if rank == 0:
+        store.set(key, json.dumps([secrets.token_hex(16), *own]))
+    token, *hub = json.loads(store.get(key))
+    lifeline = Lifeline(own, listener, token)
+    try:
+        lifeline.start(None if rank == 0 else Member(*hub))
+    except OSError as error:
+        lifeline.let_go()
+        logger.warning(
+            f"ds_lgamp: {own.name} cannot reach {Member(*hub).name} at {hub[2]}:{hub[3]} ({error}): where a rank dies, "
+            "others may wait for ever; let the ranks of this job connect to each other at any port"
+        )
+        return
+    _current = lifeline
+    # Unlike atexit, this also works in processes that multiprocessing starts.
+    _current.ending = Finalize(None, leave, exitpriority=0)
+
+
+def leave() -> None:
+    """Says goodbye to the other ranks, if this rank is among them and ends well. A rank that handles an error may end
+    because of it: it says goodbye when it is done with the error, at the end of the process at the latest."""
+    if not isinstance(sys.exc_info()[1], Exception):
+        _leave()
+
+
+def fail(cause: str) -> str:
+    """See :meth:`Lifeline.fail`. Returns "" without a lifeline."""
+    return "" if _current is None else _current.fail(cause)
+
+
+def _leave() -> None:
+    global _current, _group
+    left, _current, _group = _current, None, None
+    if left is not None:
+        left.ending.cancel()
+        left.leave()
+
+
+def _let_go() -> None:
+    """Otherwise a forked process, such as a loader of data, would keep the connections of its dead parent open."""
+    global _current
+    left, _current = _current, None
+    if left is not None:
+        left.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,129 @@
+"""Connections between ranks, from host to host by TCP. Neither a device nor a collective takes part."""
+
+import hmac
+import json
+import socket
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+PATIENCE = 10.0
+"""Seconds to wait for a connection, and then for each answer of the rank at its other end."""
+WELCOME = "welcome"
+_SILENCE, _PROBES_EVERY, _PROBES = 15, 5, 9
+"""The system probes a connection after 15 s without traffic, every 5 s. After 9 probes without an answer, after a
+minute in all, the connection ends: a machine that lost its power or its network does not end its connections itself."""
+
+
+class Member(NamedTuple):
+    """A rank as others know it."""
+
+    rank: int
+    host: str
+    """The name of its machine."""
+    address: str
+    port: int
+    """Where it takes connections."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+class Connection:
+    """Sends and receives lines of text."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer, self._unfinished = peer, b""
+        peer.settimeout(None)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, _SILENCE),
+            (socket.TCP_KEEPINTVL, _PROBES_EVERY),
+            (socket.TCP_KEEPCNT, _PROBES),
+        ):
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    @property
+    def unfinished(self) -> int:
+        """The number of bytes that have come since the last line."""
+        return len(self._unfinished)
+
+    def fileno(self) -> int:
+        return self._peer.fileno()
+
+    def send(self, line: str) -> None:
+        """Sends ``line`` if the peer is there to take it. Does not wait."""
+        with suppress(OSError):
+            self._peer.send(line.encode() + b"\n", socket.MSG_DONTWAIT)
+
+    def receive(self) -> tuple[list[str], bool]:
+        """Returns the lines that have come, and whether the connection has ended. Waits if nothing has happened."""
+        try:
+            received = self._peer.recv(65536)
+        except OSError:
+            received = b""
+        *lines, self._unfinished = (self._unfinished + received).split(b"\n")
+        return [line.decode(errors="replace") for line in lines], not received
+
+    def finish(self) -> None:
+        """Ends this side. The peer still receives what was sent, and sees the end."""
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def listen() -> socket.socket:
+    """Returns a socket that takes connections at a free port of every interface."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+
+
+def own_address(store: dist.Store) -> str:
+    """Returns the address of the interface through which this rank reaches ``store``: others reach it there.
+
+    On the machine of the store that may be a loopback address. The other machines know this one by the store's name.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return socket.gethostname()
+    family, kind, protocol, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # Connecting a datagram socket sends nothing.
+        probe.connect(target)
+        own = str(probe.getsockname()[0])
+    return store.host if own.startswith("127.") or own == "::1" else own
+
+
+def join(member: Member, token: str, own: Member) -> Connection:
+    """Connects to ``member``. Raises OSError if it cannot be reached or does not welcome this rank."""
+    peer = socket.create_connection((member.address, member.port), PATIENCE)
+    try:
+        peer.sendall(f"{token} {json.dumps(own)}\n".encode())
+        expected = WELCOME.encode() + b"\n"
+        answer = b""
+        while len(answer) < len(expected):
+            # No more than the answer: what follows it is for others to read.
+            received = peer.recv(len(expected) - len(answer))
+            if not received:
+                break
+            answer += received
+        if answer != expected:
+            raise ConnectionRefusedError("the answer there is no welcome")
+    except BaseException:
+        peer.close()
+        raise
+    return Connection(peer)
+
+
+def admitted(greeting: str, token: str) -> Member | None:
+    """Returns the rank that a ``greeting`` names; None if it does not present the ``token``."""
+    presented, _, member = greeting.partition(" ")
+    if not hmac.compare_digest(presented.encode(), token.encode()):
+        return None
+    return Member(*json.loads(member))

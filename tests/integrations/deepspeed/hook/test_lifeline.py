@@ -1,0 +1,67 @@
+"""However a script is started, a rank that dies ends the others, without the help of a launcher."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from testing import SCRIPTS
+from testing.launching import ON_CPU
+
+SCRIPT = SCRIPTS / "waits_for_ever.py"
+RANKS = 3
+ENTRIES = {"run": (["-m", "ds_lgamp", "run"], []), "installed": ([], ["--install"])}
+"""Words before and after the script."""
+DIED = f"ds_lgamp: rank 2 on {socket.gethostname()} died; this rank, {{rank}}, ends\n"
+FAILED = (
+    f"ds_lgamp: rank 2 on {socket.gethostname()} failed (ArithmeticError: the script is in trouble); "
+    "this rank, {rank}, ends\n"
+)
+
+
+def started(entry: str, end: str) -> list[tuple[int, str]]:
+    """Returns the exit status and the output of every rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before, after = ENTRIES[entry]
+    words = [sys.executable, *before, str(SCRIPT), end, *after]
+    ranks = [
+        subprocess.Popen(
+            words, env=environment_of(rank, port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs)]
+
+
+def environment_of(rank: int, port: int) -> dict[str, str]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return {**os.environ, **ON_CPU, **{name: str(value) for name, value in place.items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("end", "status", "sentence"), [("kill", -9, DIED), ("raise", 1, FAILED)])
+def test_a_rank_that_ends_badly_ends_the_others_and_is_named(entry, end, status, sentence):
+    *others, (own, _) = started(entry, end)
+    assert own == status
+    for rank, (ended, output) in enumerate(others):
+        assert ended == 1, output
+        assert sentence.format(rank=rank) in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "end"), [("run", "return"), ("installed", "return"), ("installed", "destroy")])
+def test_a_rank_that_ends_well_ends_no_other(entry, end):
+    for status, output in started(entry, end):
+        assert status == 0, output
+        assert "ends" not in output

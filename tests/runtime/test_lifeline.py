@@ -1,0 +1,325 @@
+"""Ranks that die while the others wait in C code that no broken connection ends, as kernels of NCCL do."""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ds_lgamp.runtime import lifeline, neighbours
+from ds_lgamp.runtime.lifeline import Lifeline
+from ds_lgamp.runtime.neighbours import Member
+from testing.ranks import run_on_ranks, shared_number, started_ranks
+from tests.slow import slow_except
+
+HOST = socket.gethostname()
+SECONDS = 30
+"""The time in which a dead rank must have ended the others."""
+TOKEN = "0f" * 16
+
+
+def wait_for_ever():
+    """Waits as a call of CUDA does: in C, without the interpreter."""
+    ctypes.CDLL(None).pause()
+
+
+def begin(folder):
+    """Starts the lifeline and writes standard error to a file of this rank. Returns the rank."""
+    rank = dist.get_rank()
+    os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
+    lifeline.start()
+    dist.barrier()
+    return rank
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_well(clock, phase):
+    """Leaves, and ends the process once the test has reached ``phase``."""
+    reach(clock, phase)
+    dist.destroy_process_group()
+    lifeline.leave()
+    os._exit(0)
+
+
+def reach(clock, phase):
+    while clock.value < phase:
+        time.sleep(0.02)
+
+
+def know(ranks):
+    """Waits until this rank holds connections to ``ranks`` and no others."""
+    while {member.rank for member in list(lifeline._current._neighbours.values())} != ranks:
+        time.sleep(0.02)
+
+
+def died(*ranks):
+    return [f"rank {rank} on {HOST} died" for rank in ranks]
+
+
+def assert_ended(ranks, folder, verdicts, among):
+    """Checks that the ranks ``among`` end, and that each reports one of the ``verdicts`` once."""
+    deadline = time.monotonic() + SECONDS
+    for rank in among:
+        ranks[rank].join(max(0, deadline - time.monotonic()))
+        assert ranks[rank].exitcode == 1, f"rank {rank} ends with {ranks[rank].exitcode}"
+        lines = (folder / str(rank)).read_text().splitlines()
+        said = [line for line in lines if line.endswith(f"; this rank, {rank}, ends")]
+        assert len(said) == 1 and any(said[0].startswith(f"ds_lgamp: {verdict};") for verdict in verdicts), lines
+
+
+def some_are_killed(folder, killed):
+    if begin(folder) in killed:
+        kill()
+    wait_for_ever()
+
+
+@pytest.mark.parametrize("killed", slow_except([(2,)], [(2,), (0,), (1, 2), (0, 3)]))
+def test_a_killed_rank_ends_the_others_and_is_named(killed, tmp_path):
+    with started_ranks(4, some_are_killed, tmp_path, killed) as (ranks, _):
+        assert_ended(ranks, tmp_path, died(*killed), sorted({0, 1, 2, 3} - set(killed)))
+
+
+def one_fails(folder):
+    if begin(folder) == 1:
+        lifeline.fail("ArithmeticError: the layer is in trouble")
+        os._exit(1)
+    wait_for_ever()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_tells_the_others_why(tmp_path):
+    with started_ranks(3, one_fails, tmp_path) as (ranks, _):
+        verdict = f"rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble)"
+        assert_ended(ranks, tmp_path, [verdict], [0, 2])
+
+
+def a_failure_follows(folder, clock):
+    if begin(folder) == 1:
+        kill()
+    reach(clock, 1)
+    os.write(2, lifeline.fail("RuntimeError: Connection closed by peer").encode())
+    os._exit(1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_because_another_died_names_that_one(tmp_path):
+    clock = shared_number()
+    with started_ranks(3, a_failure_follows, tmp_path, clock) as (ranks, _):
+        ranks[1].join()
+        clock.value = 1
+        assert_ended(ranks, tmp_path, died(1), [0, 2])
+
+
+def some_leave(folder, clock):
+    """Ranks 0 and 1 leave, one after the other, and then rank 3 dies."""
+    rank = begin(folder)
+    if rank < 2:
+        end_well(clock, phase=rank + 1)
+    reach(clock, 2)
+    know({2: {3, 4}, 3: {2}, 4: {2}}[rank])
+    (folder / f"{rank} is ready").touch()
+    reach(clock, 3)
+    if rank == 3:
+        kill()
+    wait_for_ever()
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_well_ends_no_other_and_a_later_death_does(tmp_path):
+    clock = shared_number()
+    with started_ranks(5, some_leave, tmp_path, clock) as (ranks, _):
+        for rank in (0, 1):
+            clock.value = rank + 1
+            ranks[rank].join(SECONDS)
+            assert ranks[rank].exitcode == 0
+        deadline = time.monotonic() + SECONDS
+        while len(list(tmp_path.glob("* is ready"))) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        clock.value = 3
+        assert_ended(ranks, tmp_path, died(3), [2, 4])
+
+
+class WaitsForEver:
+    """A dataset whose loader never returns. A file tells the process of the loader."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        part = self.folder / "part"
+        part.write_text(str(os.getpid()))
+        part.rename(self.folder / "loader")
+        wait_for_ever()
+
+
+def one_with_a_loader_is_killed(folder):
+    if begin(folder) == 1:
+        loader = iter(DataLoader(WaitsForEver(folder), num_workers=1, multiprocessing_context="fork"))
+        while not (folder / "loader").exists():
+            time.sleep(0.02)
+        assert loader
+        kill()
+    wait_for_ever()
+
+
+@pytest.mark.slow
+def test_a_loader_of_data_that_outlives_its_rank_does_not_hide_its_death(tmp_path):
+    with started_ranks(3, one_with_a_loader_is_killed, tmp_path) as (ranks, _):
+        try:
+            assert_ended(ranks, tmp_path, died(1), [0, 2])
+        finally:
+            os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)
+
+
+def one_is_killed_at_the_second_start(folder, restarted):
+    rank = begin(folder)
+    lifeline.leave()
+    if restarted:
+        # As in the new processes of torchrun: nothing is left but what the store keeps.
+        lifeline._starts = 0
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    if rank == 0:
+        time.sleep(0.5)
+    for _ in range(2):
+        lifeline.start()
+    dist.barrier()
+    if rank == 1:
+        kill()
+    wait_for_ever()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarted", [False, True])
+def test_ranks_may_start_their_lifeline_again(restarted, tmp_path):
+    with started_ranks(3, one_is_killed_at_the_second_start, tmp_path, restarted) as (ranks, _):
+        assert_ended(ranks, tmp_path, died(1), [0, 2])
+
+
+def works_without():
+    """Returns the warnings of a rank that cannot reach the hub."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    lifeline.logger.addHandler(handler)
+    lifeline.own_address = lambda store: "nowhere.invalid"
+    for _ in range(2):
+        lifeline.start()
+    dist.barrier()
+    return warnings
+
+
+def test_a_rank_that_cannot_reach_the_others_warns_and_goes_on():
+    first, second = run_on_ranks(2, works_without)
+    (warning,) = second
+    assert warning.startswith(f"ds_lgamp: rank 1 on {HOST} cannot reach rank 0 on {HOST} at nowhere.invalid:")
+    assert not first
+
+
+def wakes_of_its_thread():
+    """Returns how often the thread woke while the ranks communicated."""
+    lifeline.start()
+    dist.barrier()
+    time.sleep(0.5)
+    status = Path(f"/proc/self/task/{lifeline._current._thread.native_id}/status")
+
+    def wakes():
+        return [int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line]
+
+    before = wakes()
+    for _ in range(100):
+        dist.all_reduce(torch.ones(8))
+    after = wakes()
+    lifeline.leave()
+    return before, after
+
+
+def test_the_thread_sleeps_while_ranks_communicate():
+    for before, after in run_on_ranks(2, wakes_of_its_thread):
+        assert before == after != []
+
+
+def starts_alone():
+    lifeline.start()
+    return lifeline._current
+
+
+def test_a_rank_without_others_has_no_lifeline():
+    assert run_on_ranks(1, starts_alone) == [None]
+
+
+def leaves_while_it_handles_an_error():
+    lifeline.start()
+    dist.barrier()
+    try:
+        raise ArithmeticError
+    except ArithmeticError:
+        lifeline.leave()
+        stays = lifeline._current is not None
+    lifeline.leave()
+    return stays, lifeline._current
+
+
+def test_a_rank_says_no_goodbye_while_it_handles_an_error():
+    assert run_on_ranks(2, leaves_while_it_handles_an_error) == [(True, None)] * 2
+
+
+@pytest.fixture
+def hub():
+    """A rank in this process that others can join."""
+    listener = neighbours.listen()
+    member = Member(0, HOST, "localhost", listener.getsockname()[1])
+    own = Lifeline(member, listener, TOKEN)
+    own.start(None)
+    yield member
+    own.leave()
+    assert not own._thread.is_alive()
+
+
+MEMBER = Member(1, HOST, "localhost", 0)
+
+
+@pytest.mark.parametrize("greeting", ["a wrong token", "nothing", "a line without an end"])
+def test_who_does_not_present_the_token_is_refused(greeting, hub):
+    if greeting == "a wrong token":
+        with pytest.raises(OSError, match="the answer there is no welcome"):
+            neighbours.join(hub, TOKEN[::-1], MEMBER)
+    else:
+        with socket.create_connection((hub.address, hub.port)) as stranger:
+            if greeting == "a line without an end":
+                stranger.settimeout(SECONDS)
+                stranger.sendall(b"a" * 5000)
+                assert stranger.recv(1) == b""
+            neighbours.join(hub, TOKEN, MEMBER).close()
+    neighbours.join(hub, TOKEN, MEMBER).close()
+
+
+def test_a_machine_that_vanishes_is_noticed_within_a_minute(hub):
+    """The system probes a silent connection."""
+    connection = neighbours.join(hub, TOKEN, MEMBER)
+    options = [connection._peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)] + [
+        connection._peer.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    ]
+    connection.close()
+    alive, silence, every, probes = options
+    assert alive and silence + every * probes <= 60
+
+
+def test_ranks_name_the_interface_through_which_they_reach_the_store():
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    assert neighbours.own_address(dist.PrefixStore("group", store)) == "localhost"
+    assert neighbours.own_address(dist.HashStore()) == HOST
