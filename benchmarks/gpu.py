@@ -5,9 +5,7 @@ Every contender trains every size in its own process. If one fails or runs out o
 all other results stay. The record is written after each process. All processes together take at most ``SECONDS``.
 """
 
-import gc
 import json
-import os
 import tempfile
 import time
 import traceback
@@ -15,15 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from megatron.core import parallel_state
 
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
+from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Record, begin, finish
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from testing.ranks import run_on_ranks
 
 NAME = "gpu"
@@ -82,7 +78,7 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
                 run_on_ranks(
                     *(1, _measure_on_device, contender, size, recompute, results, trace),
                     seconds=seconds,
-                    before_init=_prepare_process,
+                    before_init=prepare_process,
                     backend=get_accelerator().communication_backend_name(),
                 )
             except AssertionError as error:
@@ -92,19 +88,10 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
     return {kind: found.get(kind, {"failure": reason}) for kind in recompute}
 
 
-def _prepare_process(rank: int) -> None:
-    # The process is alone, and the loopback address may be the machine's only one.
-    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    get_accelerator().set_device(rank)
-
-
 def _measure_on_device(
     contender: Contender, size: GptSize, recompute: tuple[str, ...], results: Path, trace: Path | None
 ) -> None:
-    compile_no_collective()
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    start_hosts()
     runs: Runs = {}
     for kind in recompute:
         try:
@@ -119,10 +106,9 @@ def _measure_on_device(
             message = str(error).strip().splitlines() or [""]
             runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
             _keep(runs, results)
+        # By now the exception above no longer holds the frames of the failed engine.
         training = None
-        # Engines are cycles of references, and the exception above held the frames of the failed one.
-        gc.collect()
-        get_accelerator().empty_cache()
+        free_memory()
 
 
 def _keep(runs: Runs, path: Path) -> None:
