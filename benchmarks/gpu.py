@@ -9,6 +9,7 @@ import json
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
-from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY, GptSize
+from benchmarks.gpt.sizes import LARGE, PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Record, begin, finish
 from testing.ranks import run_on_ranks
 
@@ -51,18 +52,25 @@ def run(size: str | None = None, trace: Path | None = None) -> Record:
         raise SystemExit(
             f"no accelerator is there; use a machine with one, or try it out on the CPU with --size {TINY}"
         )
+    for record in records([size] if size else LARGE, trace):
+        if size is None:
+            finish(record)
+    return record
+
+
+def records(sizes: Sequence[str], trace: Path | None = None) -> Iterator[Record]:
+    """Measures ``sizes``. Yields the record after each contender at each size, and at last with its targets."""
     record = begin(NAME)
     record.machine["megatron-core"] = version("megatron-core")
     deadline = time.monotonic() + SECONDS
-    for name in [size] if size else [name for name in SIZES if name != TINY]:
+    for name in sizes:
         runs: dict[str, Runs] = {}
         for contender in CONTENDERS:
             runs[contender.name] = measure(contender, SIZES[name], deadline, _trace_file(trace, contender, name))
             enter(record, name, contender.name, runs[contender.name], _expected_losses(runs))
-            if size is None:
-                finish(record)
+            yield record
     aim(record)
-    return record
+    yield record
 
 
 def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | None) -> Runs:
@@ -188,10 +196,10 @@ def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[
         record.add(contender, config, f"loss of step {len(measured['losses'])}", measured["losses"][-1:], "nats")
 
 
-def deviation(losses: list[float], expected: list[float]) -> str | None:
+def deviation(losses: list[float], expected: list[float], tolerance: float = LOSS_TOLERANCE) -> str | None:
     """Describes the first loss that differs from the expected one; None if none does."""
     for step, (loss, right) in enumerate(zip(losses, expected, strict=True), 1):
-        if not abs(loss - right) <= LOSS_TOLERANCE * right:
+        if not abs(loss - right) <= tolerance * right:
             return f"computes something else: loss {loss:.6g} in step {step}, the others have {right:.6g}"
     return None
 

@@ -47,7 +47,7 @@ def layer_specs(size: GptSize) -> list[LayerSpec]:
     return [SeededSpec(index, spec) for index, spec in enumerate(specs)]
 
 
-def batch_of(size: GptSize, device: torch.device) -> Batch:
+def batch_of(size: GptSize, device: torch.device | str) -> Batch:
     """Makes the batch that every step uses. The loss falls on random tokens, because they repeat."""
     generator = torch.Generator().manual_seed(SEED)
     shape = (size.micro_batches, size.samples, size.sequence + 1)
