@@ -4,22 +4,15 @@
 import argparse
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.gpt.sizes import SIZES
-from benchmarks.gpu_day import PARTS
-from benchmarks.gpu_day.runner import FAILED, as_table, run_parts
+from benchmarks.gpu_day import command
 from benchmarks.record import Record, finish
-
-GPU_DAY = "gpu-day"
 
 
 def main() -> None:
@@ -34,10 +27,10 @@ def main() -> None:
         if name == ON_ACCELERATOR:
             run.add_argument("--size", choices=SIZES, help="measure this one only, and write no file")
             run.add_argument("--trace", type=Path, help="folder for a profile of one step, as Chrome traces")
-    add_gpu_day(commands)
+    command.add(commands)
     options = parser.parse_args()
-    if options.command == GPU_DAY:
-        sys.exit(gpu_day(options))
+    if options.command == command.NAME:
+        sys.exit(command.run(options))
     arguments = {}
     if options.name == ON_ACCELERATOR:
         arguments = {"size": options.size, "trace": options.trace}
@@ -49,32 +42,6 @@ def main() -> None:
     if arguments.get("size") is None:
         finish(record)
     print(record.to_json() if options.json else as_text(record))
-
-
-def add_gpu_day(commands: Any) -> None:
-    """Adds the command and its flags."""
-    day = commands.add_parser(
-        GPU_DAY,
-        help="try everything that needs a GPU, the most valuable first",
-        description="Runs parts that need a GPU, the most valuable first. Each writes DIR/PART.json. The same command "
-        "goes on where it stopped: parts that passed are skipped, all others run again.",
-    )
-    day.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
-    day.add_argument("--part", choices=[part.name for part in PARTS], help="run this one only")
-    day.add_argument("--seconds", type=float, help="start no part that could take longer than what is left of these")
-    day.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes")
-
-
-def gpu_day(options: argparse.Namespace) -> int:
-    """Runs the parts and prints a table. Returns 1 if one failed."""
-    if not options.dry_run and not torch.cuda.is_available():
-        raise SystemExit("no GPU is there; use a machine with one, or try it out on the CPU with --dry-run")
-    # Stops the running part, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    parts = [part for part in PARTS if options.part in (None, part.name)]
-    reports = run_parts(parts, options.out, options.seconds, options.dry_run)
-    print(as_table(reports))
-    return int(any(report["status"] == FAILED for report in reports))
 
 
 @contextmanager

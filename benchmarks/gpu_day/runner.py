@@ -21,18 +21,21 @@ TAIL = 4000
 """Characters of a failed part's output that are kept."""
 
 Report = dict[str, Any]
-"""A part's file: ``part``, ``status``, ``reason``, ``seconds``, ``dry_run``, ``machine``, ``results`` by name and, unless
-it passed, the ``output``'s end."""
+"""A part's file: ``part``, ``status``, ``reason``, ``seconds``, ``dry_run``, ``machine``, ``results`` by name and,
+unless it passed, ``output``, its end."""
 
 
-def run_parts(parts: Sequence[Part], out: Path, seconds: float | None = None, dry_run: bool = False) -> list[Report]:
-    """Runs every part that has not passed yet. Returns all parts' reports.
+def run_parts(
+    parts: Sequence[Part], out: Path, seconds: float | None = None, dry_run: bool = False, only: str | None = None
+) -> list[Report]:
+    """Runs every part that has not passed yet. Returns all reports that there are.
 
     Args:
         parts: in running order.
         out: folder of the reports, one file per part, and of their summary.
         seconds: budget for all parts. A part whose limit does not fit into what is left is not started.
         dry_run: whether to run on the CPU.
+        only: name of the part to run; None for all.
     """
     out.mkdir(parents=True, exist_ok=True)
     deadline = float("inf") if seconds is None else time.monotonic() + seconds
@@ -40,7 +43,10 @@ def run_parts(parts: Sequence[Part], out: Path, seconds: float | None = None, dr
     for part in parts:
         report = kept(part, out)
         left = deadline - time.monotonic()
-        if report.get("status") == PASSED and report["dry_run"] == dry_run:
+        if only not in (None, part.name):
+            if not report:
+                continue
+        elif report.get("status") == PASSED and report["dry_run"] == dry_run:
             print(f"{part.name}: passed before", file=sys.stderr)
         elif part.seconds > left:
             reason = f"takes up to {part.seconds} s, and {max(left, 0):.0f} s are left"

@@ -4,7 +4,7 @@ import gzip
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     contender = next(contender for contender in CONTENDERS if contender.name == TRACED)
     path = out / f"trace_{name}.json.gz"
     deadline = time.monotonic() + PROCESS_SECONDS
-    yield name, measure(contender, SIZES[name]._replace(recompute=("full",)), deadline, path)["full"]
+    measured = measure(contender, SIZES[name]._replace(recompute=("full",)), deadline, path)["full"]
+    yield name, measured
+    if "failure" in measured:
+        return
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     yield "step", {"file": kept(path), **figures([event for event in events if event.get("ph") == "X"])}
 
@@ -72,16 +75,17 @@ def covered(events: Events) -> float:
 
 
 def waits(events: Events) -> dict[str, float]:
-    """Milliseconds of the host's waits, by call and by the innermost range around it: an action, or the optimizer."""
+    """Milliseconds of the host's waits, by call and by the ranges around it, such as an action and the optimizer."""
     ranges = [event for event in events if event.get("cat") == "user_annotation"]
     found: Counter[str] = Counter()
     for event in events:
         if event["name"].startswith(WAITS):
-            found[f"{event['name']} in {innermost(ranges, event['ts'])}"] += event["dur"] / 1e3
+            found[f"{event['name']} in {around(ranges, event['ts'])}"] += event["dur"] / 1e3
     return dict(found.most_common())
 
 
-def innermost(ranges: Iterable[dict[str, Any]], time: float) -> str:
-    """Name of the shortest range at a time. Autograd calls from threads of its own, so the thread does not count."""
-    around = [event for event in ranges if event["ts"] <= time <= event["ts"] + event["dur"]]
-    return min(around, key=lambda event: event["dur"])["name"] if around else "no action"
+def around(ranges: Events, time: float) -> str:
+    """Names of the ranges at a time, the longest first. Autograd calls from threads of its own, so the thread does not
+    count."""
+    found = [event for event in ranges if event["ts"] <= time <= event["ts"] + event["dur"]]
+    return " > ".join(event["name"] for event in sorted(found, key=lambda event: -event["dur"])) or "no action"
