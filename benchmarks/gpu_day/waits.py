@@ -73,9 +73,9 @@ def debug_mode(mode: str) -> Iterator[None]:
 
 
 def innermost_line() -> str:
-    """Where the caller's caller is in ds_lgamp, or else at all: autograd's threads have no line of ds_lgamp on their
-    stack."""
-    stack = traceback.extract_stack()[:-2]
+    """Where the warning comes from in ds_lgamp, or else at all: the stacks of autograd's threads need not have a line
+    of ds_lgamp."""
+    stack = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
     own = [frame for frame in stack if frame.filename.startswith(str(ROOT / "ds_lgamp"))]
     frame = (own or stack)[-1]
     path = frame.filename.removeprefix(f"{ROOT}/")
