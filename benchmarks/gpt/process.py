@@ -24,7 +24,7 @@ def prepare_process(rank: int, device: int | None = None) -> None:
 
 
 def start_hosts() -> None:
-    """Starts DeepSpeed and Megatron-core on the process group that exists."""
+    """Starts DeepSpeed and Megatron-core, on the process group that exists or else on a launcher's environment."""
     compile_no_collective()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(verbose=False)

@@ -7,9 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-
 from benchmarks.gpt.contenders import Layered
 from benchmarks.gpt.process import start_hosts
 from benchmarks.gpu_day.equality import device, losses_of, size
@@ -17,7 +14,6 @@ from benchmarks.gpu_day.layouts import share_device
 
 folder, pipeline_ranks = Path(sys.argv[1]), int(sys.argv[2])
 share_device(int(os.environ["RANK"]))
-dist.init_process_group(get_accelerator().communication_backend_name())
 start_hosts()
 training = Layered(size(), "full", device(), 3, pipeline_ranks)
 losses_of(training)

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.gpu_day import Part
 from benchmarks.record import ROOT
+from testing.launching import ON_CPU
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SUMMARY = "summary.json"
 TAIL = 4000
 """Characters of a failed part's output that are kept."""

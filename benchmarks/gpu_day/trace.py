@@ -18,7 +18,7 @@ from benchmarks.record import OURS
 LARGEST = 16 * 2**20
 """Bytes of a trace that is kept."""
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls in which the host waits for the device."""
+"""Calls in which the host waits for the device. cudaMemcpyAsync is none."""
 TRACED = f"{OURS}, ZeRO-3"
 
 Events = list[dict[str, Any]]
@@ -79,7 +79,7 @@ def waits(events: Events) -> dict[str, float]:
     ranges = [event for event in events if event.get("cat") == "user_annotation"]
     found: Counter[str] = Counter()
     for event in events:
-        if event["name"].startswith(WAITS):
+        if event["name"] in WAITS:
             found[f"{event['name']} in {around(ranges, event['ts'])}"] += event["dur"] / 1e3
     return dict(found.most_common())
 
