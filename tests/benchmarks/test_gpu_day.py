@@ -128,12 +128,14 @@ def test_one_part_alone_leaves_the_others_reports_as_they_are(day):
     assert [times_run(out, each) for each in parts] == [1, 0, 1]
 
 
-def test_a_dry_run_counts_for_dry_runs_only(day):
+def test_a_dry_run_is_on_the_cpu_and_counts_for_dry_runs_only(day, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR")
     part, out = day
     device = counting(part, "device", "yield 'device', {'name': os.environ.get('DS_ACCELERATOR', 'any')}")
     for dry_run, times in ((True, 1), (True, 1), (False, 2)):
         (report,) = run_parts([device], out, dry_run=dry_run)
         assert (report["dry_run"], times_run(out, device)) == (dry_run, times)
+        assert report["results"]["device"]["name"] == ("cpu" if dry_run else "any")
 
 
 def test_an_unfinished_report_is_of_no_part_that_passed(day):
