@@ -1,5 +1,7 @@
 """The small GPT that parts of the day train, and how its losses are compared with plain torch's."""
 
+import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from benchmarks.gpu import LOSS_TOLERANCE, deviation
 STEPS = 5
 PRECISIONS = {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, LOSS_TOLERANCE)}
 """By name: data type of the weights, and the largest relative difference of losses."""
+ERROR = re.compile(r"^[\w.]+: .*", re.MULTILINE)
+"""The line of an error in a traceback."""
 
 
 def size() -> GptSize:
@@ -49,4 +53,6 @@ def caught(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return measure()
     except Exception as error:
-        return {"failure": f"{type(error).__name__}: {error}"}
+        text = f"{type(error).__name__}: {error}"
+        # An error of ranks has one rank's traceback in its text. The line that names the cause is its last error.
+        return {"failure": ERROR.findall(text)[-1], "error": traceback.format_exc()}

@@ -239,6 +239,17 @@ def test_losses_may_differ_by_the_precisions_tolerance():
     assert "failure" in equality.compared([float("nan")], [4.0], "bf16")
 
 
+def test_an_error_of_ranks_is_named_by_its_cause_and_kept_as_a_whole():
+    text = "rank 1 failed:\nTraceback (most recent call last):\n  File one\n    a: int = 3\nlib.AnyError: too large\nhint\n"
+
+    def fail():
+        raise AssertionError(text)
+
+    found = equality.caught(fail)
+    assert found["failure"] == "lib.AnyError: too large"
+    assert "in fail" in found["error"] and text in found["error"]
+
+
 @pytest.mark.parametrize(
     ("device", "version", "reason"),
     [("cuda", (2, 28, 9), "NCCL 2.28.9 < 2.30"), ("cuda", (2, 30, 3), None), ("cpu", (2, 28, 9), None)],
@@ -266,11 +277,12 @@ def test_layouts_run_with_few_and_many_queues_or_where_nccl_is_old_over_gloo(old
     names = ["P2 W1", "P1 W2", "P2 W2"]
     if old is None:
         assert asked == [(name, connections, "nccl") for connections in (1, 8, 32) for name in names]
-        assert found["P2 W1, 1 connections"] == {"failure": "AssertionError: ranks [0, 1] hang"}
+        assert found["P2 W1, 1 connections"]["failure"] == "AssertionError: ranks [0, 1] hang"
     else:
         assert asked == [(name, None, "gloo") for name in names]
         assert found["several ranks"] == {"not run": old}
-        assert found["P1 W2, gloo"] == {"outcome": "AssertionError: ranks [0, 1] hang"}
+        assert found["P1 W2, gloo"]["outcome"] == "AssertionError: ranks [0, 1] hang"
+        assert "failure" not in found["P1 W2, gloo"]
         monkeypatch.setattr(killed, "too_old", lambda: old)
         assert dict(killed.run(Path())) == {"several ranks": {"not run": old}}
 
