@@ -240,7 +240,7 @@ def test_losses_may_differ_by_the_precisions_tolerance():
 
 
 def test_an_error_of_ranks_is_named_by_its_cause_and_kept_as_a_whole():
-    text = "rank 1 failed:\nTraceback (most recent call last):\n  File one\n    a: int = 3\nlib.AnyError: too large\nhint\n"
+    text = "rank 1 failed:\nTraceback (most recent call last):\n    a: int = 3\nlib.AnyError: too large\nhint\n"
 
     def fail():
         raise AssertionError(text)
