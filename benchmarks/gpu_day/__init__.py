@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part(f"{__name__}.environment", 60),
+    Part(f"{__name__}.environment", 120),
     Part(f"{__name__}.stages", 240),
     Part(f"{__name__}.ranks", 420),
     Part(f"{__name__}.killed", 300),
