@@ -1,4 +1,5 @@
-"""``python -m benchmarks run NAME`` measures and records; ``python -m docs`` writes the pages from the records."""
+"""``python -m benchmarks run NAME`` measures and records; ``python -m docs`` writes the pages from the records.
+``python -m benchmarks gpu-day`` is for a first hour on a GPU."""
 
 import argparse
 import importlib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.gpt.sizes import SIZES
+from benchmarks.gpu_day import command
 from benchmarks.record import Record, finish
 
 
@@ -25,7 +27,10 @@ def main() -> None:
         if name == ON_ACCELERATOR:
             run.add_argument("--size", choices=SIZES, help="measure this one only, and write no file")
             run.add_argument("--trace", type=Path, help="folder for a profile of one step, as Chrome traces")
+    command.add(commands)
     options = parser.parse_args()
+    if options.command == command.NAME:
+        sys.exit(command.run(options))
     arguments = {}
     if options.name == ON_ACCELERATOR:
         arguments = {"size": options.size, "trace": options.trace}

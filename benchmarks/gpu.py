@@ -5,25 +5,22 @@ Every contender trains every size in its own process. If one fails or runs out o
 all other results stay. The record is written after each process. All processes together take at most ``SECONDS``.
 """
 
-import gc
 import json
-import os
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from megatron.core import parallel_state
 
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
-from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY, GptSize
+from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
+from benchmarks.gpt.sizes import LARGE, PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Record, begin, finish
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from testing.ranks import run_on_ranks
 
 NAME = "gpu"
@@ -55,18 +52,25 @@ def run(size: str | None = None, trace: Path | None = None) -> Record:
         raise SystemExit(
             f"no accelerator is there; use a machine with one, or try it out on the CPU with --size {TINY}"
         )
+    for record in records([size] if size else LARGE, trace):
+        if size is None:
+            finish(record)
+    return record
+
+
+def records(sizes: Sequence[str], trace: Path | None = None) -> Iterator[Record]:
+    """Measures ``sizes``. Yields the record after each contender at each size, and at last with its targets."""
     record = begin(NAME)
     record.machine["megatron-core"] = version("megatron-core")
     deadline = time.monotonic() + SECONDS
-    for name in [size] if size else [name for name in SIZES if name != TINY]:
+    for name in sizes:
         runs: dict[str, Runs] = {}
         for contender in CONTENDERS:
             runs[contender.name] = measure(contender, SIZES[name], deadline, _trace_file(trace, contender, name))
             enter(record, name, contender.name, runs[contender.name], _expected_losses(runs))
-            if size is None:
-                finish(record)
+            yield record
     aim(record)
-    return record
+    yield record
 
 
 def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | None) -> Runs:
@@ -82,7 +86,7 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
                 run_on_ranks(
                     *(1, _measure_on_device, contender, size, recompute, results, trace),
                     seconds=seconds,
-                    before_init=_prepare_process,
+                    before_init=prepare_process,
                     backend=get_accelerator().communication_backend_name(),
                 )
             except AssertionError as error:
@@ -92,19 +96,10 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
     return {kind: found.get(kind, {"failure": reason}) for kind in recompute}
 
 
-def _prepare_process(rank: int) -> None:
-    # The process is alone, and the loopback address may be the machine's only one.
-    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    get_accelerator().set_device(rank)
-
-
 def _measure_on_device(
     contender: Contender, size: GptSize, recompute: tuple[str, ...], results: Path, trace: Path | None
 ) -> None:
-    compile_no_collective()
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    start_hosts()
     runs: Runs = {}
     for kind in recompute:
         try:
@@ -119,10 +114,9 @@ def _measure_on_device(
             message = str(error).strip().splitlines() or [""]
             runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
             _keep(runs, results)
+        # By now the exception above no longer holds the frames of the failed engine.
         training = None
-        # Engines are cycles of references, and the exception above held the frames of the failed one.
-        gc.collect()
-        get_accelerator().empty_cache()
+        free_memory()
 
 
 def _keep(runs: Runs, path: Path) -> None:
@@ -202,10 +196,10 @@ def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[
         record.add(contender, config, f"loss of step {len(measured['losses'])}", measured["losses"][-1:], "nats")
 
 
-def deviation(losses: list[float], expected: list[float]) -> str | None:
+def deviation(losses: list[float], expected: list[float], tolerance: float = LOSS_TOLERANCE) -> str | None:
     """Describes the first loss that differs from the expected one; None if none does."""
     for step, (loss, right) in enumerate(zip(losses, expected, strict=True), 1):
-        if not abs(loss - right) <= LOSS_TOLERANCE * right:
+        if not abs(loss - right) <= tolerance * right:
             return f"computes something else: loss {loss:.6g} in step {step}, the others have {right:.6g}"
     return None
 

@@ -154,7 +154,11 @@ def _processor() -> str:
 
 
 def _output_of(*command: str) -> str:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """Output of a command; empty on a machine that lacks it."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def load() -> float:

@@ -1,4 +1,4 @@
-"""Ways to train a GPT on one device.
+"""Ways to train a GPT.
 
 All use AdamW on fp32 master weights. They sum the gradients of micro-batches in fp32 if they support it.
 """
@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 import ds_lgamp
-from benchmarks.gpt.model import SEED, Gpt, batch_of, build_optimizer, layer_specs
+from benchmarks.gpt.model import Gpt, batch_of, build_optimizer, layer_specs
 from benchmarks.gpt.sizes import GptSize
 from benchmarks.record import OURS
 from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
@@ -33,12 +34,14 @@ class Training(Protocol):
 
 
 class PlainTorch:
-    """A bare loop of plain torch."""
+    """A bare loop of plain torch. Weights in fp32 are their own master weights."""
 
-    def __init__(self, size: GptSize, recompute: str, device: torch.device) -> None:
+    def __init__(
+        self, size: GptSize, recompute: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.batch = batch_of(size, device)
-        with _building_on(device):
-            self.model = Gpt(size, recompute)
+        with device:
+            self.model = Gpt(size, recompute, dtype)
         self.weights = list(self.model.parameters())
         self.parameters = sum(weight.numel() for weight in self.weights)
         self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
@@ -78,7 +81,7 @@ class StockDeepSpeed:
 
     def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
         self.batch = batch_of(size, device)
-        with _building_on(device):
+        with device:
             model = Gpt(size, recompute)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         config = _config(size, stage)
@@ -110,22 +113,44 @@ class StockDeepSpeed:
 
 
 class Layered:
-    """ds_lgamp on one pipeline rank: layered gradient accumulation with one transformer layer per chunk."""
+    """ds_lgamp: layered gradient accumulation with one transformer layer per chunk.
 
-    def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
-        self.batch = batch_of(size, device)
+    Args:
+        size: model and batch. The data-parallel ranks share its micro-batches.
+        recompute: value of the configuration key.
+        device: where this rank trains.
+        stage: ZeRO stage.
+        pipeline_ranks: number of pipeline ranks. All other ranks are data-parallel.
+        dtype: data type of the weights.
+    """
+
+    def __init__(
+        self,
+        size: GptSize,
+        recompute: str,
+        device: torch.device,
+        stage: int,
+        pipeline_ranks: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        data_ranks = dist.get_world_size() // pipeline_ranks
+        share = size._replace(micro_batches=size.micro_batches // data_ranks)
         ds_lgamp.install()
         with contextlib.redirect_stdout(io.StringIO()):
-            with _building_on(device):
+            with device:
                 module = PipelineModule(
-                    layer_specs(size), num_stages=1, loss_fn=language_model_loss, partition_method="uniform"
+                    layer_specs(size),
+                    num_stages=pipeline_ranks,
+                    loss_fn=language_model_loss,
+                    partition_method="uniform",
                 )
             self.parameters = sum(parameter.numel() for parameter in module.parameters())
             self.engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=build_optimizer(module.parameters()),
-                config=_config(size, stage) | {"ds_lgamp": {"recompute": recompute}},
+                config=_config(share, stage, dtype) | {"ds_lgamp": {"recompute": recompute}},
             )
+        self.batch = batch_of(size, device)[self.engine.grid.data_parallel_id :: data_ranks]
 
     def step(self) -> torch.Tensor:
         return self.engine.train_batch(iter(self.batch))
@@ -150,21 +175,13 @@ CONTENDERS = (
 """In running order. The contenders that the targets compare come first, in case time runs out."""
 
 
-@contextlib.contextmanager
-def _building_on(device: torch.device):
-    """Builds layers directly on ``device``, with the same weights for all contenders."""
-    torch.manual_seed(SEED)
-    with device:
-        yield
-
-
-def _config(size: GptSize, stage: int) -> dict[str, Any]:
+def _config(size: GptSize, stage: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": size.samples,
         "gradient_accumulation_steps": size.micro_batches,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": stage},
     }

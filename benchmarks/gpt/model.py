@@ -1,4 +1,4 @@
-"""The GPT that all contenders train on one device, with the same layers, weights, tokens and optimizer, in bf16."""
+"""The GPT that all contenders train, with the same layers, weights, tokens and optimizer."""
 
 from collections.abc import Iterable
 
@@ -21,6 +21,18 @@ Batch = list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]
 """By micro-batch: tokens [b, s] and labels. Labels are target tokens [b, s] and loss mask [b, s]."""
 
 
+class SeededSpec(LayerSpec):
+    """A layer whose weights depend only on its index in the model, so that every pipeline rank builds the same."""
+
+    def __init__(self, index: int, spec: LayerSpec) -> None:
+        super().__init__(spec.typename, *spec.module_args, **spec.module_kwargs)
+        self.index = index
+
+    def build(self, log: bool = False) -> nn.Module:
+        torch.manual_seed(SEED + self.index)
+        return super().build(log)
+
+
 def layer_specs(size: GptSize) -> list[LayerSpec]:
     """Specifications of embedding, positions, transformer layers, norm and head."""
     config = TransformerConfig(
@@ -31,10 +43,11 @@ def layer_specs(size: GptSize) -> list[LayerSpec]:
         attention_dropout=0.0,
         use_cpu_initialization=True,  # initialises on torch's default device with torch's generator
     )
-    return gpt_layer_specs(config, size.vocabulary, size.sequence, "learned_absolute", tie_embeddings=False)
+    specs = gpt_layer_specs(config, size.vocabulary, size.sequence, "learned_absolute", tie_embeddings=False)
+    return [SeededSpec(index, spec) for index, spec in enumerate(specs)]
 
 
-def batch_of(size: GptSize, device: torch.device) -> Batch:
+def batch_of(size: GptSize, device: torch.device | str) -> Batch:
     """Makes the batch that every step uses. The loss falls on random tokens, because they repeat."""
     generator = torch.Generator().manual_seed(SEED)
     shape = (size.micro_batches, size.samples, size.sequence + 1)
@@ -48,19 +61,20 @@ def build_optimizer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer
 
 
 class Gpt(nn.Module):
-    """The layers as one bf16 module. It maps tokens and labels of a micro-batch to its loss.
+    """The layers as one module. It maps tokens and labels of a micro-batch to its loss.
 
     Args:
         size: size of the model.
         recompute: ``full`` recomputes chunk by chunk, as ds_lgamp does, with head and loss in the last transformer
             layer's chunk. ``layers`` recomputes only the transformer layers. ``none`` recomputes nothing.
+        dtype: data type of the weights.
     """
 
-    def __init__(self, size: GptSize, recompute: str) -> None:
+    def __init__(self, size: GptSize, recompute: str, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         specs = layer_specs(size)
         # Casts each layer when it is built, so that at most one is in fp32.
-        self.layers = nn.Sequential(*(spec.build().bfloat16() for spec in specs))
+        self.layers = nn.Sequential(*(spec.build().to(dtype) for spec in specs))
         self.segments = segments([spec.typename.__name__ for spec in specs], recompute)
 
     def forward(self, tokens: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -57,6 +57,8 @@ SIZES = {
     TINY: GptSize(2, 32, 2, samples=2, micro_batches=3, sequence=16, vocabulary=64),
 }
 """By name, the smallest first. ``TINY`` is measured only on request."""
+LARGE = tuple(name for name in SIZES if name != TINY)
+"""Names of the sizes for an accelerator."""
 
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,

@@ -48,6 +48,12 @@ def test_a_record_survives_its_file(results):
     assert (again.rows[0].median, again.rows[0].spread, again.targets[0].met) == (2.0, 2.0, False)
 
 
+def test_a_machine_without_git_and_sh_is_described_too(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    found = machine()
+    assert found["commit"] == "unknown" and found["processor"] and found["torch"]
+
+
 def test_losses_that_differ_fail_a_run():
     losses = reference_losses(ModelSize(blocks=2, width=32), data_ranks=1, steps=(1, 2))
     check_losses("equal", [losses[0], None], losses)

@@ -1,0 +1,15 @@
+"""Runs one part in this process, and keeps each result at once: ``python -m benchmarks.gpu_day MODULE OUT``."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.gpu_day.runner import write
+from benchmarks.record import machine
+
+module, out = sys.argv[1], Path(sys.argv[2])
+results: dict[str, dict] = {}
+report = {"part": module.rpartition(".")[2], "status": "running", "machine": machine(), "results": results}
+for name, found in importlib.import_module(module).run(out):
+    results[name] = found
+    write(out / f"{report['part']}.json", report)

@@ -1,0 +1,59 @@
+"""What is there: GPUs, driver, versions, and settings of the environment."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_lgamp.cli.environment import inspect_environment
+
+SETTINGS = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_", "DS_")
+"""Beginnings of the names of environment variables that matter."""
+
+
+def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    found = inspect_environment()
+    found.seams = {seam: there for seam, there in found.seams.items() if not there}
+    yield "ds_lgamp env", {**asdict(found), **({"failure": found.problem} if found.problem else {})}
+    yield "variables", {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    yield "cuda", cuda()
+    yield "nvidia-smi", {"text": nvidia_smi()}
+
+
+def cuda() -> dict[str, Any]:
+    """Returns versions, and each device with its memory and the devices that it can reach directly."""
+    if not torch.cuda.is_available():
+        return {"devices": []}
+    count = torch.cuda.device_count()
+    return {
+        "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "devices": [
+            {
+                "name": torch.cuda.get_device_name(index),
+                "capability": torch.cuda.get_device_capability(index),
+                "free and total bytes": torch.cuda.mem_get_info(index),
+                "reaches": [
+                    peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)
+                ],
+            }
+            for index in range(count)
+        ],
+    }
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Version of the NCCL that is loaded, which need not be the one that torch was built with."""
+    return tuple(torch.cuda.nccl.version())
+
+
+def nvidia_smi() -> str:
+    """Driver, clocks, processes; why not if it cannot be run."""
+    try:
+        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)

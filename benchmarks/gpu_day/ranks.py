@@ -1,0 +1,88 @@
+"""Losses of several ranks on one GPU beside one process, with few and many hardware queues.
+
+With an older NCCL the same is tried over gloo, which moves tensors of a GPU with some of its collectives only. What
+that does is noted, and is no failure.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from benchmarks.gpt.contenders import Layered
+from benchmarks.gpt.process import free_memory, start_hosts
+from benchmarks.gpu_day.equality import (
+    PRECISIONS,
+    caught,
+    compared,
+    device,
+    expected_losses,
+    losses_of,
+    size,
+)
+from benchmarks.gpu_day.layouts import LAYOUTS, Layout, share_device, too_old
+from testing.ranks import run_on_ranks
+
+SECONDS = 60
+"""For all trainings of a layout. Ranks that wait for each other end with them."""
+TRAININGS = (("fp32", 0), ("fp32", 3), ("bf16", 3))
+"""Precision and ZeRO stage."""
+
+Losses = dict[str, list[float]]
+
+
+def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    on_cpu = get_accelerator().device_name() == "cpu"
+    (expected,) = run_on_ranks(1, losses_of_plain_torch, before_init=share_device, backend=backend())
+    yield "one process", expected
+    old = too_old()
+    if old is not None:
+        yield "several ranks", {"not run": old}
+    for connections in (None,) if on_cpu or old else (1, 8, 32):
+        for layout in LAYOUTS:
+            kind = "gloo" if on_cpu or old else f"{connections} connections"
+            found = caught(partial(measured, layout, connections, expected, "gloo" if old else backend()))
+            if old and "failure" in found:
+                found["outcome"] = found.pop("failure")
+            yield f"{layout}, {kind}", found
+
+
+def backend() -> str:
+    return get_accelerator().communication_backend_name()
+
+
+def measured(layout: Layout, connections: int | None, expected: Losses, over: str) -> dict[str, Any]:
+    """Trains on a layout's ranks over a backend."""
+    ranks = run_on_ranks(
+        *(layout.ranks, losses_of_layout, layout),
+        seconds=SECONDS,
+        before_init=partial(share_device, connections=connections),
+        backend=over,
+    )
+    found: dict[str, Any] = {
+        name: compared(losses, expected[name.split(",")[0]], name.split(",")[0]) for name, losses in ranks[0].items()
+    }
+    failures = [f"{name}: {result['failure']}" for name, result in found.items() if "failure" in result]
+    return {**found, **({"failure": "; ".join(failures)} if failures else {})}
+
+
+def losses_of_plain_torch() -> Losses:
+    start_hosts()
+    return {precision: expected_losses(precision) for precision in PRECISIONS}
+
+
+def losses_of_layout(layout: Layout) -> Losses:
+    """Trains on this rank. All ranks return the same."""
+    start_hosts()
+    found = {}
+    for precision, stage in TRAININGS:
+        dtype, _ = PRECISIONS[precision]
+        training = Layered(size(), "full", device(), stage, layout.pipeline_ranks, dtype)
+        found[f"{precision}, ZeRO-{stage}"] = losses_of(training)
+        del training
+        free_memory()
+        dist.barrier()
+    return found

@@ -1,0 +1,136 @@
+"""Runs parts, each in its own processes, and keeps what they found in a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_day import Part
+from benchmarks.record import ROOT
+from testing.launching import ON_CPU
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+SUMMARY = "summary.json"
+TAIL = 4000
+"""Characters of a failed part's output that are kept."""
+
+Report = dict[str, Any]
+"""A part's file: ``part``, ``status``, ``reason``, ``seconds``, ``dry_run``, ``machine``, ``results`` by name and,
+unless it passed, ``output``, its end."""
+
+
+def run_parts(
+    parts: Sequence[Part], out: Path, seconds: float | None = None, dry_run: bool = False, only: str | None = None
+) -> list[Report]:
+    """Runs every part that has not passed yet. Returns all reports that there are.
+
+    Args:
+        parts: in running order.
+        out: folder of the reports, one file per part, and of their summary.
+        seconds: budget for all parts. A part whose limit does not fit into what is left is not started.
+        dry_run: whether to run on the CPU.
+        only: name of the part to run; None for all.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = float("inf") if seconds is None else time.monotonic() + seconds
+    reports = []
+    for part in parts:
+        report = kept(part, out)
+        left = deadline - time.monotonic()
+        if only not in (None, part.name):
+            if not report:
+                continue
+        elif report.get("status") == PASSED and report["dry_run"] == dry_run:
+            print(f"{part.name}: passed before", file=sys.stderr)
+        elif part.seconds > left:
+            reason = f"takes up to {part.seconds} s, and {max(left, 0):.0f} s are left"
+            report = report or {"part": part.name, "status": NOT_RUN, "reason": reason, "results": {}}
+        else:
+            print(f"{part.name}: at most {part.seconds} s", file=sys.stderr)
+            report = run_part(part, out, dry_run)
+        reports.append(report)
+        write(out / SUMMARY, {"parts": reports})
+    return reports
+
+
+def kept(part: Part, out: Path) -> Report:
+    """Returns the report of an earlier run; empty if there is none."""
+    path = out / f"{part.name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: Path, content: Any) -> None:
+    """Writes JSON atomically, because the process may be stopped at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+def run_part(part: Part, out: Path, dry_run: bool) -> Report:
+    """Runs a part in its own process group, of which nothing is left afterwards."""
+    path = out / f"{part.name}.json"
+    path.unlink(missing_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu_day", part.module, str(out.absolute())],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **(ON_CPU if dry_run else {}), "PYTHONUNBUFFERED": "1"},
+            preexec_fn=os.setpgrp,
+        )
+        try:
+            ended = f"exit status {process.wait(part.seconds)}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {part.seconds} s"
+        finally:
+            _end_group(process)
+        output.seek(0)
+        written = output.read()
+    found = kept(part, out)
+    results = found.get("results", {})
+    status, reason = verdict(results, ended)
+    report = {
+        **{"part": part.name, "status": status, "reason": reason, "seconds": round(time.monotonic() - started, 1)},
+        **{"dry_run": dry_run, "machine": found.get("machine"), "results": results},
+        **({} if status == PASSED else {"output": written[-TAIL:]}),
+    }
+    write(path, report)
+    return report
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def verdict(results: dict[str, dict[str, Any]], ended: str) -> tuple[str, str]:
+    """Returns a part's status and the reason, by what it found and how its process ended."""
+    reasons = {
+        status: [f"{name}: {found[key]}" for name, found in results.items() if key in found]
+        for status, key in ((FAILED, "failure"), (NOT_RUN, "not run"))
+    }
+    if ended != "exit status 0":
+        reasons[FAILED].append(ended)
+    status = next((status for status, found in reasons.items() if found), PASSED)
+    return status, "; ".join(reasons.get(status, []))
+
+
+def as_table(reports: Sequence[Report]) -> str:
+    """Parts in columns, each with what went wrong or could not run."""
+    rows = [("part", "status", "seconds", "results", "reason")]
+    for report in reports:
+        seconds = f"{report['seconds']:.0f}" if "seconds" in report else ""
+        rows.append((report["part"], report["status"], seconds, str(len(report["results"])), report["reason"]))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
