@@ -51,15 +51,18 @@ class GradientReduction:
         self._prepare_accumulation()
 
     def _prepare_accumulation(self) -> None:
-        """Lets gradients accumulate in another dtype than the parameters': an attribute tells autograd of torch 2.13
-        to, earlier releases need a hook."""
+        """Lets gradients accumulate in another dtype than the parameters'.
+
+        In torch 2.13, autograd adds to whatever ``grad`` holds if ``grad_dtype`` is None. If that named the dtype,
+        autograd would first cast each gradient to it. Earlier releases need a hook.
+        """
         self._hooked: dict[torch.Tensor, torch.Tensor] = {}
         if self._dtype == self._storage.flat.dtype:
             return
         for entry in self._storage.parameters:
             if entry.parameter.requires_grad:
                 if ACCUMULATES_IN_OTHER_DTYPES:
-                    entry.parameter.grad_dtype = self._dtype
+                    entry.parameter.grad_dtype = None
                 else:
                     entry.parameter.register_post_accumulate_grad_hook(self._accumulate)
 

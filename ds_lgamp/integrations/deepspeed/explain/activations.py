@@ -167,8 +167,8 @@ def _fake_weight(
     vars(parameter).update(vars(tensor))
     if tensor.requires_grad:
         if ACCUMULATES_IN_OTHER_DTYPES and cast != gradient_type:
-            # Autograd then casts each gradient to this type before it adds it.
-            parameter.grad_dtype = cast = gradient_type
+            # As the partition does: autograd adds to a gradient of any type.
+            parameter.grad_dtype, cast = None, gradient_type
         parameter.grad = torch.zeros_like(values, dtype=cast)
     return parameter
 

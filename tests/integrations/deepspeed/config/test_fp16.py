@@ -118,7 +118,7 @@ def train_on_one_process(case):
                 each = loss_of(layers, step, MICRO_BATCHES * rank + index)
                 root = torch.tensor(case.scale / MICRO_BATCHES)
                 for mine, gradient in zip(own, torch.autograd.grad(each, parameters.values(), root)):
-                    mine.add_(gradient.to(accumulation))
+                    mine.add_(gradient)
                 loss += each.item() / MICRO_BATCHES / case.data_ranks
             for total, mine in zip(sums, own):
                 # A sum soon exceeds fp16's range, so its terms are divided first.

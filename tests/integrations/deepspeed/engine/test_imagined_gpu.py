@@ -171,8 +171,6 @@ def expected_launches(case, rank, bare):
                 + Counter(clone=copied, addmm=copied * (LAYERS // case.chunks - 1))
                 # The gradient of the mean loss.
                 + Counter(ones_like=chunk == last, mul=chunk == last)
-                # Gradients accumulate in fp32, weight and bias of every layer.
-                + Counter(_to_copy=case.half * 2 * LAYERS // case.chunks)
                 + Counter({"zeros_like" if case.stage else "zero_": micro_batch % group == 0})
             )
         reductions = MICRO_BATCHES // group
