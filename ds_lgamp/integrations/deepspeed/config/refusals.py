@@ -185,6 +185,11 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
+        if type(parameter.data) is not torch.Tensor:
+            return (
+                f"parameter {name} is a {type(parameter.data).__name__}, but units hold plain tensors; build its layer "
+                "without fp8_model_init, quantization or DTensor"
+            )
     changed = changed_layer(module)
     if changed is not None:
         return (
