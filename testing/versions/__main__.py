@@ -1,5 +1,5 @@
-"""Makes an environment for every combination of versions and runs the default tests in each. Prints a table and writes a
-record. Exits with 1 if a test fails.
+"""Makes an environment for every combination of versions and runs the default tests in each. Prints a table and writes
+a record. Exits with 1 if a test fails.
 
 Words after ``--`` go to pytest: ``python -m testing.versions --pythons 3.12 --torch 2.11 -- tests/schedule``.
 """

@@ -66,7 +66,7 @@ def requirements_of_tests() -> list[str]:
 
 
 def interpreter(version: str, uv: str) -> str:
-    """Returns the path of Python ``version``, as the search path, pyenv or uv know it. Raises SystemExit if none does."""
+    """Returns the path of Python ``version``, from the search path, pyenv or uv. Raises SystemExit if none has it."""
     for command in (
         [f"python{version}", "-c", _WHERE],
         ["pyenv", "prefix", version],

@@ -76,7 +76,7 @@ def markdown(runs: Iterable[TestRun]) -> str:
 
 def _result(run: TestRun) -> str:
     parts = [f"{run.passed} passed"]
-    parts += [f"of these, {len(run.passed_alone)} when run once more"] if run.passed_alone else []
+    parts += [f"{len(run.passed_alone)} of them when run once more"] if run.passed_alone else []
     parts += [f"**{len(run.failed)} failed**: {', '.join(run.failed)}"] if run.failed else []
     return "; ".join(parts)
 
