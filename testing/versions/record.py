@@ -60,13 +60,10 @@ def add(run: TestRun, path: Path = RECORDED) -> None:
 def page_block(path: Path = RECORDED) -> str:
     """Returns the part of docs/compatibility.md about versions: a row for every run, and what was not run."""
     runs = read(path)
-    missing = [
-        f"{python} with {torch}"
-        for python in PYTHONS
-        for torch in TORCHES
-        if not any(_short(run.python) == python and _short(run.torch) == torch for run in runs)
-    ]
-    return f"{markdown(runs)}\n\nNot run (Python with torch): {', '.join(missing) or 'none'}."
+    ran = {(_short(run.python), _short(run.torch)) for run in runs if run.tests == DEFAULT_SET}
+    missing = {torch: [python for python in PYTHONS if (python, torch) not in ran] for torch in TORCHES}
+    listed = "; ".join(f"torch {torch} with {', '.join(pythons)}" for torch, pythons in missing.items() if pythons)
+    return f"{markdown(runs)}\n\nThe default set was not run with these versions of Python: {listed or 'none'}."
 
 
 def markdown(runs: Iterable[TestRun]) -> str:

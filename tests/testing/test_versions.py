@@ -8,7 +8,7 @@ import pytest
 
 from testing.versions.__main__ import outcomes, parse
 from testing.versions.environments import interpreter, requirements_of_tests
-from testing.versions.record import PYTHONS, TORCHES, TestRun, add, page_block, read
+from testing.versions.record import TORCHES, TestRun, add, page_block, read
 
 RUN = TestRun("3.12.1", "2.9.1+cpu", "0.19.8", "0.16.1", "default set", 7, 1, [], [], 3.0, "2030-01-01", "abc")
 
@@ -88,5 +88,9 @@ def test_the_page_shows_failures_and_what_was_not_run(tmp_path):
     add(replace(RUN, failed=["a.fails"], passed_alone=["a.slow"]), path)
     *rows, _, rest = page_block(path).splitlines()
     assert "7 passed; 1 of them when run once more; **1 failed**: a.fails" in rows[-1]
-    assert "3.12 with 2.8" in rest and "3.12 with 2.9" not in rest
-    assert rest.count(" with ") == len(PYTHONS) * len(TORCHES)  # One fewer, and one in the sentence itself.
+    assert "torch 2.9 with 3.10, 3.11, 3.13; torch 2.10 with 3.10, 3.11, 3.12, 3.13" in rest
+
+
+def test_a_part_of_the_tests_is_no_run_of_the_default_set(tmp_path):
+    add(replace(RUN, tests="tests/cost"), tmp_path / "record.json")
+    assert "torch 2.9 with 3.10, 3.11, 3.12, 3.13" in page_block(tmp_path / "record.json")
