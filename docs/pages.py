@@ -9,6 +9,7 @@ from docs.blocks import with_block
 from docs.versions import versions_table
 from testing import ROOT
 from testing.public.outcome import page_block
+from testing.versions.record import page_block as versions_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
@@ -42,7 +43,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "saving": tables.saving,
         "gpu": tables.gpu,
     },
-    "docs/compatibility.md": {"public": page_block},
+    "docs/compatibility.md": {"public": page_block, "versions": versions_block},
     "docs/configuration.md": {"block": reference.block_table, "keys": reference.keys_table},
     "docs/megatron.md": {"megatron": tables.megatron},
     "docs/performance.md": {"overhead": tables.overhead},

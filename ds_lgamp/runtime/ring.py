@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from ds_lgamp.runtime.links import RESET, Endpoint, Links
 
 _KINDS = ("activations", "gradients")
 _HEADER_TAG = len(_KINDS)
+MAX_BLOCKS = 4
+"""How many thread blocks NCCL may use for a link. A receive that waits keeps as many multiprocessors from computing.
+The number was never tried on a GPU."""
 
 Edge = tuple[int, int]
 """Two neighbours of a ring, by global rank: the sender and the receiver of activations."""
@@ -104,9 +108,23 @@ def _group_of_pair(edges: Sequence[Edge], device: torch.device) -> dist.ProcessG
     assert world is not None, "torch.distributed is initialised"
     timeout = _timeout(world, device)
     if world.bound_device_id is not None:
-        return dist.split_group(split_ranks=[sorted(edge) for edge in edges], timeout=timeout)
-    groups = {edge: dist.new_group(list(edge), timeout=timeout) for edge in edges}
+        ranks = [sorted(edge) for edge in edges]
+        return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=link_options(timeout))
+    # Each group gets options of its own, because torch writes the group's name into them.
+    groups = {edge: dist.new_group(list(edge), timeout=timeout, pg_options=link_options(timeout)) for edge in edges}
     return next((group for edge, group in groups.items() if dist.get_rank() in edge), None)
+
+
+def link_options(timeout: timedelta | None) -> Any:
+    """Returns NCCL's options for a link; None on other backends, or if this torch offers none."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if dist.get_backend() != "nccl" or nccl is None:
+        return None
+    options = nccl.Options()
+    options.config.max_ctas = MAX_BLOCKS
+    if timeout is not None:
+        options._timeout = timeout  # torch warns if it differs from the group's.
+    return options
 
 
 def _timeout(world: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -3,14 +3,16 @@
 from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.runtime import ring
-from ds_lgamp.runtime.ring import edge_colours, ring_links
+from ds_lgamp.runtime.ring import MAX_BLOCKS, edge_colours, link_options, ring_links
 
 TIMEOUT = timedelta(seconds=77)
 
@@ -26,6 +28,7 @@ class StandIn:
     def __init__(self, rank: int, splits: bool) -> None:
         self.calls: Counter[str] = Counter()
         self.timeouts = set()
+        self.options: list[Any] = []
         self.messages: list[tuple[str, int, tuple[int, ...]]] = []
         self.rank = rank
         backend = SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT))
@@ -41,14 +44,22 @@ class StandIn:
     def get_backend(self):
         return "nccl"
 
-    def split_group(self, split_ranks, timeout):
+    class ProcessGroupNCCL:
+        """Has the options of torch's class, which builds without CUDA lack."""
+
+        def Options():
+            return SimpleNamespace(config=SimpleNamespace(max_ctas=None), _timeout=timedelta(minutes=10))
+
+    def split_group(self, split_ranks, timeout, pg_options):
         self.calls["split_group"] += 1
-        self.timeouts.add(timeout)
+        self.timeouts |= {timeout, pg_options._timeout}
+        self.options.append(pg_options)
         return next((tuple(ranks) for ranks in split_ranks if self.rank in ranks), None)
 
-    def new_group(self, ranks, timeout):
+    def new_group(self, ranks, timeout, pg_options):
         self.calls["new_group"] += 1
-        self.timeouts.add(timeout)
+        self.timeouts |= {timeout, pg_options._timeout}
+        self.options.append(pg_options)
         return tuple(sorted(ranks)) if self.rank in ranks else None
 
     def send(self, message, peer, group):
@@ -89,6 +100,34 @@ def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
     assert stand_in.calls == {"new_group": 2 * 64 * 64}
     assert {group for _, _, group in stand_in.messages} == {(0, 64), (64, 128)}
     assert stand_in.timeouts == {TIMEOUT}
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_every_communicator_of_a_link_takes_few_multiprocessors(monkeypatch, splits):
+    """Torch writes the name of a group into its options, so no two groups may share them."""
+    stand_in = StandIn(0, splits)
+    monkeypatch.setattr(ring, "dist", stand_in)
+    ring_links(grid(4, 2), torch.device("cpu"))
+    assert {options.config.max_ctas for options in stand_in.options} == {MAX_BLOCKS}
+    assert len({id(options) for options in stand_in.options}) == stand_in.calls.total()
+
+
+def test_torchs_own_options_take_what_a_link_asks_for(monkeypatch):
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        pytest.skip("this torch was built without NCCL")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert link_options(None).config.max_ctas == MAX_BLOCKS
+    assert link_options(TIMEOUT)._timeout == TIMEOUT
+
+
+@pytest.mark.parametrize(("backend", "lacking"), [("gloo", False), ("simnccl", False), ("nccl", True)])
+def test_links_have_no_options_without_nccl(monkeypatch, backend, lacking):
+    stand_in = StandIn(0, splits=False)
+    stand_in.get_backend = lambda: backend
+    if lacking:
+        stand_in.ProcessGroupNCCL = None
+    monkeypatch.setattr(ring, "dist", stand_in)
+    assert link_options(TIMEOUT) is None
 
 
 def test_connections_open_in_the_direction_of_their_messages(monkeypatch):

@@ -1,6 +1,7 @@
 """Checks the keys of ds_config.json beside an enabled ``ds_lgamp`` block, before anything is built from them."""
 
 import math
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ _TYPO = 0.8
 ones are the user's own keys."""
 _SIMILAR = 0.6
 """The same inside a section, where users have no keys of their own."""
+_EIGHT_AND_FOUR_BITS = re.compile("fp(8|4)|float(8|4)", re.IGNORECASE)
+"""Names that ask for a precision which no key of DeepSpeed switches on."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -100,6 +103,7 @@ def _settings(
         member_path = f"{path}.{member}" if path else _ALIASES.get(member, str(member))
         if member not in known:
             if rest is None:
+                _refuse_low_precision(member_name, value)
                 _refuse_typo(str(member), member_name, known, is_top=not path)
             elif value is not None:
                 yield rest
@@ -166,6 +170,16 @@ def _refuse_typo(key: str, name: str, known: set[str], is_top: bool) -> None:
         raise ConfigError(f"{name} is no known key; did you mean {nearest[0]}? {ending}")
     if not is_top:
         raise ConfigError(f"{name} is no known key; remove it")
+
+
+def _refuse_low_precision(name: str, value: Any) -> None:
+    """Raises ConfigError for a key that is on and asks for 8 or 4 bits. DeepSpeed ignores it, and trains with more."""
+    is_on = value.get("enabled") is not False if isinstance(value, dict) else value not in (None, False)
+    if is_on and _EIGHT_AND_FOUR_BITS.search(name):
+        raise ConfigError(
+            f"{name} is {_short(value)}, but DeepSpeed has no such key and would train in bf16, fp16 or fp32; remove "
+            "it, or rename it if it is a key of your own"
+        )
 
 
 def _refuse_auto(value: Any, name: str, path: str) -> None:

@@ -18,6 +18,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
+from ds_lgamp.integrations.deepspeed.model.deferred_init import DeferredParameter
 from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
@@ -201,6 +202,11 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
+        if not isinstance(parameter, DeferredParameter) and type(parameter.data) is not torch.Tensor:
+            return (
+                f"parameter {name} is a {type(parameter.data).__name__}, but units hold plain tensors; build its layer "
+                "without fp8_model_init, quantization or DTensor"
+            )
     changed = changed_layer(module)
     if changed is not None:
         return (

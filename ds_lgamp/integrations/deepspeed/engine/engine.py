@@ -30,6 +30,7 @@ from ds_lgamp.integrations.deepspeed.engine.seeding import layer_seeding
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
+from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
@@ -77,6 +78,7 @@ class LgampEngine(PipelineEngine):
             self._deferred = None
         if settings.recompute == "selective":
             switch_on(module)
+        refuse_delayed_scaling(module)
         self._lgamp_initialising = False
         self._prepare_training()
         finish_at_the_end(self)

@@ -52,6 +52,8 @@ _REFUSED = {
     "multi_latent_attention": (False, "layers have plain self-attention"),
     "pipeline_model_parallel_size": (1, "DeepSpeed's PipelineModule places the layers"),
     "context_parallel_size": (1, "every rank sees the whole sequence"),
+    "fp8": (None, "layers do not enter Transformer Engine's autocast and would compute in params_dtype"),
+    "fp4": (None, "layers do not enter Transformer Engine's autocast and would compute in params_dtype"),
 }
 _REFUSED_LOCALLY = {
     "window_size": (None, "PyTorch's attention has no window"),

@@ -140,6 +140,7 @@ _MODEL = (
     *_flags("attention_softmax_in_fp32 fp16_lm_cross_entropy enable_experimental spec", OUTSIDE),
     Flag("fp8", REFUSED, option="--fp8-format", note=_ENGINE),
     Flag("fp4", REFUSED, option="--fp4-format", note=_ENGINE),
+    Flag("fp4_param", REFUSED, option="--fp4-param-gather", note=_ENGINE),
     *_flags("te_precision_config_file", REFUSED, _ENGINE),
     *_flags("hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern", OUTSIDE),
     *_flags("use_legacy_models", REFUSED, "legacy models have no chunks; remove it"),

@@ -179,6 +179,19 @@ class Shared(nn.Module):
         return inputs @ self.weight
 
 
+class Float8Tensor(torch.Tensor):
+    """Stands in for a weight inside Transformer Engine's fp8_model_init, which is no plain tensor."""
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6).as_subclass(Float8Tensor))
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
 class WithStray(PipelineModule):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -219,6 +232,10 @@ MODULES = {
         "deepspeed.initialize got a DualPipeVModule",
     ),
     "layers that share a tensor": (lambda: pipeline([LayerSpec(Shared)] * 4), "are the same tensor; layers that share"),
+    "quantized parameters": (
+        lambda: pipeline([LayerSpec(Quantized)] * 4),
+        "weight is a Float8Tensor, but units hold plain tensors; build its layer without fp8_model_init",
+    ),
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
     "parameters of half precision": (lambda: pipeline().bfloat16(), "bf16.enabled is false; set it or remove the cast"),
     "a module that has an engine": (used_module, "the PipelineModule has an engine already; build a new one"),

@@ -192,6 +192,16 @@ def test_a_key_that_resembles_none_is_no_typo():
     assert refusal({"optimizer": {"comment": 1}}) == "optimizer.comment is no known key; remove it"
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp4", "nvfp4", "fp8_format", "Float8", "zero_optimization.fp8"])
+def test_eight_and_four_bits_are_refused_unless_they_are_off(name):
+    for value in (True, "hybrid", {}, {"enabled": True}):
+        message = refusal(nested(name, value))
+        assert message.startswith(f"{name} is {value!r}, but DeepSpeed has no such key") and "remove it" in message
+    for value in (None, False, {"enabled": False}):
+        if "." not in name:
+            assert check_keys(nested(name, value)) == []
+
+
 def test_the_users_own_keys_pass():
     assert check_keys({"experiment": {"overlap_com": "auto"}, "ds_lgamp": {"shedule": 1}}) == []
 

@@ -33,6 +33,8 @@ def block():
         ({"gated_linear_unit": True, "tensor_model_parallel_size": 2}, "gated_linear_unit is True and tensor_model_"),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2, but DeepSpeed's PipelineModule"),
         ({"context_parallel_size": 2}, "context_parallel_size is 2, but every rank sees the whole sequence"),
+        ({"fp8": "hybrid"}, "fp8 is 'hybrid', but layers do not enter .*; set it to None"),
+        ({"fp4": "e2m1"}, "fp4 is 'e2m1', but layers do not enter .*; set it to None"),
         ({"window_size": (4, 0)}, r"window_size is \(4, 0\), but PyTorch's attention has no window"),
         ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one', but PyTorch's attention has one softmax"),
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma is True, but PyTorch's norms"),

@@ -1,0 +1,1 @@
+"""Runs the tests with other versions of Python, torch and DeepSpeed."""
