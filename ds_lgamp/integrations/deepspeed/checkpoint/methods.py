@@ -1,4 +1,4 @@
-"""The engine's ``save_checkpoint`` and ``load_checkpoint``, with the signatures of DeepSpeed's."""
+"""The engine's methods for checkpoints. Those that DeepSpeed has too keep their signatures."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,3 +64,8 @@ def load_checkpoint(
         progress=not load_module_only,
     )
     return str(folder), load(engine, folder, parts)
+
+
+def wait_for_checkpoint(engine: Engine) -> None:
+    """Waits until the last save is on the disk. Collective; raises CheckpointError on every rank if it failed."""
+    engine.saver.wait()

@@ -7,6 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from pydantic import ValidationError
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
@@ -202,7 +203,7 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
-        if not isinstance(parameter, DeferredParameter) and type(parameter.data) is not torch.Tensor:
+        if not isinstance(parameter, DeferredParameter) and type(parameter.data) not in (torch.Tensor, FakeTensor):
             return (
                 f"parameter {name} is a {type(parameter.data).__name__}, but units hold plain tensors; build its layer "
                 "without fp8_model_init, quantization or DTensor"

@@ -1,6 +1,6 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
-from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -20,8 +19,9 @@ from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, in
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader, OwnData
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.executor import build_executor
+from ds_lgamp.integrations.deepspeed.engine.first_messages import no_first_messages
 from ds_lgamp.integrations.deepspeed.engine.instructions import INSTRUCTIONS, ProgramSchedule
-from ds_lgamp.integrations.deepspeed.engine.losses import Losses, add_losses, receive_losses, scaled_mean_gradient
+from ds_lgamp.integrations.deepspeed.engine.losses import Losses, add_losses, receive_loss, scaled_mean_gradient
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.engine.partition import partition_parameters
@@ -35,7 +35,6 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
-from ds_lgamp.integrations.replacing import replace_attribute
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.runtime.reproducible import laid_out
@@ -67,10 +66,7 @@ class LgampEngine(PipelineEngine):
         self._schedule(self.program_spec, module.stage_id)
         place_with_groups(module, layout, arguments)
         self._deferred = DeferredLayers(module, self._prepare_layers) if is_deferred(module) else None
-        with ExitStack() as undo:
-            # Stock's first messages would make NCCL keep communicators that programs do not use.
-            for name in ("send", "recv"):
-                replace_attribute(p2p, name, _no_message, undo)
+        with no_first_messages():
             super().__init__(**arguments)
         if self._deferred is not None:
             # Not before: DeepSpeed counts parameters, and those of shards count nothing.
@@ -257,19 +253,12 @@ class LgampEngine(PipelineEngine):
         if self.executor.losses:
             self.total_loss = torch.stack(self.executor.losses).sum(0)
         with torch.no_grad():
-            self._batch_loss = super()._aggregate_total_loss() if self.is_last_stage() else self._received_loss()
+            self._batch_loss = super()._aggregate_total_loss() if self.is_last_stage() else receive_loss(self)
         with self._stopwatch.time("reduce"):
             self._partition.finish_gradients()
         with self._stopwatch.time("step"):
             self._exec_optimizer_step()
             self._partition.after_update()
-
-    def _received_loss(self) -> torch.Tensor:
-        names, group = self.module.get_additional_losses(), self.grid.get_pipe_parallel_group()
-        self.dp_group_loss, loss, additional = receive_losses(names, self._loss_stage_global_rank(), group, self.device)
-        if additional is not None:
-            self.agg_additional_losses = additional
-        return loss
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """The loss of the batch, which the step has averaged."""
@@ -278,14 +267,11 @@ class LgampEngine(PipelineEngine):
     # Checkpoints
 
     save_checkpoint, load_checkpoint = methods.save_checkpoint, methods.load_checkpoint
+    wait_for_checkpoint = methods.wait_for_checkpoint
 
     def refuse_inside_block(self, call: str) -> None:
         """Raises ConfigError inside a block of ``deepspeed.zero.GatheredParameters``, where ``call`` makes no sense."""
         self._tensor_access.refuse_inside_block(call)
-
-    def wait_for_checkpoint(self) -> None:
-        """Waits until the last save is on the disk. Collective; raises CheckpointError on every rank if it failed."""
-        self.saver.wait()
 
     # The end
 
@@ -302,7 +288,3 @@ class LgampEngine(PipelineEngine):
                 self.saver.wait()
         finally:
             super().destroy()
-
-
-def _no_message(*_: Any) -> None:
-    """Takes the place of stock's sends and receives."""

@@ -1,7 +1,7 @@
 """Losses of a batch: sums over micro-batches, and the averages that the rank of the loss sends to others."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,20 +30,17 @@ def add_losses(totals: Losses | None, reported: Losses | None) -> Losses | None:
     return OrderedDict((name, before.get(name, 0) + value.detach()) for name, value in reported.items())
 
 
-def receive_losses(
-    additional: Iterable[str] | None, source: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[Tensor, Tensor, Losses | None]:
-    """Receives what the rank of the loss broadcasts: the loss of its data-parallel rank, the average over all, and the
-    averages of ``additional`` losses by name.
+def receive_loss(engine: Any) -> Tensor:
+    """Receives what the rank of the loss broadcasts to its pipeline, and returns the loss averaged over all ranks.
 
-    Stock DeepSpeed receives the same, but lets the host wait for the device.
-
-    Args:
-        source: the global rank that computes the loss.
-        group: the ranks of this pipeline.
+    As stock does, it also sets the loss of the data-parallel rank and the averages of additional losses by name, but
+    the host does not wait for the device.
     """
+    additional = engine.module.get_additional_losses()
     names = None if additional is None else list(additional)
-    received = torch.zeros(2 + len(names or ()), device=device)
-    dist.broadcast(received, src=source, group=group)
-    of_data_rank, average, *others = (member.clone() for member in received)
-    return of_data_rank, average, None if names is None else OrderedDict(zip(names, others))
+    received = torch.zeros(2 + len(names or ()), device=engine.device)
+    dist.broadcast(received, src=engine._loss_stage_global_rank(), group=engine.grid.get_pipe_parallel_group())
+    engine.dp_group_loss, average, *others = (member.clone() for member in received)
+    if names is not None:
+        engine.agg_additional_losses = OrderedDict(zip(names, others))
+    return average
