@@ -107,8 +107,9 @@ def _run_streams_in_order() -> None:
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()
     cuda.stream = lambda stream: nullcontext()
-    # Builds with CUDA would ask a driver.
+    # Builds with CUDA would ask a driver, through either of these.
     cuda.is_current_stream_capturing = lambda: False
+    torch.accelerator.current_stream = lambda *arguments: SimpleNamespace(is_capturing=lambda: False)
 
 
 def _share_random_state() -> None:
