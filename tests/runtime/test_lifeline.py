@@ -233,13 +233,16 @@ def wakes_of_its_thread():
     """Returns how often the thread woke while the ranks communicated."""
     lifeline.start()
     dist.barrier()
-    time.sleep(0.5)
     status = Path(f"/proc/self/task/{lifeline._current._thread.native_id}/status")
 
     def wakes():
         return [int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line]
 
-    before = wakes()
+    before = None
+    while before != (now := wakes()):
+        # The other rank may still be joining.
+        before = now
+        time.sleep(0.5)
     for _ in range(100):
         dist.all_reduce(torch.ones(8))
     after = wakes()
