@@ -4,6 +4,7 @@ import ast
 import inspect
 import random
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -237,11 +238,25 @@ class Without(ast.NodeTransformer):
 
 def remove(wait: Wait, rank: int) -> None:
     """Gives the functions of the module the code that they would have without the wait."""
+    if "headers" in wait.text:
+        send_headers_late()
     module = sys.modules[wait.module]
     changed = Without(wait).visit(ast.parse(inspect.getsource(module)))
     mutant: dict = {"__name__": wait.module}
     exec(compile(changed, module.__file__, "exec"), mutant)
     replace_code(vars(module), mutant)
+
+
+def send_headers_late() -> None:
+    """Hosts exchange headers on gloo. A header has often arrived when it is read, even where nobody waited for it."""
+    send = links._send
+
+    def send_late(message, endpoint):
+        if message.dtype is torch.int64 and message.numel() == links._HEADER_ELEMENTS:
+            time.sleep(0.3)
+        return send(message, endpoint)
+
+    links._send = send_late
 
 
 def replace_code(names, mutants) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from testing import ROOT, SCRIPTS
 from tests.integrations.deepspeed.config.bad_input import merged
+from tests.slow import slow_except
 
 EXAMPLE = SCRIPTS / "public_example.py"
 
@@ -49,7 +50,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("case", COMMANDS)
+DEFAULT = ("no such script", "two blocks", "stages that do not divide the ranks")
+"""Cases that are not slow."""
+
+
+@pytest.mark.parametrize("case", slow_except(DEFAULT, COMMANDS))
 def test_the_command_line_ends_with_a_sentence_and_no_traceback(case, tmp_path):
     words, config, expected = COMMANDS[case]
     if config is not None:

@@ -134,6 +134,7 @@ def test_a_failing_rank_ends_the_job_and_is_named(command, script, trouble, evid
     assert time.time() - trouble_began < 15, "the job does not end"
 
 
+@pytest.mark.slow
 def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     config = {**LAYERED, "ds_lgamp": {"resident_chunk": 2}}
     completed = launch(torchrun("-m", "ds_lgamp", "run"), folder, config)
@@ -142,9 +143,8 @@ def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     assert "ConfigError" not in completed.stderr, "the error has a traceback"
 
 
-@pytest.mark.parametrize(
-    "how", [["-m", "ds_lgamp", "run"], pytest.param([], marks=pytest.mark.slow)], ids=["run", "installed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["-m", "ds_lgamp", "run"], []], ids=["run", "installed"])
 def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
     """Without ds_lgamp, the processes of such a script abort."""
     completed = start([*torchrun(*how), str(SCRIPTS / "ends_at_once.py"), *([] if how else ["--install"])])
