@@ -166,7 +166,7 @@ def train(
 
 def read(unread: dict[int, torch.Tensor]) -> dict[int, float]:
     """Returns the losses by iteration, in one copy to the host, and empties ``unread``."""
-    values = torch.stack(list(unread.values())).tolist() if unread else []
+    values = torch.stack(list(unread.values())).flatten().tolist() if unread else []
     losses = dict(zip(unread, values))
     unread.clear()
     return losses
@@ -176,7 +176,7 @@ def evaluate(engine: deepspeed.PipelineEngine, dataset: GPTDataset, iterations: 
     """Returns the mean loss over the first batches of a dataset. The batches are the same every time."""
     batches = micro_batches(engine, dataset)
     losses = [engine.eval_batch(data_iter=batches) for _ in range(iterations)]
-    return sum(torch.stack(losses).tolist()) / iterations
+    return torch.stack(losses).mean().item()
 
 
 def plot_losses(losses: dict[str, dict[int, float]], path: str) -> None:
