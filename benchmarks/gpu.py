@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import LARGE, PEAK_FLOPS, SIZES, TINY, GptSize
-from benchmarks.record import OURS, Record, begin, finish
+from benchmarks.record import OURS, Record, begin, finish, write_json
 from testing.ranks import run_on_ranks
 
 NAME = "gpu"
@@ -106,24 +106,17 @@ def _measure_on_device(
             before = get_accelerator().memory_allocated()
             training = contender.build(size, kind, torch.device(get_accelerator().current_device_name()))
             runs[kind] = _measure_run(training, before)
-            _keep(runs, results)
+            write_json(results, runs)
             if trace is not None and kind == recompute[0]:
                 write_trace(training, trace)
         except Exception as error:
             traceback.print_exc()
             message = str(error).strip().splitlines() or [""]
             runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
-            _keep(runs, results)
+            write_json(results, runs)
         # By now the exception above no longer holds the frames of the failed engine.
         training = None
         free_memory()
-
-
-def _keep(runs: Runs, path: Path) -> None:
-    """Writes ``runs`` atomically, because the process may be stopped at any time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(runs))
-    partial.replace(path)
 
 
 def _measure_run(training: Training, memory_before: int) -> dict[str, Any]:

@@ -164,3 +164,10 @@ def _output_of(*command: str) -> str:
 def load() -> float:
     """The load average of the last minute."""
     return round(os.getloadavg()[0], 2)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON atomically, because the process may be stopped at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)

@@ -4,12 +4,11 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_day.runner import write
-from benchmarks.record import machine
+from benchmarks.record import machine, write_json
 
 module, out = sys.argv[1], Path(sys.argv[2])
 results: dict[str, dict] = {}
 report = {"part": module.rpartition(".")[2], "status": "running", "machine": machine(), "results": results}
 for name, found in importlib.import_module(module).run(out):
     results[name] = found
-    write(out / f"{report['part']}.json", report)
+    write_json(out / f"{report['part']}.json", report)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day import Part
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, write_json
 from testing.launching import ON_CPU
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -55,7 +55,7 @@ def run_parts(
             print(f"{part.name}: at most {part.seconds} s", file=sys.stderr)
             report = run_part(part, out, dry_run)
         reports.append(report)
-        write(out / SUMMARY, {"parts": reports})
+        write_json(out / SUMMARY, {"parts": reports})
     return reports
 
 
@@ -63,13 +63,6 @@ def kept(part: Part, out: Path) -> Report:
     """Returns the report of an earlier run; empty if there is none."""
     path = out / f"{part.name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def write(path: Path, content: Any) -> None:
-    """Writes JSON atomically, because the process may be stopped at any time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
 
 
 def run_part(part: Part, out: Path, dry_run: bool) -> Report:
@@ -102,7 +95,7 @@ def run_part(part: Part, out: Path, dry_run: bool) -> Report:
         **{"dry_run": dry_run, "machine": found.get("machine"), "results": results},
         **({} if status == PASSED else {"output": written[-TAIL:]}),
     }
-    write(path, report)
+    write_json(path, report)
     return report
 
 

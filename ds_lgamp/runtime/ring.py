@@ -131,9 +131,10 @@ def _timeout(world: dist.ProcessGroup, device: torch.device) -> timedelta | None
     """Returns the timeout of the default group, because torch would give new groups its own default. None if the group
     has no options."""
     try:
-        return world._get_backend(device).options._timeout
+        options = world._get_backend(device).options
     except RuntimeError:
         return None
+    return None if options is None else options._timeout
 
 
 def _open_communicator(group: dist.ProcessGroup, link: Edge, device: torch.device) -> None:
