@@ -25,6 +25,9 @@ class LgampConfig(BaseModel):
 
     enabled: bool = True
     """false leaves stock DeepSpeed untouched, as if there were no block."""
+    pipeline_ranks: PositiveInt | None = None
+    """Into how many pipeline ranks a model of transformers or an nn.Sequential is split; default 1. A PipelineModule
+    has its num_stages instead."""
     schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe"] = "layered"
     """The order in which a rank computes."""
     placement: Literal["modular", "contiguous"] | None = None

@@ -18,10 +18,16 @@ FLOORS = (
     ("partition", "runtime"),
     ("checkpoint",),
     ("integrations.ending", "integrations.replacing", "integrations.seams", "integrations.user_script"),
-    ("integrations.megatron.layers", "integrations.megatron.loop", "integrations.deepspeed.model"),
+    (
+        "integrations.megatron.layers",
+        "integrations.megatron.loop",
+        "integrations.transformers",
+        "integrations.deepspeed.model",
+    ),
     ("integrations.deepspeed.config",),
     ("integrations.deepspeed.checkpoint",),
     ("integrations.deepspeed.engine",),
+    ("integrations.deepspeed.plain",),
     ("integrations.deepspeed.explain",),
     ("integrations.deepspeed.hook",),
     ("cli",),
@@ -32,6 +38,7 @@ if that room does not import it."""
 STRANGERS = (
     *(("config", room) for room in ("cost", "view", "partition", "runtime", "checkpoint")),
     ("integrations.megatron", "integrations.deepspeed"),
+    ("integrations.megatron", "integrations.transformers"),
     ("integrations.megatron.layers", "integrations.megatron.loop"),
 )
 """Pairs of rooms. Neither imports the other."""

@@ -31,7 +31,7 @@ def buffers_to_write(run: Run) -> dict[str, FlatShard]:
     the number of the data-parallel rank, or under all three where pipeline or tensor-parallel ranks have a copy each.
     """
     pipeline_rank, data_rank, tensor_rank = ranks_of(run)
-    own = everywhere(partial(_digests, run.module))
+    own = everywhere(partial(_digests, run.placed))
     model_group = run.grid.get_model_parallel_group()
     first_of_data_rank: dict[str, tuple[int, str]] = {}
     for rank, digests in zip(dist.get_process_group_ranks(model_group), everyone(own, model_group), strict=True):
@@ -40,7 +40,7 @@ def buffers_to_write(run: Run) -> dict[str, FlatShard]:
     mine = {name: first_of_data_rank[name][1] for name in own}
     first = everyone(mine, run.grid.get_data_parallel_group())[0]
     buffers = {}
-    for name, tensor in persistent_buffers(run.module):
+    for name, tensor in persistent_buffers(run.placed):
         writer, digest = first_of_data_rank[name]
         if writer == dist.get_rank():
             key, is_known = f"{data_rank}", data_rank > 0 and own[name] == first[name]
@@ -66,7 +66,7 @@ def buffers_to_read(
     if all(here[kind] == there[kind] for kind in _KINDS_OF_RANKS):
         keys = [f"{data_rank}-{pipeline_rank}-{tensor_rank}", f"{data_rank}", "0"]
     buffers = {}
-    for name, tensor in persistent_buffers(run.module):
+    for name, tensor in persistent_buffers(run.placed):
         written = next((key for key in keys if f"{BUFFERS}/{key}/{name}" in sizes), None)
         if written is not None:
             values = torch.empty(tensor.numel(), dtype=tensor.dtype)

@@ -41,7 +41,7 @@ def describe(run: Run) -> dict[str, Any]:
 
 def describe_layout(run: Run) -> dict[str, Any]:
     """Returns the layout of the run. A run of any other layout may load the checkpoint."""
-    spec, layout = run.program_spec, run.module.layout
+    spec, layout = run.program_spec, run.placed.layout
     return {
         "pipeline_ranks": spec.pipeline_ranks,
         "data_ranks": run.dp_world_size,
@@ -61,7 +61,7 @@ def describe_parameters(run: Run) -> dict[str, dict[str, Any]]:
         for unit in run.optimizer.partition.units
         for part in parts_of(unit)
     }
-    return {name: infos[name] for name, _ in global_names(run.module) if name in infos}
+    return {name: infos[name] for name, _ in global_names(run.placed) if name in infos}
 
 
 def encoded(name: str, value: Any) -> Any:
@@ -80,7 +80,7 @@ def _layers(run: Run) -> dict[str, Any]:
     """Returns what the parameters do not show: the types of layers, which of them use a tied module, and how DeepSpeed
     cuts them."""
     tied: dict[str, list[int]] = {}
-    for layer, spec in enumerate(run.module._layer_specs):
+    for layer, spec in enumerate(run.placed._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             tied.setdefault(spec.key, []).append(layer)
-    return {"types": layer_types(run.module), "tied": tied, "partition_method": run.partition_method}
+    return {"types": layer_types(run.placed), "tied": tied, "partition_method": run.partition_method}

@@ -38,7 +38,7 @@ def check_fit(
         sizes: the tensors in the checkpoint.
     """
     _check_parameters(folder, state["parameters"], own, parts.strict)
-    _check_buffers(folder, run.module, sizes, parts.strict)
+    _check_buffers(folder, run.placed, sizes, parts.strict)
     if parts.optimizer:
         _check_optimizer(run, folder, state, own)
     if parts.scheduler:

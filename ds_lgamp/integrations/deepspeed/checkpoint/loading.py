@@ -47,7 +47,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     sizes = {name: entry.size for name, entry in reader.tensors.items()}
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
     parameters = everywhere(partial(describe_parameters, run))
-    own = {name: info for rank in over_pipeline(run.module, parameters) for name, info in rank.items()}
+    own = {name: info for rank in over_pipeline(run.placed, parameters) for name, info in rank.items()}
 
     def memory() -> tuple[Loading, dict[str, FlatShard], dict[str, FlatShard]]:
         check_fit(run, folder, state, parts, own, sizes)
@@ -66,7 +66,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
 
     def commit() -> None:
         loading.commit_weights()
-        commit_buffers(run.module, buffers)
+        commit_buffers(run.placed, buffers)
         if parts.optimizer:
             written = state["optimizer"]
             loading.commit_optimizer(run.optimizer.optimizer, decode(written["groups"]), written["scalars"])

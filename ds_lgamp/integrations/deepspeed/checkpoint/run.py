@@ -48,7 +48,9 @@ class Run(Protocol):
     """An engine, as far as a checkpoint reads or writes it. The counters of fields.py come on top."""
 
     @property
-    def module(self) -> PlacedModule: ...
+    def placed(self) -> PlacedModule:
+        """The module whose layers the engine trains."""
+        ...
 
     @property
     def optimizer(self) -> Optimizer: ...
@@ -90,4 +92,4 @@ class Run(Protocol):
 
 def ranks_of(run: Run) -> tuple[int, int, int]:
     """Returns this rank's pipeline, data-parallel and tensor-parallel rank."""
-    return run.module.stage_id, run.grid.data_parallel_id, run.grid.get_slice_parallel_rank()
+    return run.placed.stage_id, run.grid.data_parallel_id, run.grid.get_slice_parallel_rank()

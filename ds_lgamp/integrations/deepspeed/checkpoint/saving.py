@@ -44,7 +44,7 @@ def save(run: Run, directory: Path, tag: str, client_state: Any, publish_latest:
         tensors |= rank_state_to_write(run, client_state)
         # Alike on all data-parallel ranks: the first one's suffice.
         parameters = describe_parameters(run) if run.grid.data_parallel_id == 0 else {}
-        own = Own(parameters, optimizer_scalars(partition, optimizer), set(empty_extra_states(run.module)))
+        own = Own(parameters, optimizer_scalars(partition, optimizer), set(empty_extra_states(run.placed)))
         return tensors, describe(run), own
 
     tensors, state, own = everywhere(collect)

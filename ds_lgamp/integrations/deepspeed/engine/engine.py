@@ -26,13 +26,13 @@ from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, mon
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.engine.partition import partition_parameters
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
-from ds_lgamp.integrations.deepspeed.engine.seeding import layer_seeding
+from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer, layer_seeding
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
-from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.runtime.batch import BatchState
@@ -84,12 +84,11 @@ class LgampEngine(PipelineEngine):
         self.random_sources = layer_sources(self.device)
         self.saver = Saver(self.lgamp_settings.asynchronous_save, self.lgamp_settings.keep_last)
         self._stopwatch = Stopwatch(self.device)
-        data_rank, reproducible = self.grid.data_parallel_id, self.lgamp_settings.reproducible
         self.executor = build_executor(
-            self.module,
+            self.placed,
             self._partition,
             self.lgamp_settings,
-            layer_seeding(self.module, reproducible, self.random_sources, data_rank, lambda: self.global_steps),
+            self._before_layer(),
             self.random_sources,
             self._loss,
             partial(scaled_mean_gradient, self.optimizer),
@@ -104,6 +103,16 @@ class LgampEngine(PipelineEngine):
             with undisturbed(self.random_sources):
                 self._build_data_iter(self.training_data)
         self._step_monitor = monitor_if_asked(self, self._loader, self._stopwatch)
+
+    def _before_layer(self) -> SeedLayer | None:
+        """Returns what the executor calls with (layer, micro-batch) ahead of every layer; None if nothing."""
+        data_rank, reproducible = self.grid.data_parallel_id, self.lgamp_settings.reproducible
+        return layer_seeding(self.placed, reproducible, self.random_sources, data_rank, lambda: self.global_steps)
+
+    @property
+    def placed(self) -> PlacedModule:
+        """The module whose layers the engine trains."""
+        return self.module
 
     # What DeepSpeed asks while it builds the engine
 
@@ -220,7 +229,7 @@ class LgampEngine(PipelineEngine):
         batch = BatchState(spec.micro_batches, self._loader.take, not spec.forward_only, spec.turns_at_once)
         with seeded, self.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)
-        self.module.micro_offset += spec.micro_batches
+        self.placed.micro_offset += spec.micro_batches
         self.fwd_outputs = self.executor.losses
 
     def _execute(self, action: Any) -> None:
@@ -240,10 +249,10 @@ class LgampEngine(PipelineEngine):
         if self.eval_return_logits:
             self.outputs = outputs
         labels = laid_out(labels) if self.lgamp_settings.reproducible else labels
-        computes = self._compute_loss and self.module.loss_fn is not None
-        loss = self.module.loss_fn(outputs, labels) if computes else outputs
+        computes = self._compute_loss and self.placed.loss_fn is not None
+        loss = self.placed.loss_fn(outputs, labels) if computes else outputs
         if not self.executor.recomputing:
-            reported = self.module.get_additional_losses()
+            reported = self.placed.get_additional_losses()
             self.total_additional_losses: Losses | None = add_losses(self.total_additional_losses, reported)
         return loss
 

@@ -36,7 +36,7 @@ def receive_loss(engine: Any) -> Tensor:
     As stock does, it also sets the loss of the data-parallel rank and the averages of additional losses by name, but
     the host does not wait for the device.
     """
-    additional = engine.module.get_additional_losses()
+    additional = engine.placed.get_additional_losses()
     names = None if additional is None else list(additional)
     received = torch.zeros(2 + len(names or ()), device=engine.device)
     dist.broadcast(received, src=engine._loss_stage_global_rank(), group=engine.grid.get_pipe_parallel_group())

@@ -53,6 +53,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self._late_overflow = LateFlag(partition.device) if skips_by_itself(optimizer) else None
         self.loss_scaler = loss_scaler
         self.custom_loss_scaler = False
+        self.loss_factor = 1.0
+        """The factor of the loss, beside its scale. Gradients accumulate without it; the step multiplies them by it."""
         self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
         self._norm = exact_norm if reproducible else global_norm
         self._global_grad_norm: torch.Tensor | None = None
@@ -98,16 +100,16 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def step(self) -> None:
         """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
         update if ``skips_overflow`` is set and any gradient is inf or NaN."""
-        scale = self.loss_scale
+        factor = self.loss_factor / self.loss_scale
         gradients = self.partition.counted_gradients()
-        self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) / scale
+        self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) * abs(factor)
         skips_now = self._skips_overflow and self._find_overflow(self._global_grad_norm)
         self.loss_scaler.update_scale(self.overflow)
         if skips_now:
             return
-        if self._clipping > 0 or scale != 1:
+        if self._clipping > 0 or factor != 1:
             limit = self._clipping or float("inf")
-            self.partition.scale_gradients(clip_factor(self._global_grad_norm, limit) / scale)
+            self.partition.scale_gradients(clip_factor(self._global_grad_norm, limit) * factor)
         self._followed = False
         self.optimizer.step()
         if not self._followed:

@@ -4,6 +4,7 @@ A DeepSpeed with the changes in patches/ has a registry of engines, and the engi
 DeepSpeed, stand-ins take the places of the classes that ``deepspeed.initialize`` instantiates.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -26,6 +27,7 @@ from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
+from ds_lgamp.integrations.deepspeed.plain.build import build_engine
 from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
@@ -93,13 +95,14 @@ def partition_method_of(module: PipelineModule) -> str:
 
 
 def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
-    """Builds stock's engine for a module that is no PipelineModule. Raises ConfigError if the block is enabled."""
-    if isinstance(arguments.get("config"), dict) and read_block(arguments["config"]) is not None:
-        raise ConfigError(
-            f"deepspeed.initialize got a {type(arguments['model']).__name__}, but a {BLOCK} block works on a "
-            "PipelineModule; pass one, or remove the block"
-        )
-    return stock(*positional, **arguments)
+    """Builds the engine for a module that is no PipelineModule: ModelEngine with an enabled block, else ``stock``."""
+    settings = read_block(arguments["config"]) if isinstance(arguments.get("config"), dict) else None
+    if settings is None:
+        return stock(*positional, **arguments)
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    refuse_differing_ranks(arguments["config"])
+    lifeline.start()
+    return build_engine(settings, arguments)
 
 
 def registered(pipeline: Callable[..., Any]) -> Callable[..., Any]:

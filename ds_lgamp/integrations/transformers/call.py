@@ -1,0 +1,74 @@
+"""A micro-batch that a script gave to the engine: the arguments of one call of the model."""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class BlockArguments(NamedTuple):
+    """What the model's forward passes to one block beside the hidden states."""
+
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
+class Call:
+    """The arguments of one call of the model, and what its blocks get on this rank.
+
+    Args:
+        positional, named: the arguments.
+    """
+
+    def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self.positional, self.named = positional, named
+        self._blocks: list[BlockArguments] | None = None
+
+    def block_arguments(self, index: int, compute: Callable[["Call"], list[BlockArguments]]) -> BlockArguments:
+        """Returns what block ``index`` gets. ``compute`` is called once."""
+        if self._blocks is None:
+            self._blocks = compute(self)
+        return self._blocks[index]
+
+
+class Calls:
+    """The micro-batches of a batch, and the one that the layers compute now."""
+
+    def __init__(self) -> None:
+        self.all: list[Call] = []
+        self.number = 0
+        """The micro-batch that the layers compute."""
+
+    @property
+    def current(self) -> Call:
+        return self.all[self.number]
+
+    def before_layer(self, _layer: int, micro_batch: int) -> None:
+        """Makes ``micro_batch`` the current one."""
+        self.number = micro_batch
+
+
+class Tree(nn.Module):
+    """Holds modules under the dotted names that they have in a model, so that their parameters keep their names."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for path, module in modules.items():
+            *parents, name = path.split(".")
+            holder: nn.Module = self
+            for parent in parents:
+                if parent not in holder._modules:
+                    holder.add_module(parent, nn.Module())
+                holder = holder._modules[parent]  # type: ignore[assignment]
+            holder.add_module(name, module)
+
+
+def model_of(model: Any) -> Any:
+    """Returns the model of transformers inside ``model``, which peft may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def without_cache(model: Any) -> dict[str, Any]:
+    """Returns the arguments that keep the model's forward from caching keys and values."""
+    return {"use_cache": False} if "use_cache" in signature(model_of(model).forward).parameters else {}

@@ -1,0 +1,122 @@
+"""A model of transformers as the layers of a pipeline: what precedes the blocks, the blocks, and what follows them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.transformers.blocks import find_blocks
+from ds_lgamp.integrations.transformers.call import Call, Calls, Tree, without_cache
+from ds_lgamp.integrations.transformers.split import SplitForward
+from ds_lgamp.integrations.transformers.survey import survey
+from ds_lgamp.runtime.random_state import RandomSource
+
+
+class Beginning(Tree):
+    """What precedes the blocks, such as embeddings. Takes a call, returns hidden states."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward) -> None:
+        super().__init__(modules)
+        self._split = split
+
+    def forward(self, call: Call) -> Tensor:
+        return self._split.begin(call)
+
+
+class Block(Tree):
+    """A block of the model. Takes and returns hidden states."""
+
+    def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
+        super().__init__({path: block})
+        self._index, self._split, self._calls = index, split, calls
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        arguments = self._calls.current.block_arguments(self._index, self._split.block_arguments)
+        return self._split.run_block(self._index, hidden, arguments)
+
+
+class End(Tree):
+    """What follows the blocks. Takes hidden states, returns the model's output; in training, its loss."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward, calls: Calls) -> None:
+        super().__init__(modules)
+        self._split, self._calls = split, calls
+
+    def forward(self, hidden: Tensor) -> Any:
+        return end(self._split, self._calls, hidden)
+
+
+class Ends(Tree):
+    """What precedes and what follows the blocks, as one module, because they share parameters."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward, calls: Calls) -> None:
+        super().__init__(modules)
+        self._split, self._calls = split, calls
+
+    @staticmethod
+    def begin(ends: "Ends", call: Call) -> Tensor:
+        return ends._split.begin(call)
+
+    @staticmethod
+    def finish(ends: "Ends", hidden: Tensor) -> Any:
+        return end(ends._split, ends._calls, hidden)
+
+
+def end(split: SplitForward, calls: Calls, hidden: Tensor) -> Any:
+    """Returns the model's output; its loss while gradients are computed."""
+    output = split.finish(calls.current, hidden)
+    if not torch.is_grad_enabled():
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is None:
+        raise ConfigError(f"the model returned no loss; with a {BLOCK} block, pass labels to the engine")
+    return loss
+
+
+class ModelLayers:
+    """The layers of a model of transformers.
+
+    Args:
+        model: a PreTrainedModel, or one that peft has wrapped.
+        random_sources: generators that the model may draw from.
+
+    Raises ConfigError if the model cannot be split.
+    """
+
+    def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource]) -> None:
+        blocks = find_blocks(model)
+        shown = survey(model, blocks, random_sources)
+        ahead, behind = ({path: model.get_submodule(path) for path in paths} for paths in (shown.ahead, shown.behind))
+        self.calls = Calls()
+        self._without_cache = without_cache(model)
+        split = SplitForward(model, blocks, ahead, shown.returned, random_sources)
+        self.blocks = [
+            Block(f"{blocks.path}.{index}", block, index, split, self.calls)
+            for index, block in enumerate(blocks.modules)
+        ]
+        self.ends: Ends | None = None
+        """What precedes and follows the blocks, if they share parameters."""
+        if _share(ahead, behind):
+            self.ends = Ends({**ahead, **behind}, split, self.calls)
+        else:
+            self.beginning, self.end = Beginning(ahead, split), End(behind, split, self.calls)
+
+    def call(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Call:
+        """Returns a call of the model, without a cache of keys and values."""
+        return Call(positional, {**named, **self._without_cache})
+
+    @staticmethod
+    def training_output(loss: Tensor) -> Any:
+        """Returns what a call of the model returns in training."""
+        # Here, because importing transformers takes seconds, and only its models need it.
+        from ds_lgamp.integrations.transformers.output import TrainingOutput
+
+        return TrainingOutput(loss=loss)
+
+
+def _share(ahead: Mapping[str, nn.Module], behind: Mapping[str, nn.Module]) -> bool:
+    """Returns whether modules ahead of the blocks share a parameter with modules behind them."""
+    first, second = ({id(p) for module in part.values() for p in module.parameters()} for part in (ahead, behind))
+    return not first.isdisjoint(second)

@@ -1,0 +1,143 @@
+"""Finds out, by one small forward of the model, which of its modules work ahead of the blocks and which behind them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.transformers.blocks import Blocks
+from ds_lgamp.integrations.transformers.call import model_of, without_cache
+from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+
+
+class Survey(NamedTuple):
+    """What the forward of a model showed."""
+
+    ahead: list[str]
+    """The modules with parameters that ran ahead of the blocks, by name. They contain no block."""
+    behind: list[str]
+    """All other modules with parameters, by name. They contain no block."""
+    returned: int
+    """How many members the tuple has that a block returns; 0 if it returns a tensor."""
+
+
+def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -> Survey:
+    """Runs the model's forward on its dummy inputs, with the first block only, and returns what it showed.
+
+    Raises ConfigError if the model cannot be split at its blocks.
+    """
+    walk = _Walk(model, blocks)
+    with undisturbed(random_sources), _evaluating(model), walk.watching(), torch.enable_grad():
+        device = next(model.parameters()).device
+        inputs = {name: value.to(device) for name, value in model_of(model).dummy_inputs.items()}
+        try:
+            model(**inputs, **without_cache(model))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be split at its blocks '{blocks.path}': its forward failed with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return walk.result()
+
+
+class _Walk:
+    """Watches one forward."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
+        self._model, self._blocks = model, blocks
+        self._children = dict(_children_with_parameters(model, blocks))
+        self._ahead: list[str] = []
+        self._visited = 0
+        self._passed: Any = None
+        self._returned = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path, module in self._children.items():
+                hook = module.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
+                stack.callback(hook.remove)
+            for block in self._blocks.modules:
+                stack.callback(_restore_forward, block, block.__dict__.get("forward"))
+                block.forward = self._instead_of(block)  # type: ignore[method-assign]
+            yield
+
+    def result(self) -> Survey:
+        if self._visited != len(self._blocks.modules):
+            raise self._refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
+        return Survey(self._ahead, [path for path in self._children if path not in self._ahead], self._returned)
+
+    def _saw(self, path: str, result: Any) -> Any:
+        if self._visited == 0 and path not in self._ahead:
+            self._ahead.append(path)
+        if self._visited == 0:
+            # Frozen modules count too: whatever depends on a module ahead of the blocks must be seen.
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.requires_grad:
+                    tensor.requires_grad_()
+        return None
+
+    def _instead_of(self, block: nn.Module) -> Any:
+        stock = block.forward
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            hidden = positional[0] if positional else named.get("hidden_states")
+            if self._visited and hidden is not self._passed:
+                raise self._refusal("its forward computes between blocks")
+            others = [*positional[1:], *(value for name, value in named.items() if name != "hidden_states")]
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
+                raise self._refusal("its blocks get another tensor that depends on parameters, beside hidden states")
+            if self._visited == 0:
+                self._note_result(stock(*positional, **named))
+            self._visited += 1
+            self._passed = hidden
+            return (hidden, *[None] * (self._returned - 1)) if self._returned else hidden
+
+        return forward
+
+    def _note_result(self, result: Any) -> None:
+        if isinstance(result, tuple):
+            self._returned = len(result)
+            if any(member is not None for member in result[1:]):
+                raise self._refusal("its blocks return more than hidden states")
+
+    def _refusal(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; remove the "
+            f"{BLOCK} block, or write the model as a PipelineModule"
+        )
+
+
+def _children_with_parameters(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the largest modules with parameters that contain no block, in the order of the model."""
+    chain = [*blocks.chain, blocks.path]
+    for parent in chain[:-1]:
+        for name, child in model.get_submodule(parent).named_children():
+            path = f"{parent}.{name}" if parent else name
+            if path not in chain and any(True for _ in child.parameters()):
+                yield path, child
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches the model to evaluation inside the block, so that nothing is dropped at random."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _restore_forward(block: nn.Module, own: Any) -> None:
+    """Gives ``block`` the forward of its class again, or its ``own``."""
+    del block.forward
+    if own is not None:
+        block.forward = own

@@ -1,0 +1,99 @@
+"""Trains small models by ``engine(batch)``, ``backward`` and ``step``, and without parallelism."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+
+import ds_lgamp
+from testing.deepspeed_rank import prepare_rank, quiet
+from tests.integrations.transformers.models import make, micro_batch
+
+STEPS = 3
+MICRO_BATCHES = 2
+RATE = 0.1
+
+
+class Course(NamedTuple):
+    """The course of a training on one rank."""
+
+    losses: list[float]
+    """The sum over the rank's micro-batches, by step."""
+    gradients: list[dict[str, torch.Tensor]]
+    """The means over all ranks by step and name; of an engine, those of the rank's own layers."""
+
+
+def train_alone(name: str, ranks: int, micro_batches: int = MICRO_BATCHES) -> list[Course]:
+    """Trains the model in this process with the micro-batches of all ranks. Returns the course of every rank."""
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    courses = [Course([], []) for _ in range(ranks)]
+    for step in range(STEPS):
+        for rank, course in enumerate(courses):
+            course.losses.append(0.0)
+            for number in range(micro_batches):
+                loss = model(**micro_batch(step, rank, number)).loss
+                (loss / (ranks * micro_batches)).backward()
+                course.losses[-1] += loss.item()
+        gradients = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+        for course in courses:
+            course.gradients.append(gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    return courses
+
+
+def configuration(stage: int, block: dict[str, Any], micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "ds_lgamp": block,
+    }
+
+
+def initialize(model: Any, config: dict[str, Any]) -> Any:
+    """Returns the engine, as an ordinary script makes it."""
+    with quiet():
+        return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), config=config)[
+            0
+        ]
+
+
+def train_on_rank(name: str, stage: int, block: dict[str, Any]) -> Course:
+    """Trains the model on this rank, with its own micro-batches."""
+    prepare_rank()
+    ds_lgamp.install()
+    model = make(name)
+    engine = initialize(model, configuration(stage, block))
+    course = Course([], [])
+    before_step(engine, lambda: course.gradients.append(own_gradients(model)))
+    for step in range(STEPS):
+        course.losses.append(0.0)
+        for number in range(MICRO_BATCHES):
+            loss = engine(**micro_batch(step, dist.get_rank(), number)).loss
+            engine.backward(loss)
+            engine.step()
+            course.losses[-1] += loss.item()
+    return course
+
+
+def before_step(engine: Any, action: Callable[[], None]) -> None:
+    """Calls ``action`` ahead of every step of the optimizer, when gradients are final."""
+    step = engine.optimizer.step
+
+    def acting_step() -> None:
+        action()
+        step()
+
+    engine.optimizer.step = acting_step
+
+
+def own_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Returns the gradients of the layers on this rank. All data-parallel ranks call it together."""
+    return {name: safe_get_full_grad(each) for name, each in model.named_parameters() if hasattr(each, "ds_id")}
