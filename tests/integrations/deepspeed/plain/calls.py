@@ -190,3 +190,17 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine.set_gradient_accumulation_boundary(True)
     fails("no loss", lambda: engine(*pairs(0, rank, 0)), error=ActionError)
     return errors
+
+
+def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
+    """Trains a model that zero.Init has partitioned over all ranks. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    config = configuration(3, {"pipeline_ranks": pipeline_ranks})
+    whole = make(name)
+    with quiet():
+        deepspeed.zero.Init(module=whole, config_dict_or_path=config)
+    assert all(parameter.numel() == 0 for parameter in whole.parameters())
+    engine = initialize(whole, config)
+    rank = dist.get_rank()
+    return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]

@@ -5,7 +5,7 @@ import torch
 
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import calls
-from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, train_alone
 from tests.integrations.transformers.models import make, micro_batch
 
 
@@ -56,6 +56,11 @@ def test_every_rank_of_a_pipeline_gets_training_data_of_its_own():
     *samples, steps = zip(*ranks)
     assert sorted(index for batches in samples for batch in batches for index in batch) == list(range(16))
     assert set(steps) == {2}
+
+
+def test_a_model_that_zero_init_has_partitioned_trains_as_a_whole_one():
+    for sums, wanted in zip(run_on_ranks(2, calls.train_partitioned, "GPT-2", 2), train_alone("GPT-2", 2)):
+        assert sums == pytest.approx(wanted.losses, rel=1e-6)
 
 
 def test_mistakes_are_named_on_every_rank():
