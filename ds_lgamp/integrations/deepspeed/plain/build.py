@@ -7,13 +7,12 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.utils import partition_uniform
-from torch import nn
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
-from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
+from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine, release
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module
 
@@ -29,7 +28,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     _keep_own_parameters(module, arguments)
     config, mpu = _configuration_of_pipelines(arguments, module.num_stages), module.mpu()
     rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
-    engine = ModelEngine(
+    return ModelEngine(
         user_model=model,
         layers=layers,
         settings=settings,
@@ -40,9 +39,6 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
         config_class=DeepSpeedConfig(config, mpu),
         **rest,
     )
-    _release(model, {id(parameter) for parameter in module.parameters()})
-    _move(model, engine.device)
-    return engine
 
 
 def _configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
@@ -67,7 +63,7 @@ def _keep_own_values(layers: Layers, pipeline_ranks: int) -> None:
     own = {id(parameter) for module in modules[bounds[stage] : bounds[stage + 1]] for parameter in module.parameters()}
     for module in modules:
         make_whole(module.parameters())
-        _release(module, own)
+        release(module, own)
 
 
 def _keep_own_parameters(module: PipelineModule, arguments: dict[str, Any]) -> None:
@@ -83,21 +79,3 @@ def _keep_own_parameters(module: PipelineModule, arguments: dict[str, Any]) -> N
         return
     for group in groups:
         group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in own]
-
-
-def _release(module: nn.Module, own: set[int]) -> None:
-    """Frees the parameters of ``module`` that are not in ``own``, which holds ids."""
-    for parameter in module.parameters():
-        if id(parameter) not in own:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Moves what is outside of this rank's layers: freed parameters, and buffers such as those of rotary embeddings."""
-    for parameter in model.parameters():
-        if parameter.device != device:
-            parameter.data = parameter.data.to(device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)

@@ -204,3 +204,15 @@ def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
     engine = initialize(whole, config)
     rank = dist.get_rank()
     return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]
+
+
+def train_variants(name: str, variants: list[dict[str, Any]]) -> list[list[float]]:
+    """Trains the model once for every variant of the configuration. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank, courses = dist.get_rank(), []
+    for variant in variants:
+        engine = initialize(make(name), {**configuration(2, {"pipeline_ranks": 2}), **variant})
+        batches = ([micro_batch(step, rank, number) for number in range(MICRO_BATCHES)] for step in range(3))
+        courses.append([sum(train(engine, *batch)) for batch in batches])
+    return courses
