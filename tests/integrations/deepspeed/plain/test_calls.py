@@ -85,7 +85,7 @@ def test_every_schedule_cut_and_precision_trains():
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
-        "plain module": "pass a model of transformers, an nn.Sequential, or a PipelineModule",
+        "plain module": "list its layers in a PipelineModule, or in an nn.Sequential whose last module",
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
         "no loss": "append a module that computes the loss",
