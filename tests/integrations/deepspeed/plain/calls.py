@@ -181,6 +181,7 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine.set_gradient_accumulation_boundary(True)
     engine(*pairs(0, rank, 0))
     fails("no step", engine, *pairs(0, rank, 0))
+    fails("no backward", engine.step)
 
     engine = engine_of(sequential())
     engine.set_gradient_accumulation_boundary(True)

@@ -94,6 +94,7 @@ def test_mistakes_are_named_on_every_rank():
         "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
         "factors": "multiplied by factors from 0.5 to 1",
         "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
         "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
     }.items():
         assert words in errors[what]
