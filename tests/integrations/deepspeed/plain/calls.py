@@ -203,6 +203,8 @@ def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
         deepspeed.zero.Init(module=whole, config_dict_or_path=config)
     assert all(parameter.numel() == 0 for parameter in whole.parameters())
     engine = initialize(whole, config)
+    elsewhere = [parameter for parameter in whole.parameters() if not hasattr(parameter, "ds_id")]
+    assert elsewhere and not any(parameter.numel() for parameter in elsewhere)
     rank = dist.get_rank()
     return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]
 
