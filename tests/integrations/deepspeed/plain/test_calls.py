@@ -60,6 +60,19 @@ def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(fa
             assert sums[step] == pytest.approx(sum(own).item(), rel=1e-6)
 
 
+def test_what_a_script_accumulates_in_no_sync_is_summed():
+    ranks = run_on_ranks(2, calls.train_without_sync, 2)
+    model = calls.sequential()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(2):
+        losses = [model(calls.pairs(step, rank, number)) for rank in range(2) for number in range(2)]
+        (torch.stack(losses).sum() / 2).backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [norms[step] for norms in ranks] == pytest.approx([norm] * 2, rel=1e-5)
+
+
 def test_every_rank_of_a_pipeline_gets_training_data_of_its_own():
     ranks = run_on_ranks(2, calls.train_on_own_data, 2)
     *samples, steps = zip(*ranks)
