@@ -39,6 +39,8 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
             model(**inputs, **without_cache(model))
         except ConfigError:
             raise
+        except _Touched:
+            raise walk.refusal("its forward computes with what a block returned beside hidden states") from None
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{blocks.path}': its forward failed with "
@@ -47,13 +49,17 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
     return walk.result()
 
 
+class _Touched(Exception):
+    """The forward computes with what a block returned beside hidden states."""
+
+
 class _Untouched(Tensor):
     """What a block returns beside hidden states, such as attention weights. Forwards may collect it, but a split one
     cannot compute with it."""
 
     @classmethod
     def __torch_function__(cls, function: Any, *rest: Any) -> Any:
-        raise TypeError(f"{function.__name__} computes with what a block returned beside hidden states")
+        raise _Touched
 
 
 class _Walk:
@@ -84,22 +90,22 @@ class _Walk:
         """Raises ConfigError if parameters belong to no part of the model, or to several blocks."""
         for path in self._blocks.chain:
             for name in self._model.get_submodule(path)._parameters:
-                raise self._refusal(f"its parameter '{f'{path}.{name}'.lstrip('.')}' is in no module beside the blocks")
+                raise self.refusal(f"its parameter '{f'{path}.{name}'.lstrip('.')}' is in no module beside the blocks")
         seen: set[int] = set()
         for part in [nn.ModuleList(self._children.values()), *self._blocks.modules]:
             own = {id(parameter) for parameter in part.parameters()}
             if not seen.isdisjoint(own):
-                raise self._refusal("its blocks share parameters")
+                raise self.refusal("its blocks share parameters")
             seen |= own
 
     def result(self) -> Survey:
         if self._visited != len(self._blocks.modules):
-            raise self._refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
+            raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
         return Survey(self._ahead, [path for path in self._children if path not in self._ahead], self._returned)
 
     def _saw(self, path: str, result: Any) -> Any:
         if self._visited and path in self._ahead:
-            raise self._refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
+            raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
         if self._visited == 0 and path not in self._ahead:
             self._ahead.append(path)
         if self._visited == 0:
@@ -115,14 +121,14 @@ class _Walk:
         def forward(*positional: Any, **named: Any) -> Any:
             hidden = positional[0] if positional else named.get("hidden_states")
             if named.get("past_key_values") is not None:
-                raise self._refusal("its blocks get a cache of keys and values")
+                raise self.refusal("its blocks get a cache of keys and values")
             if self._visited and hidden is not self._passed:
-                raise self._refusal("its forward computes between blocks")
+                raise self.refusal("its forward computes between blocks")
             others = [*positional[1:], *(value for name, value in named.items() if name != "hidden_states")]
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
-                raise self._refusal("its blocks get another tensor that depends on parameters, beside hidden states")
+                raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
             if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
-                raise self._refusal("a block passes more than hidden states to the next one")
+                raise self.refusal("a block passes more than hidden states to the next one")
             if self._visited == 0:
                 self._note_result(stock(*positional, **named))
             self._visited += 1
@@ -136,7 +142,7 @@ class _Walk:
             self._returned = len(result)
             self._others = tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(_Untouched), result[1:])
 
-    def _refusal(self, reason: str) -> ConfigError:
+    def refusal(self, reason: str) -> ConfigError:
         return ConfigError(
             f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; remove the "
             f"{BLOCK} block, or write the model as a PipelineModule"

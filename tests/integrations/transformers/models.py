@@ -1,7 +1,9 @@
 """Small models of transformers, made from configurations, and micro-batches for them."""
 
+import random
 from typing import Any
 
+import peft
 import torch
 import transformers
 
@@ -32,6 +34,19 @@ ARCHITECTURES = {
 """By name: the configuration, and the class that makes a model with a head."""
 
 
+PLANNED = (
+    "AXK1 AXK2 Afmoe Apertus Arcee AriaText BailingHybrid Beam Cohere Cohere2 Cohere2Moe Cwm DeepseekV2 DeepseekV3 "
+    "DeepseekV32 DeepseekV4 Doge Dots1 Dots3NoteText Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint GPTNeoX "
+    "Gemma Gemma2 Gemma3Text Gemma4UnifiedText Glm Glm4 Glm4Moe Glm4MoeLite GptOss Granite GraniteSWA HYV3 Helium "
+    "HyperCLOVAX IQuestCoder InklingText InternLM3 Jais2 KimiLinear Kolibri1 Laguna Llama LongcatFlash Mellum "
+    "MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VLText Ministral3 Mistral Mixtral Olmo Olmo2 Olmo3 OlmoHybrid "
+    "Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5MoeText Qwen3_5Text SeedOss SmolLM3 SolarOpen "
+    "Starcoder2 VaultGemma"
+).split()
+"""Architectures of causal language models with a pipeline plan, without the ending Config."""
+DRAWN = [f"{name}Config" for name in random.Random(4).sample(PLANNED, 4)]
+
+
 def make(name: str, head: str | None = None, **settings: Any) -> Any:
     """Makes a model with the same values on every rank.
 
@@ -40,6 +55,11 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
         head: the class that makes the model; default that of the architecture.
         settings: of the configuration.
     """
+    if name == "Llama with LoRA":
+        settings = peft.LoraConfig(r=2, init_lora_weights=False, modules_to_save=["lm_head"])
+        return peft.get_peft_model(make("Llama"), settings)
+    if name == "GPT-2 with dropout":
+        return make("GPT-2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     config_name, own_head = ARCHITECTURES.get(name, (name, CAUSAL))
     torch.manual_seed(0)
     return getattr(transformers, head or own_head).from_config(small(getattr(transformers, config_name), **settings))

@@ -10,16 +10,15 @@ from tests.integrations.transformers.planned import model_with_plan, planned_con
 from tests.slow import slow_except
 
 DEFAULT = ["GPT-2", "Gemma 3", "BLOOM", "DistilBERT", "Falcon", "Mixtral"]
-PASSING_MORE = "a block passes more than hidden states to the next one"
+COMPUTING_WITH_MORE = "computes with what a block returned beside hidden states"
 DEPENDING = "another tensor that depends on parameters"
 REFUSED = {
     "embedding_gemma2_text": DEPENDING,
     "gemma4_text": DEPENDING,
-    "gemma4_unified_text": DEPENDING,
-    "glm_moe_dsa": PASSING_MORE,
+    "glm_moe_dsa": COMPUTING_WITH_MORE,
     "hrm_text": "'model.z_L_init' is in no module beside the blocks",
-    "hy_v4": PASSING_MORE,
-    "mistral_large4_text": PASSING_MORE,
+    "hy_v4": COMPUTING_WITH_MORE,
+    "mistral_large4_text": COMPUTING_WITH_MORE,
 }
 """Why architectures with a plan are refused, by model type."""
 
