@@ -67,11 +67,12 @@ def initialize(model: Any, config: dict[str, Any]) -> Any:
         ]
 
 
-def train_all_on_rank(cases: list[tuple[str, int]], block: dict[str, Any]) -> list[Course]:
-    """Trains models on this rank, with its own micro-batches, one after another: each a name and a ZeRO stage."""
+def train_all_on_rank(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Course]:
+    """Trains models on this rank, with its own micro-batches, one after another. Each case is the name of a model, a
+    ZeRO stage and a ds_lgamp block."""
     prepare_rank()
     ds_lgamp.install()
-    return [_train(name, stage, block) for name, stage in cases]
+    return [_train(*case) for case in cases]
 
 
 def _train(name: str, stage: int, block: dict[str, Any]) -> Course:
