@@ -77,6 +77,6 @@ def assert_equal(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Ten
     assert gradients.keys() == wanted.keys()
     everything = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     for name, gradient in gradients.items():
-        # Some gradients are small sums of large terms, so that their rounding is relative to those: that of a key's bias
-        # is zero, because the softmax does not depend on it.
+        # Some gradients are small sums of large terms, and round as those do: that of a key's bias is zero, because the
+        # softmax does not depend on it.
         assert (gradient - wanted[name]).norm() <= 2e-6 * wanted[name].norm() + 1e-9 * everything, name
