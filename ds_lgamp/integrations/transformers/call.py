@@ -81,4 +81,8 @@ def is_model(model: Any) -> bool:
 
 def without_cache(model: Any) -> dict[str, Any]:
     """Returns the arguments that keep the model's forward from caching keys and values."""
-    return {"use_cache": False} if "use_cache" in signature(model_of(model).forward).parameters else {}
+    own = model_of(model)
+    parameters = signature(own.forward).parameters
+    # Some heads pass all other arguments on to a model that caches.
+    passed_on = hasattr(own.config, "use_cache") and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {"use_cache": False} if "use_cache" in parameters or passed_on else {}

@@ -1,6 +1,7 @@
 """A model of transformers as the layers of a pipeline: what precedes the blocks, the blocks, and what follows them."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import find_blocks
 from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, Tree, without_cache
+from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
+from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from ds_lgamp.integrations.transformers.split import SplitForward
 from ds_lgamp.integrations.transformers.survey import survey
 from ds_lgamp.runtime.random_state import RandomSource
@@ -74,12 +77,16 @@ class ModelLayers:
     """
 
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource]) -> None:
+        refuse_model(model)
         blocks = find_blocks(model)
+        self._checkpointing = OwnCheckpointing(model)
+        self._checkpointing.switch_off()
         shown = survey(model, blocks, random_sources)
         ahead, behind = ({path: model.get_submodule(path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls = Calls()
         self._without_cache = without_cache(model)
-        split = SplitForward(model, blocks, ahead, shown.returned, random_sources)
+        self._names = list(signature(model.forward).parameters)
+        split = SplitForward(model, blocks, ahead, behind, shown.returned, random_sources)
         own_blocks = [
             Block(f"{blocks.path}.{index}", block, index, split, self.calls)
             for index, block in enumerate(blocks.modules)
@@ -91,7 +98,10 @@ class ModelLayers:
             self.modules = [Beginning(ahead, split), *own_blocks, End(behind, split, self.calls)]
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
-        """Returns the arguments for a call of the model without a cache of keys and values."""
+        """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
+        arguments that a split model cannot take."""
+        self._checkpointing.switch_off()
+        refuse_arguments({**dict(zip(self._names, positional)), **named})
         return positional, {**named, **self._without_cache}
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import Blocks
 from ds_lgamp.integrations.transformers.call import BlockArguments, Call
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
@@ -39,6 +39,7 @@ class SplitForward:
         model: its parameters may be on other ranks.
         blocks: its blocks.
         ahead: the modules ahead of the blocks that have parameters, by their names in the model.
+        behind: all other modules with parameters that contain no block, by their names in the model.
         returned: how many members the tuple has that a block returns; 0 if a block returns a tensor.
         random_sources: generators that the model may draw from.
     """
@@ -48,6 +49,7 @@ class SplitForward:
         model: nn.Module,
         blocks: Blocks,
         ahead: Mapping[str, nn.Module],
+        behind: Mapping[str, nn.Module],
         returned: int,
         random_sources: Sequence[RandomSource],
     ) -> None:
@@ -58,6 +60,7 @@ class SplitForward:
         self._returned, self._random_sources = returned, random_sources
         self._stand_ins = nn.ModuleList([_Block(self, index, block) for index, block in enumerate(blocks.modules)])
         self._ahead = [(*_place(model, path), _Zeros(module)) for path, module in ahead.items()]
+        self._behind = [(*_place(model, path), _Absent(module, path)) for path, module in behind.items()]
         self._visit: Visit = _not_running
 
     def begin(self, call: Call) -> Tensor:
@@ -66,7 +69,7 @@ class SplitForward:
         def stop(_: int, hidden: Tensor, __: BlockArguments) -> Tensor:
             raise _Reached(hidden)
 
-        with self._visiting(stop):
+        with self._visiting(stop), _replacing(self._behind):
             return self._until_reached(call)
 
     def block_arguments(self, call: Call) -> list[BlockArguments]:
@@ -79,7 +82,8 @@ class SplitForward:
                 raise _Reached(hidden)
             return hidden
 
-        with undisturbed(self._random_sources), torch.no_grad(), self._visiting(note), self._without_beginning():
+        stand_ins = [*self._ahead, *self._behind]
+        with undisturbed(self._random_sources), torch.no_grad(), self._visiting(note), _replacing(stand_ins):
             self._until_reached(call)
         return noted
 
@@ -90,7 +94,7 @@ class SplitForward:
         def replace(index: int, passed: Tensor, _: BlockArguments) -> Tensor:
             return hidden if index == last else passed
 
-        with self._visiting(replace), self._without_beginning():
+        with self._visiting(replace), _replacing(self._ahead):
             return self._forward(*call.positional, **call.named)
 
     def run_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
@@ -119,33 +123,41 @@ class SplitForward:
         finally:
             self._visit, self._parent_module._modules[self._name] = _not_running, self._blocks
 
-    @contextmanager
-    def _without_beginning(self) -> Iterator[None]:
-        """Runs the stand-ins of modules ahead of the blocks inside the block."""
-        own = [parent._modules[name] for parent, name, _ in self._ahead]
-        for parent, name, zeros in self._ahead:
-            parent._modules[name] = zeros
-        try:
-            yield
-        finally:
-            for (parent, name, _), module in zip(self._ahead, own):
-                parent._modules[name] = module
+
+@contextmanager
+def _replacing(stand_ins: Sequence[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]:
+    """Runs stand-ins inside the block. Each has the module that it belongs to, and its name there."""
+    own = [parent._modules[name] for parent, name, _ in stand_ins]
+    for parent, name, stand_in in stand_ins:
+        parent._modules[name] = stand_in
+    try:
+        yield
+    finally:
+        for (parent, name, _), module in zip(stand_ins, own):
+            parent._modules[name] = module
 
 
-class _Block(nn.Module):
-    """The stand-in for a block. It has the attributes of the block, which forwards ask for."""
+class _StandIn(nn.Module):
+    """Stands in for a module of the model, and has its attributes, which forwards ask for."""
 
-    def __init__(self, split: SplitForward, index: int, block: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._split, self._index = split, index
         # Not registered: it belongs to the model.
-        self.__dict__["_block"] = block
+        self.__dict__["_own"] = module
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_block"], name)
+            return getattr(self.__dict__["_own"], name)
+
+
+class _Block(_StandIn):
+    """The stand-in for a block."""
+
+    def __init__(self, split: SplitForward, index: int, block: nn.Module) -> None:
+        super().__init__(block)
+        self._split, self._index = split, index
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         if positional:
@@ -155,20 +167,27 @@ class _Block(nn.Module):
         return self._split.visit(self._index, hidden, BlockArguments(positional, named))
 
 
-class _Zeros(nn.Module):
+class _Absent(_StandIn):
+    """The stand-in for a module that may be on another rank."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__(module)
+        self._path = path
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        raise ConfigError(
+            f"with these arguments '{self._path}' runs ahead of the model's blocks, which it does not with token ids "
+            f"alone; with a {BLOCK} block, pass arguments for text only"
+        )
+
+
+class _Zeros(_StandIn):
     """The stand-in for a module ahead of the blocks: returns zeros of the shape that the module would return."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_module"] = module
+        super().__init__(module)
         self._shapes = {name: _full_shape(parameter) for name, parameter in module.named_parameters()}
         self._known: dict[Any, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_module"], name)
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         leaves, structure = tree_flatten((positional, named))
@@ -178,7 +197,7 @@ class _Zeros(nn.Module):
         return tree_map_only(_Shape, _Shape.zeros, self._known[key])
 
     def _imagine(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        module = self.__dict__["_module"]
+        module = self.__dict__["_own"]
         parameters = dict(module.named_parameters())
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             imagined = {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import Blocks
@@ -31,19 +31,35 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
     Raises ConfigError if the model cannot be split at its blocks.
     """
     walk = _Walk(model, blocks)
-    with undisturbed(random_sources), _evaluating(model), walk.watching(), torch.enable_grad():
+    walk.check_parameters()
+    with undisturbed(random_sources), _evaluating(model), _attending_anywhere(model_of(model)), walk.watching():
         device = next(model.parameters()).device
-        inputs = {name: value.to(device) for name, value in model_of(model).dummy_inputs.items()}
         try:
+            inputs = {name: value.to(device) for name, value in model_of(model).dummy_inputs.items()}
             model(**inputs, **without_cache(model))
         except ConfigError:
             raise
+        except _Touched:
+            raise walk.refusal("its forward computes with what a block returned beside hidden states") from None
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{blocks.path}': its forward failed with "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__} on its dummy_inputs: {error}"
             ) from error
     return walk.result()
+
+
+class _Touched(Exception):
+    """The forward computes with what a block returned beside hidden states."""
+
+
+class _Untouched(Tensor):
+    """What a block returns beside hidden states, such as attention weights. Forwards may collect it, but a split one
+    cannot compute with it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *rest: Any) -> Any:
+        raise _Touched
 
 
 class _Walk:
@@ -56,10 +72,12 @@ class _Walk:
         self._visited = 0
         self._passed: Any = None
         self._returned = 0
+        self._others: tuple[Any, ...] = ()
+        """What a block returns beside hidden states."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        with torch.enable_grad(), ExitStack() as stack:
             for path, module in self._children.items():
                 hook = module.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
                 stack.callback(hook.remove)
@@ -68,12 +86,26 @@ class _Walk:
                 block.forward = self._instead_of(block)  # type: ignore[method-assign]
             yield
 
+    def check_parameters(self) -> None:
+        """Raises ConfigError if parameters belong to no part of the model, or to several blocks."""
+        for path in self._blocks.chain:
+            for name in self._model.get_submodule(path)._parameters:
+                raise self.refusal(f"its parameter '{f'{path}.{name}'.lstrip('.')}' is in no module beside the blocks")
+        seen: set[int] = set()
+        for part in [nn.ModuleList(self._children.values()), *self._blocks.modules]:
+            own = {id(parameter) for parameter in part.parameters()}
+            if not seen.isdisjoint(own):
+                raise self.refusal("its blocks share parameters")
+            seen |= own
+
     def result(self) -> Survey:
         if self._visited != len(self._blocks.modules):
-            raise self._refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
+            raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
         return Survey(self._ahead, [path for path in self._children if path not in self._ahead], self._returned)
 
     def _saw(self, path: str, result: Any) -> Any:
+        if self._visited and path in self._ahead:
+            raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
         if self._visited == 0 and path not in self._ahead:
             self._ahead.append(path)
         if self._visited == 0:
@@ -88,26 +120,29 @@ class _Walk:
 
         def forward(*positional: Any, **named: Any) -> Any:
             hidden = positional[0] if positional else named.get("hidden_states")
+            if named.get("past_key_values") is not None:
+                raise self.refusal("its blocks get a cache of keys and values")
             if self._visited and hidden is not self._passed:
-                raise self._refusal("its forward computes between blocks")
+                raise self.refusal("its forward computes between blocks")
             others = [*positional[1:], *(value for name, value in named.items() if name != "hidden_states")]
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
-                raise self._refusal("its blocks get another tensor that depends on parameters, beside hidden states")
+                raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
+            if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
+                raise self.refusal("a block passes more than hidden states to the next one")
             if self._visited == 0:
                 self._note_result(stock(*positional, **named))
             self._visited += 1
             self._passed = hidden
-            return (hidden, *[None] * (self._returned - 1)) if self._returned else hidden
+            return (hidden, *self._others) if self._returned else hidden
 
         return forward
 
     def _note_result(self, result: Any) -> None:
         if isinstance(result, tuple):
             self._returned = len(result)
-            if any(member is not None for member in result[1:]):
-                raise self._refusal("its blocks return more than hidden states")
+            self._others = tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(_Untouched), result[1:])
 
-    def _refusal(self, reason: str) -> ConfigError:
+    def refusal(self, reason: str) -> ConfigError:
         return ConfigError(
             f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; remove the "
             f"{BLOCK} block, or write the model as a PipelineModule"
@@ -134,6 +169,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _attending_anywhere(model: Any) -> Iterator[None]:
+    """Switches the model inside the block to an attention that runs on every device and dtype. Flash attention does
+    not."""
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values()
+    own = [getattr(config, "_attn_implementation_internal", None) for config in configs]
+    for config, name in zip(configs, own):
+        if name not in (None, "eager", "sdpa"):
+            config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, own):
+            if name is not None:
+                config._attn_implementation_internal = name
 
 
 def _restore_forward(block: nn.Module, own: Any) -> None:

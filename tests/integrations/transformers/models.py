@@ -1,39 +1,68 @@
 """Small models of transformers, made from configurations, and micro-batches for them."""
 
+import random
 from typing import Any
 
+import peft
 import torch
 import transformers
 
-VOCABULARY = 64
+from tests.integrations.transformers.shrink import VOCABULARY, small
+
 LENGTH = 10
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
+ARCHITECTURES = {
+    "GPT-2": ("GPT2Config", CAUSAL),
+    "Llama": ("LlamaConfig", CAUSAL),
+    "Qwen3": ("Qwen3Config", CAUSAL),
+    "Mistral": ("MistralConfig", CAUSAL),
+    "Gemma 2": ("Gemma2Config", CAUSAL),
+    "Gemma 3": ("Gemma3TextConfig", CAUSAL),
+    "GPT-NeoX": ("GPTNeoXConfig", CAUSAL),
+    "Phi-3": ("Phi3Config", CAUSAL),
+    "BERT": ("BertConfig", MASKED),
+    "OPT": ("OPTConfig", CAUSAL),
+    "BLOOM": ("BloomConfig", CAUSAL),
+    "GPT-J": ("GPTJConfig", CAUSAL),
+    "RoBERTa": ("RobertaConfig", MASKED),
+    "DistilBERT": ("DistilBertConfig", MASKED),
+    "Falcon": ("FalconConfig", CAUSAL),
+    "MPT": ("MptConfig", CAUSAL),
+    "Mixtral": ("MixtralConfig", CAUSAL),
+    "Qwen3-MoE": ("Qwen3MoeConfig", CAUSAL),
+}
+"""By name: the configuration, and the class that makes a model with a head."""
 
 
-def gpt2(dropout: float = 0.0) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0
-    )
-    return transformers.GPT2LMHeadModel(config)
+PLANNED = (
+    "AXK1 AXK2 Afmoe Apertus Arcee AriaText BailingHybrid Beam Cohere Cohere2 Cohere2Moe Cwm DeepseekV2 DeepseekV3 "
+    "DeepseekV32 DeepseekV4 Doge Dots1 Dots3NoteText Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint GPTNeoX "
+    "Gemma Gemma2 Gemma3Text Gemma4UnifiedText Glm Glm4 Glm4Moe Glm4MoeLite GptOss Granite GraniteSWA HYV3 Helium "
+    "HyperCLOVAX IQuestCoder InklingText InternLM3 Jais2 KimiLinear Kolibri1 Laguna Llama LongcatFlash Mellum "
+    "MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VLText Ministral3 Mistral Mixtral Olmo Olmo2 Olmo3 OlmoHybrid "
+    "Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5MoeText Qwen3_5Text SeedOss SmolLM3 SolarOpen "
+    "Starcoder2 VaultGemma"
+).split()
+"""Architectures of causal language models with a pipeline plan, without the ending Config."""
+DRAWN = [f"{name}Config" for name in random.Random(4).sample(PLANNED, 4)]
 
 
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
+def make(name: str, head: str | None = None, **settings: Any) -> Any:
+    """Makes a model with the same values on every rank.
 
-
-def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, num_attention_heads=4, **NO_DROPOUT))
-
-
-MODELS = {"GPT-2": gpt2, "Llama": llama, "BERT": bert}
-
-
-def make(name: str) -> Any:
-    """Makes a model with the same values on every rank."""
+    Args:
+        name: a key of :data:`ARCHITECTURES`, or the name of a configuration.
+        head: the class that makes the model; default that of the architecture.
+        settings: of the configuration.
+    """
+    if name == "Llama with LoRA":
+        settings = peft.LoraConfig(r=2, init_lora_weights=False, modules_to_save=["lm_head"])
+        return peft.get_peft_model(make("Llama"), settings)
+    if name == "GPT-2 with dropout":
+        return make("GPT-2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    config_name, own_head = ARCHITECTURES.get(name, (name, CAUSAL))
     torch.manual_seed(0)
-    return MODELS[name]()
+    return getattr(transformers, head or own_head).from_config(small(getattr(transformers, config_name), **settings))
 
 
 def micro_batch(step: int, rank: int, number: int) -> dict[str, torch.Tensor]:

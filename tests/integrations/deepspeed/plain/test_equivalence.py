@@ -1,25 +1,71 @@
 """Training a model of transformers through the engine equals training it in one process, rank by rank."""
 
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.plain.training import Course, train_alone, train_on_rank
-from tests.slow import slow_except
+from tests.integrations.deepspeed.plain.training import Course, train_all_on_rank, train_alone
+from tests.integrations.transformers.models import DRAWN
 
 LAYOUTS = [(pipeline, data) for pipeline in (1, 2, 4) for data in (1, 2)]
-CASES = [(name, *layout, stage) for name in ("GPT-2", "Llama", "BERT") for layout in LAYOUTS for stage in range(4)]
-DEFAULT = [("GPT-2", 2, 2, 3), ("Llama", 1, 2, 2), ("Llama", 2, 1, 3), ("BERT", 4, 1, 1)]
+COMBINATIONS = [(*layout, stage) for stage in range(4) for layout in LAYOUTS]
+ADAPTED = "Llama with LoRA"
+NAMES = ["GPT-2", "Llama", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-NeoX", "Phi-3", "BERT", *DRAWN, ADAPTED]
+DEFAULT = [("GPT-2", 2, 1, 3), ("Gemma 3", 2, 1, 2), ("BERT", 2, 1, 1), (ADAPTED, 2, 1, 3), (ADAPTED, 2, 1, 2)]
 
 
-@pytest.mark.parametrize(("name", "pipeline", "data", "stage"), slow_except(DEFAULT, CASES, several=True))
-def test_losses_and_gradients_are_those_of_one_process(name, pipeline, data, stage):
-    expected = train_alone(name, pipeline * data)
-    courses = run_on_ranks(pipeline * data, train_on_rank, name, stage, {"pipeline_ranks": pipeline})
-    for course, wanted in zip(courses, expected):
+def cases() -> Iterator[Any]:
+    """Yields every architecture in every combination. Four of each are slow, and the rest only in the full product."""
+    for number, name in enumerate(NAMES):
+        # 7 has no divisor in common with 24, and neighbours differ in layout and stage.
+        slow = {COMBINATIONS[(5 * number + 7 * each) % len(COMBINATIONS)] for each in range(4)}
+        for combination in COMBINATIONS:
+            case = (name, *combination)
+            marks = [] if case in DEFAULT else [pytest.mark.slow if combination in slow else pytest.mark.full]
+            yield pytest.param(*case, marks=marks)
+
+
+@cache
+def alone(name: str, ranks: int) -> list[Course]:
+    return train_alone(name, ranks)
+
+
+@pytest.fixture(scope="module")
+def courses(request):
+    """Returns a function that returns the courses of a case on all ranks. Ranks start once per layout and train all
+    cases of it that the tests need."""
+    items = [item for item in request.session.items if item.path == request.path]
+    run = [item.callspec.params for item in items if hasattr(item, "callspec")]
+
+    @cache
+    def of_layout(pipeline: int, data: int) -> dict[tuple[str, int], list[Course]]:
+        own = sorted({(one["name"], one["stage"]) for one in run if (one["pipeline"], one["data"]) == (pipeline, data)})
+        settings = [(*case, {"pipeline_ranks": pipeline}) for case in own]
+        ranks = run_on_ranks(pipeline * data, train_all_on_rank, settings, seconds=1200)
+        return {case: [courses[number] for courses in ranks] for number, case in enumerate(own)}
+
+    return lambda name, pipeline, data, stage: of_layout(pipeline, data)[name, stage]
+
+
+@pytest.mark.parametrize(("name", "pipeline", "data", "stage"), list(cases()))
+def test_losses_and_gradients_are_those_of_one_process(name, pipeline, data, stage, courses):
+    expected, seen = alone(name, pipeline * data), courses(name, pipeline, data, stage)
+    for course, wanted in zip(seen, expected):
         assert course.losses == pytest.approx(wanted.losses, rel=1e-6)
     for step, wanted in enumerate(expected[0].gradients):
-        assert_equal(gathered(courses, step), wanted)
+        assert_equal(gathered(seen, step), wanted)
+
+
+def test_recomputed_dropout_is_that_of_the_forward():
+    blocks = [{"pipeline_ranks": 1, "recompute": recompute} for recompute in ("none", "full")]
+    [(none, full)] = run_on_ranks(1, train_all_on_rank, [("GPT-2 with dropout", 1, block) for block in blocks])
+    assert none.losses == full.losses
+    for step, gradients in enumerate(none.gradients):
+        assert all(torch.equal(full.gradients[step][name], gradient) for name, gradient in gradients.items())
 
 
 def gathered(courses: list[Course], step: int) -> dict[str, torch.Tensor]:
@@ -29,6 +75,8 @@ def gathered(courses: list[Course], step: int) -> dict[str, torch.Tensor]:
 
 def assert_equal(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert gradients.keys() == wanted.keys()
+    everything = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     for name, gradient in gradients.items():
-        # The gradient of a key's bias is zero but for rounding: the softmax does not depend on it.
-        assert (gradient - wanted[name]).norm() <= 2e-6 * wanted[name].norm() + 1e-11, name
+        # Some gradients are small sums of large terms, and round as those do: that of a key's bias is zero, because the
+        # softmax does not depend on it.
+        assert (gradient - wanted[name]).norm() <= 2e-6 * wanted[name].norm() + 1e-9 * everything, name

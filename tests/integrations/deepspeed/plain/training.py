@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
 import ds_lgamp
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.transformers.models import make, micro_batch
 
@@ -38,7 +39,8 @@ def train_alone(name: str, ranks: int, micro_batches: int = MICRO_BATCHES) -> li
                 loss = model(**micro_batch(step, rank, number)).loss
                 (loss / (ranks * micro_batches)).backward()
                 course.losses[-1] += loss.item()
-        gradients = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+        trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+        gradients = {key: parameter.grad.clone() for key, parameter in trained.items()}
         for course in courses:
             course.gradients.append(gradients)
         optimizer.step()
@@ -65,14 +67,20 @@ def initialize(model: Any, config: dict[str, Any]) -> Any:
         ]
 
 
-def train_on_rank(name: str, stage: int, block: dict[str, Any]) -> Course:
-    """Trains the model on this rank, with its own micro-batches."""
+def train_all_on_rank(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Course]:
+    """Trains models on this rank, with its own micro-batches, one after another. Each case is the name of a model, a
+    ZeRO stage and a ds_lgamp block."""
     prepare_rank()
     ds_lgamp.install()
+    return [_train(*case) for case in cases]
+
+
+def _train(name: str, stage: int, block: dict[str, Any]) -> Course:
     model = make(name)
     engine = initialize(model, configuration(stage, block))
     course = Course([], [])
     before_step(engine, lambda: course.gradients.append(own_gradients(model)))
+    torch.manual_seed(2)
     for step in range(STEPS):
         course.losses.append(0.0)
         for number in range(MICRO_BATCHES):
@@ -80,6 +88,7 @@ def train_on_rank(name: str, stage: int, block: dict[str, Any]) -> Course:
             engine.backward(loss)
             engine.step()
             course.losses[-1] += loss.item()
+    finish_engines()
     return course
 
 
@@ -96,4 +105,5 @@ def before_step(engine: Any, action: Callable[[], None]) -> None:
 
 def own_gradients(model: Any) -> dict[str, torch.Tensor]:
     """Returns the gradients of the layers on this rank. All data-parallel ranks call it together."""
-    return {name: safe_get_full_grad(each) for name, each in model.named_parameters() if hasattr(each, "ds_id")}
+    own = {name: each for name, each in model.named_parameters() if hasattr(each, "ds_id") and each.requires_grad}
+    return {name: safe_get_full_grad(each) for name, each in own.items()}

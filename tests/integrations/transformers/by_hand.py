@@ -1,0 +1,59 @@
+"""Computes a model in one process, whole and layer by layer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.transformers.call import Call, without_cache
+from ds_lgamp.integrations.transformers.layers import Ends, ModelLayers
+
+
+class Computed(NamedTuple):
+    """What a forward and a backward computed."""
+
+    output: Any
+    gradients: dict[str, Tensor]
+
+
+def layers_of(model: Any) -> ModelLayers:
+    return ModelLayers(model, layer_sources(torch.device("cpu")))
+
+
+def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:
+    """Calls the model, without a cache of keys and values, which changes the order of some sums."""
+    torch.manual_seed(1)
+    return _computed(model, model(**{**arguments, **without_cache(model)}))
+
+
+def in_layers(model: Any, arguments: Mapping[str, Any]) -> Computed:
+    """Calls the layers of the model one after another."""
+    layers = layers_of(model)
+    call = Call(*layers.arguments((), arguments))
+    layers.calls.all = [call]
+    first, *blocks, last = layers.modules
+    torch.manual_seed(1)
+    hidden = Ends.begin(first, call) if isinstance(first, Ends) else first(call)
+    for block in blocks:
+        hidden = block(hidden)
+    return _computed(model, Ends.finish(last, hidden) if isinstance(last, Ends) else last(hidden))
+
+
+def _computed(model: Any, output: Any) -> Computed:
+    """Computes the gradients of the loss; those of the squared hidden states if there is no loss."""
+    loss = output["loss"] if "loss" in output else output[0].float().pow(2).mean()
+    loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return Computed(output, gradients)
+
+
+def assert_same(first: Computed, second: Computed) -> None:
+    """Checks that outputs are equal to the bit, and gradients but for the order of sums."""
+    for name in {"loss", "logits", "last_hidden_state"} & first.output.keys():
+        torch.testing.assert_close(second.output[name], first.output[name], rtol=0, atol=0)
+    assert second.gradients.keys() == first.gradients.keys()
+    for name, gradient in first.gradients.items():
+        assert (second.gradients[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-11, name

@@ -1,0 +1,82 @@
+"""Adapters of peft, activation checkpointing of transformers, and parts of composite models, layer by layer."""
+
+import logging
+
+import peft
+import pytest
+import torch
+import transformers
+
+from ds_lgamp.config import ConfigError
+from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
+from tests.integrations.transformers.models import make, micro_batch
+from tests.integrations.transformers.shrink import small
+
+ADAPTERS = {
+    "in blocks": {},
+    "and on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "and the head as a whole": {"modules_to_save": ["lm_head"]},
+    "and on the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_train_and_the_rest_stays_frozen(case):
+    model = peft.get_peft_model(make("Llama"), peft.LoraConfig(r=2, init_lora_weights=False, **ADAPTERS[case]))
+    batch = micro_batch(0, 0, 0)
+    expected = whole(model, batch)
+    assert all("lora" in name or "modules_to_save" in name for name in expected.gradients)
+    assert_same(expected, in_layers(model, batch))
+
+
+def test_a_prefix_of_keys_and_values_is_refused():
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="its blocks get a cache of keys and values"):
+        layers_of(peft.get_peft_model(make("Llama"), config))
+
+
+BLOCK_LISTS = {"GPT-2": "transformer.h", "MPT": "transformer.blocks"}
+
+
+@pytest.mark.parametrize("name", BLOCK_LISTS)
+def test_the_models_own_checkpointing_is_switched_off_and_that_is_said_once(name, caplog):
+    model, batch = make(name).train(), micro_batch(0, 0, 0)
+    expected = whole(model, batch)
+    model.activation_checkpointing_enable()
+    with caplog.at_level(logging.WARNING, "ds_lgamp"):
+        layers = layers_of(model)
+        model.activation_checkpointing_enable()
+        layers.arguments((), batch)
+    assert not model.is_activation_checkpointing
+    assert sum("ds_lgamp.recompute decides" in record.message for record in caplog.records) == 1
+    model.activation_checkpointing_enable()
+    forwards = []
+    # The last block, because the survey runs the first one.
+    next(model.get_submodule(BLOCK_LISTS[name])[-1].children()).register_forward_hook(lambda *_: forwards.append(1))
+    assert_same(expected, in_layers(model, batch))
+    assert len(forwards) == 1
+
+
+def composite():
+    """Makes a model of images and text."""
+    vision = small(transformers.SiglipVisionConfig, image_size=8, patch_size=4, num_hidden_layers=1)
+    text = small(transformers.Gemma3TextConfig)
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=3, boi_token_id=1, eoi_token_id=2
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def test_a_composite_model_trains_on_text():
+    model = composite()
+    batch = {**micro_batch(0, 0, 0), "token_type_ids": torch.zeros(2, 10, dtype=torch.long)}
+    assert_same(whole(model, batch), in_layers(model, batch))
+
+
+def test_images_for_a_composite_model_are_refused():
+    batch = micro_batch(0, 0, 0)
+    batch["input_ids"][:, 1:5] = 3
+    types = (batch["input_ids"] == 3).long()
+    with pytest.raises(ConfigError, match="'model.vision_tower' runs ahead of the model's blocks"):
+        in_layers(composite(), {**batch, "token_type_ids": types, "pixel_values": torch.randn(2, 3, 8, 8)})
