@@ -100,7 +100,11 @@ class SplitForward:
     def run_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
         """Returns the hidden states after block ``index``."""
         result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
-        return result[0] if isinstance(result, tuple) else result
+        if (len(result) if isinstance(result, tuple) else 0) != self._returned:
+            raise ConfigError(
+                f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
+            )
+        return result[0] if self._returned else result
 
     def visit(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
