@@ -14,6 +14,8 @@ from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.plain import state
+from ds_lgamp.integrations.deepspeed.plain.direct_calls import refuse_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.told_loss import told_loss
 from ds_lgamp.integrations.transformers.call import Call
@@ -52,6 +54,8 @@ class ModelEngine(LgampEngine):
         """The factors by which the script multiplied the losses of these calls."""
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
+        state.give_state(self)
+        refuse_direct_calls(user_model, state.is_spread(self))
 
     @property
     def placed(self) -> PlacedModule:
@@ -121,6 +125,10 @@ class ModelEngine(LgampEngine):
     def eval(self) -> None:
         super().eval()
         self.placed.eval()
+
+    zero_gather_16bit_weights_on_model_save = state.zero_gather_16bit_weights_on_model_save
+    _zero3_consolidated_16bit_state_dict = state.zero3_consolidated_16bit_state_dict
+    save_16bit_model = state.save_16bit_model
 
     # One batch
 
