@@ -18,11 +18,12 @@ from transformers import (
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def tiny(name: str):
     if name == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(64, 32, 32, 4, 4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, **NO_DROPOUT))
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
 
 

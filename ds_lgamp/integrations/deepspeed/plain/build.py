@@ -10,15 +10,15 @@ from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
+from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module
-from ds_lgamp.integrations.transformers.layers import ModelLayers
 
 
 def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngine:
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective."""
     model = arguments["model"]
     device = next(model.parameters()).device
-    layers = ModelLayers(model, layer_sources(device))
+    layers = layers_of(model, layer_sources(device))
     module = pipeline_module(layers, settings)
     _keep_own_parameters(module, arguments)
     mpu = module.mpu()
