@@ -1,7 +1,6 @@
 """The whole state of the model of a plain script, by the model's own names, though its layers are on many ranks."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
@@ -22,11 +21,8 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     tensors_of,
     transfer,
 )
-from ds_lgamp.partition.agreement import host_group, raise_everywhere
-
-_PATIENCE = timedelta(minutes=10)
-"""How long ranks wait for each other before a gather: as long as torch's own collectives do."""
-
+from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
+from ds_lgamp.partition.agreement import raise_everywhere
 
 class Engine(Protocol):
     """An engine, as far as its model's state is concerned."""
@@ -118,16 +114,16 @@ def _first_rank_saves(engine: Engine, stock: Callable[..., Any]) -> Callable[...
 
 def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
     """Returns the state of the engine's model by the model's own names, in CPU memory of rank 0. Other ranks get an
-    empty dictionary. Collective over all ranks; raises ConfigError where some ranks do not call it.
+    empty dictionary. Collective over all ranks; raises ConfigError on all if one does something else.
 
     One chunk after another is gathered, on its pipeline rank, and sent layer by layer. So a rank holds at most one
     complete chunk beside what it holds anyway, and the first rank one layer more.
     """
-    _meet()
+    agree(Next.READ_STATE)
     placed, partition = engine.placed, engine.optimizer.partition
-    # Tensors with their names; those of other ranks have no elements.
-    state = type(engine.module).state_dict(engine.module, keep_vars=True)
-    own = {prefix: _described(layer, state) for prefix, layer in built_layers(placed).items()}
+    state = _references(engine.module)
+    names = {id(tensor): name for name, tensor in reversed(state.items())}
+    own = {prefix: _described(layer, names) for prefix, layer in built_layers(placed).items()}
     described = {prefix: tensors for rank in reversed(over_pipeline(placed, own)) for prefix, tensors in rank.items()}
     sends = engine.grid.data_parallel_id == 0
     values: dict[str, Tensor] = {}
@@ -152,23 +148,21 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     return _under_all_names(state, values, exclude_frozen_parameters) if dist.get_rank() == 0 else {}
 
 
-def _meet() -> None:
-    """Waits for all ranks. Raises ConfigError if they do not come."""
-    try:
-        dist.monitored_barrier(host_group(), timeout=_PATIENCE, wait_all_ranks=True)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the state of the model was asked for on some ranks only; with a {BLOCK} block call state_dict() and "
-            "save_pretrained() on all ranks, rank 0 gets the state and writes it"
-        ) from error
+def _references(model: nn.Module) -> dict[str, Any]:
+    """Returns the state of ``model`` with its own parameters and buffers. Those of other ranks have no elements."""
+    return type(model).state_dict(model, keep_vars=True)
 
 
-def _described(layer: nn.Module, state: dict[str, Any]) -> list[_Tensor]:
-    """Returns the tensors of a layer that belong to the ``state`` of the model, which has them under the same names."""
+def _described(layer: nn.Module, names: dict[int, str]) -> list[_Tensor]:
+    """Returns the tensors of a layer that belong to the state of the model.
+
+    Args:
+        names: their names in the model, by id.
+    """
     return [
-        _Tensor(name, torch.Size(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype)
-        for name, tensor in tensors_of(layer)
-        if name in state
+        _Tensor(names[id(tensor)], torch.Size(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype)
+        for _, tensor in tensors_of(layer)
+        if id(tensor) in names
     ]
 
 
@@ -193,10 +187,11 @@ def _under_all_names(state: dict[str, Any], values: dict[str, Tensor], exclude_f
 def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], strict: bool) -> Any:
     """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
     RuntimeError on all if it does not fit one of them."""
-    own = {id(tensor) for _, tensor in _tensors(engine.placed)}
+    agree(Next.LOAD_STATE)
+    own = {id(tensor) for layer in built_layers(engine.placed).values() for _, tensor in tensors_of(layer)}
     with engine.placed.full_parameters():
         mine = dict(state)
-        for name, tensor in type(engine.module).state_dict(engine.module, keep_vars=True).items():
+        for name, tensor in _references(engine.module).items():
             if name in mine and isinstance(tensor, nn.Parameter) and id(tensor) not in own:
                 # The parameter of a layer on another rank takes its own value, which has no elements.
                 mine[name] = tensor.detach()
@@ -208,10 +203,6 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
         raise_everywhere(complaint, RuntimeError)
         engine.placed.adopt_parameters()
     return result
-
-
-def _tensors(placed: PlacedModule) -> list[tuple[str, Tensor]]:
-    return [entry for layer in built_layers(placed).values() for entry in tensors_of(layer)]
 
 
 # Methods of the engine, with the names and signatures of DeepSpeedEngine's
