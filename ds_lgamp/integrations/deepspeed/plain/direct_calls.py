@@ -1,4 +1,4 @@
-"""Calls of a model that pass by its engine."""
+"""Calls of a model that pass by its engine, as transformers' Trainer evaluates."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,34 +8,40 @@ import torch
 
 from ds_lgamp.config import BLOCK, ConfigError
 
-_COMPUTING = ("forward", "generate")
-"""The methods of a model that compute with its parameters."""
+_ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
 
 
-def refuse_direct_calls(model: Any, is_spread: bool) -> None:
-    """Makes calls of ``model`` raise ConfigError that cannot work: all if its layers ``is_spread`` over ranks, else
-    those that autograd records, since a backward pass outside of the program would add to its gradients."""
-    for name in _COMPUTING:
-        if hasattr(model, name):
-            setattr(model, name, _refusing(getattr(model, name), name, is_spread))
+def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> None:
+    """Lets the ``engine`` evaluate when ``model`` is called and its layers are ``is_spread`` over ranks.
+
+    Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
+    a model that is spread, because the engine keeps no keys and values.
+    """
+    _replace(model, "forward", lambda stock: _forward(engine if is_spread else stock, model))
+    if is_spread and hasattr(model, "generate"):
+        _replace(model, "generate", lambda _: _refuse_generate)
 
 
-def _refusing(stock: Callable[..., Any], name: str, is_spread: bool) -> Callable[..., Any]:
-    call = "the model" if name == "forward" else f"model.{name}"
+def _replace(model: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stock = getattr(model, name)
+    # The Trainer looks at the signature of a model's forward.
+    setattr(model, name, wraps(stock)(replacement(stock)))
 
-    # Trainer looks at the signature of the model's forward.
-    @wraps(stock)
-    def refusing(*positional: Any, **named: Any) -> Any:
-        if is_spread:
+
+def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    def forward(*positional: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and model.training:
             raise ConfigError(
-                f"{call} is called directly, but with a {BLOCK} block its layers are on several ranks; call the engine "
-                "that deepspeed.initialize or accelerator.prepare returned, on all ranks together"
+                f"the model is called directly in training, but with a {BLOCK} block {_ENGINE} trains it; call that, "
+                "or switch the model to evaluation"
             )
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                f"{call} is called directly with gradients, which a {BLOCK} block computes in its engine; call the "
-                "engine that deepspeed.initialize or accelerator.prepare returned, or use torch.no_grad()"
-            )
-        return stock(*positional, **named)
+        return compute(*positional, **named)
 
-    return refusing
+    return forward
+
+
+def _refuse_generate(*positional: Any, **named: Any) -> Any:
+    raise ConfigError(
+        f"model.generate is called, but with a {BLOCK} block the layers of the model are on several ranks; save the "
+        "model with save_pretrained, and generate with the model that from_pretrained loads"
+    )

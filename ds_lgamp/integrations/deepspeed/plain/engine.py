@@ -17,7 +17,7 @@ from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
-from ds_lgamp.integrations.deepspeed.plain.direct_calls import refuse_direct_calls
+from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
 from ds_lgamp.integrations.deepspeed.plain.told_loss import told_loss
@@ -67,7 +67,7 @@ class ModelEngine(LgampEngine):
         """The shapes of the last batch's micro-batches."""
         agree_at_the_end()
         state.give_state(self)
-        refuse_direct_calls(user_model, state.is_spread(self))
+        guide_direct_calls(self, user_model, state.is_spread(self))
 
     @property
     def placed(self) -> PlacedModule:
