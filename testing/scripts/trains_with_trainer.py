@@ -1,4 +1,4 @@
-"""An ordinary script of transformers' Trainer: trains a small GPT-2 or Llama on random tokens. It does not know ds_lgamp."""
+"""A script of transformers' Trainer that does not know ds_lgamp: trains a small GPT-2 or Llama on random tokens."""
 
 import json
 import sys
@@ -28,9 +28,10 @@ def tiny(name: str):
 
 
 def examples(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Makes sequences of random tokens. The first ones of each have no label, a different number each time."""
+    """Makes sequences of random tokens. The first tokens have no label: their number differs between sequences."""
     tokens = torch.randint(64, (number, 12), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": row, "labels": row.masked_fill(torch.arange(12) < n % 5, -100)} for n, row in enumerate(tokens)]
+    unlabelled = [torch.arange(12) < n % 5 for n in range(number)]
+    return [{"input_ids": row, "labels": row.masked_fill(mask, -100)} for row, mask in zip(tokens, unlabelled)]
 
 
 def accuracy(predictions) -> dict[str, float]:

@@ -35,7 +35,14 @@ def save_checkpoint(
     Without frozen parameters, it loads with ``load_module_strict=False``, and the model keeps those that it has.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    save(engine, Path(save_dir), tag, {} if client_state is None else client_state, save_latest, exclude_frozen_parameters)
+    save(
+        engine,
+        Path(save_dir),
+        tag,
+        {} if client_state is None else client_state,
+        save_latest,
+        exclude_frozen_parameters,
+    )
     return True
 
 

@@ -24,6 +24,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.partition.agreement import raise_everywhere
 
+
 class Engine(Protocol):
     """An engine, as far as its model's state is concerned."""
 
