@@ -56,8 +56,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
             f"and would ignore the {BLOCK} block; replace it before ds_lgamp.install(), or remove the block"
         )
     meaningless = check_keys(config)
-    if mpu is not None:
-        check_batch_sizes(config, mpu.get_data_parallel_world_size())
+    check_batch_sizes(config, dist.get_world_size() if mpu is None else mpu.get_data_parallel_world_size())
     try:
         made = stock(config, mpu, **options)
     except Exception as error:
@@ -115,10 +114,10 @@ def registered(pipeline: Callable[..., Any]) -> Callable[..., Any]:
     leave the engine to DeepSpeed."""
 
     def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
-        if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule):
-            return plain_engine(_no_engine, model=model, config=config)
         made = None if read_block(config) is None else checked_config(DeepSpeedConfig, config, mpu)
-        return pipeline(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
+        plain = not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule)
+        build = plain_engine if plain else pipeline
+        return build(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
 
     return engine_of
 

@@ -54,6 +54,9 @@ class ModelEngine(LgampEngine):
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
+        release(user_model, {id(parameter) for parameter in self.placed.parameters()})
+        # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
+        self._cast_and_move()
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
@@ -256,6 +259,13 @@ class ModelEngine(LgampEngine):
 _NO_PIPELINE = (
     "engine.{} is called, but the model is no PipelineModule; call engine(...), engine.backward and engine.step"
 )
+
+
+def release(module: torch.nn.Module, own: set[int]) -> None:
+    """Frees the parameters of ``module`` that are not in ``own``, which holds ids."""
+    for parameter in module.parameters():
+        if id(parameter) not in own:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _shapes(call: Call) -> list[Any]:

@@ -1,11 +1,12 @@
 """The layers of a plain model, as its engine knows them, and those of an nn.Sequential."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.transformers.blocks import find_blocks
 from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, is_model
 from ds_lgamp.integrations.transformers.layers import ModelLayers
 from ds_lgamp.runtime.random_state import RandomSource
@@ -76,6 +77,13 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layer
     if is_model(model):
         return ModelLayers(model, random_sources)
     raise ConfigError(
-        f"deepspeed.initialize got a {type(model).__name__}, which a ds_lgamp block cannot split into layers; pass a "
-        "model of transformers, an nn.Sequential, or a PipelineModule that lists the layers"
+        f"deepspeed.initialize got a {type(model).__name__}, which a {BLOCK} block cannot split into layers; list its "
+        "layers in a PipelineModule, or in an nn.Sequential whose last module returns the loss"
     )
+
+
+def needed_to_split(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first."""
+    blocks = list(find_blocks(model).modules) if is_model(model) else []
+    others = {id(parameter) for block in blocks[1:] for parameter in block.parameters()}
+    return (parameter for parameter in model.parameters() if id(parameter) not in others)

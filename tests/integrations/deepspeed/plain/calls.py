@@ -190,3 +190,29 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine.set_gradient_accumulation_boundary(True)
     fails("no loss", lambda: engine(*pairs(0, rank, 0)), error=ActionError)
     return errors
+
+
+def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
+    """Trains a model that zero.Init has partitioned over all ranks. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    config = configuration(3, {"pipeline_ranks": pipeline_ranks})
+    whole = make(name)
+    with quiet():
+        deepspeed.zero.Init(module=whole, config_dict_or_path=config)
+    assert all(parameter.numel() == 0 for parameter in whole.parameters())
+    engine = initialize(whole, config)
+    rank = dist.get_rank()
+    return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]
+
+
+def train_variants(name: str, variants: list[dict[str, Any]]) -> list[list[float]]:
+    """Trains the model once for every variant of the configuration. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank, courses = dist.get_rank(), []
+    for variant in variants:
+        engine = initialize(make(name), {**configuration(2, {"pipeline_ranks": 2}), **variant})
+        batches = ([micro_batch(step, rank, number) for number in range(MICRO_BATCHES)] for step in range(3))
+        courses.append([sum(train(engine, *batch)) for batch in batches])
+    return courses

@@ -5,8 +5,17 @@ import torch
 
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import calls
-from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, train_alone
 from tests.integrations.transformers.models import make, micro_batch
+
+BLOCKS = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe", "recompute": "none"},
+    {"schedule": "interleaved_1f1b", "chunks_per_rank": 3},
+    {"micro_batch_group": 2, "resident_chunks": 1},
+    {"reproducible": True},
+    {"defer_gathers": True},
+]
 
 
 def test_evaluation_gives_every_rank_the_outputs_of_its_own_micro_batch():
@@ -58,10 +67,25 @@ def test_every_rank_of_a_pipeline_gets_training_data_of_its_own():
     assert set(steps) == {2}
 
 
+def test_a_model_that_zero_init_has_partitioned_trains_as_a_whole_one():
+    for sums, wanted in zip(run_on_ranks(2, calls.train_partitioned, "GPT-2", 2), train_alone("GPT-2", 2)):
+        assert sums == pytest.approx(wanted.losses, rel=1e-6)
+
+
+def test_every_schedule_cut_and_precision_trains():
+    variants = [*({"ds_lgamp": {"pipeline_ranks": 2, **block}} for block in BLOCKS), {"bf16": {"enabled": True}}]
+    ranks = run_on_ranks(2, calls.train_variants, "Llama", variants)
+    for courses, wanted in zip(ranks, train_alone("Llama", 2)):
+        *single, half = courses
+        for block, sums in zip(BLOCKS, single):
+            assert sums == pytest.approx(wanted.losses, rel=1e-6), block
+        assert half == pytest.approx(wanted.losses, rel=1e-2)
+
+
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
-        "plain module": "pass a model of transformers, an nn.Sequential, or a PipelineModule",
+        "plain module": "list its layers in a PipelineModule, or in an nn.Sequential whose last module",
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
         "no loss": "append a module that computes the loss",
