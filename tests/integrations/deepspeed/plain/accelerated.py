@@ -1,7 +1,8 @@
-"""Trains with Accelerate's own loop, and with transformers' Trainer, on a rank of a test."""
+"""Trains with Accelerate's own loop, and with transformers' Trainer. torchrun starts it as a script for the latter."""
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin
 
 import ds_lgamp
+from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.scripts import trains_with_trainer
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, STEPS, configuration
 from tests.integrations.transformers.models import make, micro_batch
 
-AUTO = {
-    **dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
-    ),
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+AUTO: dict[str, Any] = {
+    **dict.fromkeys(SIZES, "auto"),
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
     "optimizer": {
@@ -46,42 +47,41 @@ def prepare() -> None:
     """Sets what torchrun would set."""
     prepare_rank()
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    # Accelerate would start threads, which a forked process cannot.
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ds_lgamp.install()
 
 
-def train_with_trainer(folder: str, runs: Sequence[tuple[str, int, int | None, Sequence[str]]]) -> dict[str, Any]:
-    """Runs the Trainer's script several times, and returns the histories by the names of runs.
+def train_with_trainer(folder: str, runs: Sequence[tuple[str, int, int | None, str]]) -> None:
+    """Runs the Trainer's script several times on each rank that torchrun has started.
 
     Args:
-        folder: each run has a folder of its own in it.
+        folder: each run has a folder of its own in it, where it leaves its history.
         runs: the name of each, its ZeRO stage, its number of pipeline ranks, which is None for stock DeepSpeed, and its
             words for the command line.
     """
-    prepare()
-    histories = {}
+    compile_no_collective()
+    ds_lgamp.install()
     for name, stage, pipeline, words in runs:
         AcceleratorState._reset_state()
         GradientState._reset_state()
         block = {} if pipeline is None else {"ds_lgamp": {"pipeline_ranks": pipeline}}
         config = {**AUTO, **block, "zero_optimization": {**AUTO["zero_optimization"], "stage": stage}}
-        output = str(Path(folder, name))
-        with quiet():
-            given = ["--deepspeed", json.dumps(config), "--output_dir", output, *WORDS]
-            trainer = trains_with_trainer.main([*given, *(word.format(folder=folder) for word in words)])
+        given = ["--deepspeed", json.dumps(config), "--output_dir", str(Path(folder, name)), *WORDS]
+        trainer = trains_with_trainer.main([*given, *words.format(folder=folder).split()])
         if pipeline is not None:
             trainer.deepspeed.wait_for_checkpoint()
-        histories[name] = trainer.state.log_history
-    return histories
+    dist.destroy_process_group()
 
 
 def train_with_accelerate(name: str, stage: int, block: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
     """Returns the sums of this rank's losses by step, and those of the last step once more, from a saved state on."""
     prepare()
-    config = {**configuration(stage, block), "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    config = {**configuration(stage, block), "gradient_accumulation_steps": "auto"}
     config["train_micro_batch_size_per_gpu"] = "auto"
-    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=MICRO_BATCHES, gradient_clipping=100.0)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
     model = make(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -109,7 +109,9 @@ def _data() -> list[dict[str, torch.Tensor]]:
     return [{key: values[row] for key, values in batch.items()} for batch in batches for row in range(2)]
 
 
-def _epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any, folder: str | None) -> list[float]:
+def _epoch(
+    accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any, folder: str | None
+) -> list[float]:
     losses = [0.0]
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
@@ -126,3 +128,7 @@ def _epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler:
         if folder is not None and number == (STEPS - 1) * MICRO_BATCHES - 1:
             accelerator.save_state(folder)
     return losses[:-1]
+
+
+if __name__ == "__main__":
+    train_with_trainer(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,28 +1,31 @@
 """transformers' Trainer and Accelerate's loop train through the engine, unedited."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from testing.launching import torchrun
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.plain.accelerated import train_with_accelerate, train_with_trainer
+from tests.integrations.deepspeed.plain.accelerated import train_with_accelerate
 from tests.integrations.deepspeed.plain.training import train_alone
 from tests.slow import slow_except
 
-EVALUATED = "--eval_strategy steps --eval_steps 4 --save_strategy steps --save_steps 4 --load_best_model_at_end true"
-SHORT = f"--max_steps 8 {EVALUATED}"
+EVALUATED = "--eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --load_best_model_at_end true"
+SHORT = f"--max_steps 6 {EVALUATED}"
 LONG = "--max_steps 30"
 
 
 def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_layout(tmp_path):
     runs: list[Any] = [
-        ("stock", 2, None, SHORT.split()),
-        ("whole", 3, 2, SHORT.split()),
-        ("resumed", 2, 1, [*SHORT.split(), "--resume_from_checkpoint", "{folder}/whole/checkpoint-4"]),
+        ("stock", 2, None, SHORT),
+        ("whole", 3, 2, SHORT),
+        ("resumed", 2, 1, f"{SHORT} --resume_from_checkpoint {{folder}}/whole/checkpoint-3"),
     ]
-    histories = run_on_ranks(2, train_with_trainer, str(tmp_path), runs)[0]
+    histories = train(tmp_path, runs)
     for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
         for run in ("whole", "resumed"):
             assert logged(histories[run], key) == pytest.approx(logged(histories["stock"], key), rel=1e-5), key
@@ -34,13 +37,13 @@ def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_l
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [LONG, f"{LONG} --lora --prediction_loss_only true", f"{LONG} --bf16"])
 def test_trainer_logs_what_stock_deepspeed_does_over_30_steps(tmp_path, words):
-    saving = [*words.split(), "--save_strategy", "steps", "--save_steps", "14"]
-    runs: list[Any] = [("stock", 2, None, words.split())]
+    saving = f"{words} --save_strategy steps --save_steps 14"
+    runs: list[Any] = [("stock", 2, None, words)]
     for pipeline, stage in ((1, 2), (2, 2), (2, 1), (1, 3)):
         name = f"{pipeline}-{stage}"
-        resume = ["--resume_from_checkpoint", f"{{folder}}/{name}/checkpoint-14"]
-        runs += [(name, stage, pipeline, saving), (f"{name} resumed", stage, pipeline, [*words.split(), *resume])]
-    histories = run_on_ranks(2, train_with_trainer, str(tmp_path), runs)[0]
+        resume = f"{words} --resume_from_checkpoint {{folder}}/{name}/checkpoint-14"
+        runs += [(name, stage, pipeline, saving), (f"{name}-resumed", stage, pipeline, resume)]
+    histories = train(tmp_path, runs)
     tolerance = 1e-2 if "bf16" in words else 1e-5
     assert len(logged(histories["stock"], "loss")) == 30
     for name, history in histories.items():
@@ -58,6 +61,12 @@ def test_losses_of_accelerates_loop_are_those_of_one_process(tmp_path, name, pip
         assert losses == pytest.approx(wanted.losses, rel=1e-6)
         assert again == losses[-1:]
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def train(folder: Path, runs: list[Any]) -> dict[str, list[dict[str, float]]]:
+    """Runs the Trainer's script on two ranks, and returns the histories by the names of ``runs``."""
+    torchrun(2, ["-m", "tests.integrations.deepspeed.plain.accelerated", str(folder), json.dumps(runs)])
+    return {name: json.loads((folder / name / "history.json").read_text()) for name, *_ in runs}
 
 
 def logged(history: list[dict[str, float]], key: str) -> list[float]:
