@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys
+from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.config.keys import (
     AMOUNT,
     COUNT,
@@ -386,3 +386,14 @@ def test_sections_treated_as_a_whole_have_the_keys_that_were_looked_at():
     names = names_of_deepspeed()
     wholes = {name.removesuffix(".*") for name in NAMES if name.endswith(".*")} - {"bfloat16"}
     assert {section: sum(name.startswith(f"{section}.") for name in names) for section in wholes} == COUNTS
+
+
+def test_auto_values_are_left_out_except_those_that_deepspeed_understands():
+    block = {"ds_lgamp": {"chunks_per_rank": 2}}
+    config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, **block}
+    kept = {"pipeline": {"stages": "auto"}}
+    assert without_auto({**config, **kept}) == {"zero_optimization": {"stage": 2}, **block, **kept}
+
+
+def test_steps_per_print_may_be_infinity_as_accelerate_sets_it():
+    assert check_keys({"steps_per_print": float("inf")}) == []
