@@ -17,6 +17,7 @@ from ds_lgamp.integrations.deepspeed.config.keys import (
     AMOUNT,
     COUNT,
     INDEX,
+    INTERVAL,
     KEYS,
     NAME,
     OBJECT,
@@ -49,7 +50,10 @@ If a number changes, look at the new key. It needs a row if it acts while the se
 """
 ODD = 987
 """A value that no key has by default."""
-SAMPLES = {"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2}
+SAMPLES = {
+    **{"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2},
+    INTERVAL: float("inf"),
+}
 WRONG = {
     COUNT: [0, 1.0, "1", True],
     INDEX: [-1, "1", False],
@@ -58,6 +62,7 @@ WRONG = {
     NAME: [3],
     OBJECT: [[], "lr"],
     STAGE: [4, "3", True],
+    INTERVAL: [0, 1.5, "1", True],
 }
 
 
@@ -393,7 +398,3 @@ def test_auto_values_are_left_out_except_those_that_deepspeed_understands():
     config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, **block}
     kept = {"pipeline": {"stages": "auto"}}
     assert without_auto({**config, **kept}) == {"zero_optimization": {"stage": 2}, **block, **kept}
-
-
-def test_steps_per_print_may_be_infinity_as_accelerate_sets_it():
-    assert check_keys({"steps_per_print": float("inf")}) == []
