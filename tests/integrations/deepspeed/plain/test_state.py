@@ -10,7 +10,7 @@ from tests.integrations.deepspeed.plain.states import adapted, adapter_at_two_la
 from tests.integrations.transformers.models import make
 from tests.slow import slow_except
 
-CASES = [("GPT-2", 2, 1, 2), ("GPT-2", 2, 2, 3), ("Llama", 1, 2, 3), ("Llama", 2, 2, 1)]
+CASES = [("GPT-2", 2, 2, 3), ("GPT-2", 2, 1, 2), ("Llama", 1, 2, 3), ("Llama", 2, 2, 1)]
 
 
 @pytest.fixture(scope="module", params=slow_except(CASES[:1], CASES))
