@@ -58,10 +58,11 @@ def written(unit: Unit) -> Iterator[Range]:
             yield Range(part, slice(begin, end), start + begin - in_shard.start)
 
 
-def weights(partition: ZeroPartition) -> dict[str, FlatShard]:
+def weights(partition: ZeroPartition, exclude_frozen: bool = False) -> dict[str, FlatShard]:
     """Returns the parameters that this rank writes. Of half-precision weights it writes the master weights, since the
     weights are these rounded."""
-    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in partition.units for r in written(unit)}
+    units = [unit for unit in partition.units if unit.trains or not exclude_frozen]
+    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in units for r in written(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:

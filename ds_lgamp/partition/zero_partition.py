@@ -159,18 +159,19 @@ class ZeroPartition:
             unit.storage.release()
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        """Keeps every parameter of this rank complete and current inside the block. All data-parallel ranks enter it
-        together."""
+    def full_parameters(self, chunk: int | None = None) -> Iterator[None]:
+        """Keeps the parameters that ``chunk`` uses, by default all of this rank, complete and current inside the block.
+        All data-parallel ranks enter it together."""
         block = object()
-        for unit in self.units:
+        units = self.units if chunk is None else self.chunk_units[chunk]
+        for unit in units:
             unit.storage.hold(block)
-        for unit in self.units:
+        for unit in units:
             unit.storage.finish_gather()
         try:
             yield
         finally:
-            for unit in self.units:
+            for unit in units:
                 unit.storage.drop(block)
 
 

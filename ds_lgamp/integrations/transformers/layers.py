@@ -113,7 +113,10 @@ class ModelLayers:
         """Returns the loss in the model's output. Raises ConfigError if there is none."""
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if loss is None:
-            raise ConfigError(f"the model returned no loss; with a {BLOCK} block, pass labels to the engine")
+            raise ConfigError(
+                f"the model returned no loss; with a {BLOCK} block, pass labels to the engine, and no "
+                "label_smoothing_factor or compute_loss_func to the Trainer, which keep the labels from the model"
+            )
         return loss
 
     @staticmethod

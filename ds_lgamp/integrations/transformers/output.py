@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ds_lgamp.config import BLOCK
+from ds_lgamp.config import BLOCK, ConfigError
 
 
 @dataclass
@@ -16,4 +16,15 @@ class TrainingOutput(ModelOutput):
     loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"with a {BLOCK} block the output of a training step has only 'loss', not '{name}'")
+        raise AttributeError(_ONLY_LOSS.format(name))
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str) and key not in self:
+            raise ConfigError(_ONLY_LOSS.format(key))
+        return super().__getitem__(key)
+
+
+_ONLY_LOSS = (
+    f"with a {BLOCK} block the output of a training step has only 'loss', not '{{}}', which label_smoothing_factor, "
+    "compute_loss_func and similar losses need; remove them, or compute the loss in the forward of the model"
+)

@@ -54,11 +54,12 @@ def describe_layout(run: Run) -> dict[str, Any]:
     }
 
 
-def describe_parameters(run: Run) -> dict[str, dict[str, Any]]:
+def describe_parameters(run: Run, exclude_frozen: bool = False) -> dict[str, dict[str, Any]]:
     """Returns shape and optimizer group of this pipeline rank's parameters, by name, in the module's order."""
     infos = {
         part.name: {"shape": list(part.whole_shape), "group": part.group}
         for unit in run.optimizer.partition.units
+        if unit.trains or not exclude_frozen
         for part in parts_of(unit)
     }
     return {name: infos[name] for name, _ in global_names(run.placed) if name in infos}

@@ -17,7 +17,7 @@ COUNTERS = {
 PULLED = "_pulled_of_training_data"
 """The name below ``counters`` of the micro-batches taken of the engine's own data. Files of earlier releases have it
 too."""
-TOP_LEVEL = {"micro_offset": "module.micro_offset"}
+TOP_LEVEL = {"micro_offset": "placed.micro_offset"}
 """By name in state.json itself, the field of the engine."""
 
 

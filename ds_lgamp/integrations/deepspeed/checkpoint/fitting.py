@@ -51,7 +51,8 @@ def _check_parameters(folder: Path, written: dict[str, Any], own: dict[str, Any]
     if others:
         shown = ", ".join(f"{name} is {_shape(written, name)} there, {_shape(own, name)} here" for name in others[:3])
         raise CheckpointError(
-            f"{folder} is of another model ({shown}{', ...' if len(others) > 3 else ''}); build the model as it was"
+            f"{folder} is of another model ({shown}{', ...' if len(others) > 3 else ''}); build the model as it was, "
+            "or if it was saved without frozen parameters, pass load_module_strict=False"
         )
 
 

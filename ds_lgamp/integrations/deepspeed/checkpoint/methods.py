@@ -30,11 +30,19 @@ def save_checkpoint(
     exclude_frozen_parameters: bool = False,
 ) -> bool:
     """As PipelineEngine's, with random states and the position in ``training_data``; loads at any layout. Raises
-    CheckpointError on every rank if it cannot be written; an asynchronous save raises it in the next call."""
-    if exclude_frozen_parameters:
-        raise ConfigError(f"exclude_frozen_parameters is True, but a {BLOCK} block does not support it; remove it")
+    CheckpointError on every rank if it cannot be written; an asynchronous save raises it in the next call.
+
+    Without frozen parameters, it loads with ``load_module_strict=False``, and the model keeps those that it has.
+    """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    save(engine, Path(save_dir), tag, {} if client_state is None else client_state, save_latest)
+    save(
+        engine,
+        Path(save_dir),
+        tag,
+        {} if client_state is None else client_state,
+        save_latest,
+        exclude_frozen_parameters,
+    )
     return True
 
 

@@ -27,12 +27,15 @@ class Own(NamedTuple):
     """The names of empty extra states."""
 
 
-def save(run: Run, directory: Path, tag: str, client_state: Any, publish_latest: bool) -> None:
+def save(
+    run: Run, directory: Path, tag: str, client_state: Any, publish_latest: bool, exclude_frozen: bool = False
+) -> None:
     """Writes the run as ``directory/tag``. Collective over all ranks; raises CheckpointError on all.
 
     Args:
         client_state: a dictionary of the user's, kept for every rank.
         publish_latest: whether ``directory/latest`` names the checkpoint afterwards.
+        exclude_frozen: whether to leave out parameters that do not train.
     """
 
     def collect() -> tuple[dict[str, FlatShard], dict[str, Any], Own]:
@@ -40,10 +43,10 @@ def save(run: Run, directory: Path, tag: str, client_state: Any, publish_latest:
         if not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary that holds it")
         partition, optimizer = run.optimizer.partition, run.optimizer.optimizer
-        tensors = {**weights(partition), **optimizer_tensors(partition, optimizer)}
+        tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}
         tensors |= rank_state_to_write(run, client_state)
         # Alike on all data-parallel ranks: the first one's suffice.
-        parameters = describe_parameters(run) if run.grid.data_parallel_id == 0 else {}
+        parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
         own = Own(parameters, optimizer_scalars(partition, optimizer), set(empty_extra_states(run.placed)))
         return tensors, describe(run), own
 

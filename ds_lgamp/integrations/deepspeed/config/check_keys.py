@@ -67,6 +67,19 @@ def check_keys(config: dict[str, Any]) -> list[str]:
     return sorted(meaningless, key=lambda name: meaningless[name])
 
 
+def without_auto(config: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Returns ``config`` without the keys that are "auto", for which transformers' Trainer and Accelerate fill in
+    values."""
+    kept = {}
+    for key, value in config.items():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, dict) and name != BLOCK:
+            value = without_auto(value, name)
+        if value != "auto" or name in _AUTO_IS_A_VALUE:
+            kept[key] = value
+    return kept
+
+
 def check_batch_sizes(config: dict[str, Any], data_ranks: int) -> None:
     """Raises ConfigError where the three batch sizes, whole numbers each, do not multiply."""
     total, micro, steps = (config.get(key) for key in _BATCH_SIZES)

@@ -40,6 +40,7 @@ class Key(NamedTuple):
 
 COUNT, INDEX, AMOUNT, SWITCH = "a whole number from 1", "a whole number from 0", "a number from 0", "true or false"
 NAME, OBJECT, STAGE = "a name in quotes", "an object such as {}", "0, 1, 2 or 3"
+INTERVAL = "a whole number from 1, or Infinity"
 VALUES: dict[str, Callable[[Any], bool]] = {
     COUNT: lambda value: _whole(value) and value >= 1,
     INDEX: lambda value: _whole(value) and value >= 0,
@@ -48,6 +49,8 @@ VALUES: dict[str, Callable[[Any], bool]] = {
     NAME: lambda value: isinstance(value, str),
     OBJECT: lambda value: isinstance(value, dict),
     STAGE: lambda value: _whole(value) and 0 <= value <= 3,
+    # Accelerate sets infinity for "never".
+    INTERVAL: lambda value: value == inf or (_whole(value) and value >= 1),
 }
 """The kinds of values, each with its test."""
 
@@ -119,7 +122,7 @@ _TRAINING = (
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _REPORTS = (
-    Key("steps_per_print", HONOURED, takes=COUNT),
+    Key("steps_per_print", HONOURED, takes=INTERVAL),
     Key("wall_clock_breakdown", HONOURED, "needs steps_per_print", takes=SWITCH),
     Key(
         "memory_breakdown",

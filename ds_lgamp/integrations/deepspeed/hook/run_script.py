@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys
+from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
 from ds_lgamp.integrations.ending import failures_end_the_process, leave
 from ds_lgamp.integrations.user_script import run_as_main
@@ -94,26 +94,32 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
 
 
 def _check_config(arguments: Sequence[str]) -> None:
-    """Checks the file that ``--deepspeed_config`` on the command line names, before anything starts.
+    """Checks the file that ``--deepspeed_config`` on the command line names, before anything starts; also that of
+    ``--deepspeed``, which is an option of transformers' Trainer and a flag of other scripts.
 
     Raises ConfigError if the file cannot be read, or if its block is enabled and faulty.
     """
     for index, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
+        value = value or next(iter(arguments[index + 1 : index + 2]), "")
         if name == "--deepspeed_config":
-            config = _read_config(value or next(iter(arguments[index + 1 : index + 2]), ""))
+            config = _read_config(name, value)
             if read_block(config) is not None:
                 check_keys(config)
+        elif name == "--deepspeed" and Path(value).is_file():
+            config = _read_config(name, value)
+            if read_block(config) is not None:
+                check_keys(without_auto(config))
 
 
-def _read_config(value: str) -> dict[str, Any]:
+def _read_config(name: str, value: str) -> dict[str, Any]:
     """The configuration as DeepSpeed reads it: a file of JSON or HJSON, or base64."""
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
     try:
         config = load_ds_config(value)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--deepspeed_config {value} cannot be read: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{name} {value} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"--deepspeed_config {value} holds {type(config).__name__}; it must hold an object")
+        raise ConfigError(f"{name} {value} holds {type(config).__name__}; it must hold an object")
     return config

@@ -156,7 +156,7 @@ def _obtain(
     built = built_layers(module).get(prefix)
     deferred = defers(module, spec)
     if rank == source and rank != target and built is not None and not deferred:
-        _transfer(dist.isend, module, target, [tensor.detach().contiguous() for _, tensor in tensors_of(built)])
+        transfer(dist.isend, module, target, [tensor.detach().contiguous() for _, tensor in tensors_of(built)])
     if rank != target:
         return None
     if source != target:
@@ -181,7 +181,7 @@ def function_of(spec: Any, layer: nn.Module) -> Callable:
     return partial(spec.forward_fn, layer) if applies else layer
 
 
-def _transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+def transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Sequence[torch.Tensor]) -> None:
     """Sends contiguous ``tensors`` to pipeline rank ``rank``, or receives them from it.
 
     They travel in one batch in the pipeline's group. Alone, they would make NCCL keep a communicator for these two
@@ -216,7 +216,7 @@ def _receive(
             arriving.append(tensor.data)
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(info.requires_grad)
-    _transfer(dist.irecv, module, source, arriving)
+    transfer(dist.irecv, module, source, arriving)
     return layer
 
 

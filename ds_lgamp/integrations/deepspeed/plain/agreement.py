@@ -1,4 +1,4 @@
-"""Lets all ranks agree on the next batch, so that a rank that calls something else is named and nobody waits for it."""
+"""Lets all ranks agree on what is next, so that a rank that calls something else is named and nobody waits for it."""
 
 from enum import IntEnum
 
@@ -17,6 +17,9 @@ class Next(IntEnum):
     """It ends its script."""
     EVALUATE = 1
     TRAIN = 2
+    READ_STATE = 3
+    """It gathers the state of the whole model."""
+    LOAD_STATE = 4
 
 
 def agree(own: Next, micro_batches: int = 0) -> None:
@@ -57,8 +60,8 @@ def _difference(ranks: list[tuple[Next, int]]) -> str:
     """Returns the sentence that names two ranks that differ."""
     other = next(rank for rank, each in enumerate(ranks) if each != ranks[0])
     return (
-        f"rank 0 {_described(*ranks[0])}, but rank {other} {_described(*ranks[other])}; give every rank the same "
-        "number of micro-batches per step, and the same number of steps"
+        f"rank 0 {_described(*ranks[0])}, but rank {other} {_described(*ranks[other])}; let all ranks call the same, "
+        "with the same number of micro-batches per step"
     )
 
 
@@ -67,4 +70,8 @@ def _described(following: Next, micro_batches: int) -> str:
         return "ended its script"
     if following is Next.EVALUATE:
         return "calls the engine for evaluation"
+    if following is Next.READ_STATE:
+        return "reads the state of the whole model (state_dict, save_pretrained, save_16bit_model)"
+    if following is Next.LOAD_STATE:
+        return "loads the state of the model"
     return f"trains on {micro_batches} micro-batches for one step"

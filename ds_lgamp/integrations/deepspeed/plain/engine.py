@@ -18,7 +18,9 @@ from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
 from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
+from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
 from ds_lgamp.integrations.deepspeed.plain.told_loss import told_loss
@@ -72,6 +74,8 @@ class ModelEngine(LgampEngine):
         self._shapes: list[Any] = []
         """The shapes of the last batch's micro-batches."""
         agree_at_the_end()
+        state.give_state(self)
+        guide_direct_calls(self, user_model, state.is_spread(self))
 
     @property
     def placed(self) -> PlacedModule:
@@ -160,6 +164,10 @@ class ModelEngine(LgampEngine):
 
     def eval(self) -> None:
         self.train(False)
+
+    zero_gather_16bit_weights_on_model_save = state.zero_gather_16bit_weights_on_model_save
+    _zero3_consolidated_16bit_state_dict = state.zero3_consolidated_16bit_state_dict
+    save_16bit_model = state.save_16bit_model
 
     # One batch
 

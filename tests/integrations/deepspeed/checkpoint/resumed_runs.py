@@ -286,7 +286,6 @@ def refusals(folder):
         refused(f"tag {tag}", CheckpointError, engine.save_checkpoint, other, tag=tag)
     refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
     refused("load function", ConfigError, engine.load_checkpoint, folder, custom_load_fn=print)
-    refused("frozen", ConfigError, engine.save_checkpoint, other, exclude_frozen_parameters=True)
     refused("client state", CheckpointError, engine.save_checkpoint, other, client_state={"here": print})
     refused("no dictionary", CheckpointError, engine.save_checkpoint, other, client_state=Namespace(epoch=3))
     if dist.get_rank() == 0:

@@ -112,7 +112,6 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         ("tag /absolute", ["the tag is '/absolute'"]),
         ("no such tag", ["global_step99 is no checkpoint of ds_lgamp"]),
         ("load function", ["custom_load_fn is given", "remove it"]),
-        ("frozen", ["exclude_frozen_parameters is True", "remove it"]),
         ("client state", ["client_state holds under 'here' a value of type builtins.builtin_function_or_method; use"]),
         ("no dictionary", ["client_state is a Namespace; pass a dictionary that holds it"]),
         ("no folder", ["file is a file; name a folder for checkpoints", "existing checkpoints are whole"]),

@@ -12,11 +12,12 @@ import pytest
 from pydantic import BaseModel
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys
+from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.config.keys import (
     AMOUNT,
     COUNT,
     INDEX,
+    INTERVAL,
     KEYS,
     NAME,
     OBJECT,
@@ -49,7 +50,10 @@ If a number changes, look at the new key. It needs a row if it acts while the se
 """
 ODD = 987
 """A value that no key has by default."""
-SAMPLES = {"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2}
+SAMPLES = {
+    **{"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2},
+    INTERVAL: float("inf"),
+}
 WRONG = {
     COUNT: [0, 1.0, "1", True],
     INDEX: [-1, "1", False],
@@ -58,6 +62,7 @@ WRONG = {
     NAME: [3],
     OBJECT: [[], "lr"],
     STAGE: [4, "3", True],
+    INTERVAL: [0, 1.5, "1", True],
 }
 
 
@@ -386,3 +391,10 @@ def test_sections_treated_as_a_whole_have_the_keys_that_were_looked_at():
     names = names_of_deepspeed()
     wholes = {name.removesuffix(".*") for name in NAMES if name.endswith(".*")} - {"bfloat16"}
     assert {section: sum(name.startswith(f"{section}.") for name in names) for section in wholes} == COUNTS
+
+
+def test_auto_values_are_left_out_except_those_that_deepspeed_understands():
+    block = {"ds_lgamp": {"chunks_per_rank": 2}}
+    config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, **block}
+    kept = {"pipeline": {"stages": "auto"}}
+    assert without_auto({**config, **kept}) == {"zero_optimization": {"stage": 2}, **block, **kept}

@@ -1,0 +1,47 @@
+"""Calls of a model that pass by its engine, as transformers' Trainer evaluates."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from ds_lgamp.config import BLOCK, ConfigError
+
+_ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
+
+
+def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> None:
+    """Lets the ``engine`` evaluate when ``model`` is called and its layers are ``is_spread`` over ranks.
+
+    Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
+    a model that is spread, because the engine keeps no keys and values.
+    """
+    _replace(model, "forward", lambda stock: _forward(engine if is_spread else stock, model))
+    if is_spread and hasattr(model, "generate"):
+        _replace(model, "generate", lambda _: _refuse_generate)
+
+
+def _replace(model: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stock = getattr(model, name)
+    # The Trainer looks at the signature of a model's forward.
+    setattr(model, name, wraps(stock)(replacement(stock)))
+
+
+def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    def forward(*positional: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and model.training:
+            raise ConfigError(
+                f"the model is called directly in training, but with a {BLOCK} block {_ENGINE} trains it; call that, "
+                "or switch the model to evaluation"
+            )
+        return compute(*positional, **named)
+
+    return forward
+
+
+def _refuse_generate(*positional: Any, **named: Any) -> Any:
+    raise ConfigError(
+        f"model.generate is called, but with a {BLOCK} block the layers of the model are on several ranks; save the "
+        "model with save_pretrained, and generate with the model that from_pretrained loads"
+    )

@@ -1,0 +1,97 @@
+"""Reads and writes the state of models that train, on a rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+import ds_lgamp
+from testing.deepspeed_rank import prepare_rank
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
+from tests.integrations.transformers.models import make, micro_batch
+
+
+def adapted(name: str) -> Any:
+    """Makes the model with an adapter that trains, in front of weights that do not."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(make(name), peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+
+
+def train_and_read(name: str, stage: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Trains the model, and returns what its state and its refusals show on this rank."""
+    engine = trained(make(name), stage, block)
+    model = engine.module
+    seen: dict[str, Any] = {"weights": own_weights(model)}
+    state = model.state_dict()
+    seen["state"] = {key: value.clone() for key, value in state.items()}
+    places = [value.data_ptr() for value in state.values()]
+    seen["tied"] = [key for key, value in state.items() if places.count(value.data_ptr()) > 1]
+    seen["accelerate"] = set(engine._zero3_consolidated_16bit_state_dict())
+    model.save_pretrained(folder)
+    engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()
+    whole = torch.load(Path(folder, "weights.bin"))
+    model.load_state_dict({key: value + 1 for key, value in whole.items()})
+    seen["loaded"] = own_weights(model)
+    seen["refusals"] = {
+        "shapes": refusal(lambda: model.load_state_dict({key: value[:1] for key, value in whole.items()})),
+        "assign": refusal(lambda: model.load_state_dict(whole, assign=True)),
+        "generate": refusal(lambda: model.generate(torch.ones(1, 3, dtype=torch.long))),
+        "direct": refusal(lambda: model(**micro_batch(0, 0, 0))),
+        "alone": refusal(model.state_dict if dist.get_rank() == 0 else lambda: train(engine, 1)),
+    }
+    return seen
+
+
+def adapter_at_two_layouts(folder: str) -> dict[str, Any]:
+    """Trains an adapter at one layout, saves it without frozen weights, and goes on at another layout."""
+    first = trained(adapted("Llama"), 3, {"pipeline_ranks": 1})
+    first.save_checkpoint(folder, exclude_frozen_parameters=True)
+    first.module.save_pretrained(folder)
+    expected = train(first, 1)
+    other = trained(adapted("Llama"), 2, {"pipeline_ranks": 2}, steps=0)
+    strict = refusal(lambda: other.load_checkpoint(folder))
+    other.load_checkpoint(folder, load_module_strict=False)
+    adapter = {name: value for name, value in first.module.state_dict().items() if "lora" in name}
+    return {"expected": expected, "losses": train(other, 1), "strict": strict, "adapter": set(adapter)}
+
+
+def trained(model: Any, stage: int, block: dict[str, Any], steps: int = 2) -> Any:
+    """Returns the engine of ``model`` after some steps."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(model, configuration(stage, block))
+    train(engine, steps)
+    return engine
+
+
+def train(engine: Any, steps: int) -> list[float]:
+    """Returns the mean of the ranks' losses of every step."""
+    losses = []
+    for _ in range(steps):
+        total = torch.zeros(())
+        for number in range(MICRO_BATCHES):
+            loss = engine(**micro_batch(engine.global_steps, dist.get_rank(), number)).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def own_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: safe_get_full_fp32_param(each) for name, each in model.named_parameters() if hasattr(each, "ds_id")}
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """Returns the message of the error that ``action`` raises; "" if it raises none."""
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,73 @@
+"""transformers' Trainer and Accelerate's loop train through the engine, unedited."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing.launching import torchrun
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain.accelerated import train_with_accelerate
+from tests.integrations.deepspeed.plain.training import train_alone
+from tests.slow import slow_except
+
+EVALUATED = "--eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --load_best_model_at_end true"
+SHORT = f"--max_steps 6 {EVALUATED}"
+LONG = "--max_steps 30"
+
+
+def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_layout(tmp_path):
+    runs: list[Any] = [
+        ("stock", 2, None, SHORT),
+        ("whole", 3, 2, SHORT),
+        ("resumed", 2, 1, f"{SHORT} --resume_from_checkpoint {{folder}}/whole/checkpoint-3"),
+    ]
+    histories = train(tmp_path, runs)
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
+        for run in ("whole", "resumed"):
+            assert logged(histories[run], key) == pytest.approx(logged(histories["stock"], key), rel=1e-5), key
+    wanted, found = (AutoModelForCausalLM.from_pretrained(tmp_path / run).state_dict() for run in ("stock", "resumed"))
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [LONG, f"{LONG} --lora --prediction_loss_only true", f"{LONG} --bf16"])
+def test_trainer_logs_what_stock_deepspeed_does_over_30_steps(tmp_path, words):
+    saving = f"{words} --save_strategy steps --save_steps 14"
+    runs: list[Any] = [("stock", 2, None, words)]
+    for pipeline, stage in ((1, 2), (2, 2), (2, 1), (1, 3)):
+        name = f"{pipeline}-{stage}"
+        resume = f"{words} --resume_from_checkpoint {{folder}}/{name}/checkpoint-14"
+        runs += [(name, stage, pipeline, saving), (f"{name}-resumed", stage, pipeline, resume)]
+    histories = train(tmp_path, runs)
+    tolerance = 1e-2 if "bf16" in words else 1e-5
+    assert len(logged(histories["stock"], "loss")) == 30
+    for name, history in histories.items():
+        assert logged(history, "loss") == pytest.approx(logged(histories["stock"], "loss"), rel=tolerance), name
+
+
+LOOPS = [("Llama", 2, 2), ("GPT-2", 1, 3), ("GPT-2", 2, 3)]
+
+
+@pytest.mark.parametrize(("name", "pipeline", "stage"), slow_except(LOOPS[:1], LOOPS, several=True))
+def test_losses_of_accelerates_loop_are_those_of_one_process(tmp_path, name, pipeline, stage):
+    expected = train_alone(name, 2)
+    ranks = run_on_ranks(2, train_with_accelerate, name, stage, {"pipeline_ranks": pipeline}, str(tmp_path))
+    for (losses, again), wanted in zip(ranks, expected):
+        assert losses == pytest.approx(wanted.losses, rel=1e-6)
+        assert again == losses[-1:]
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def train(folder: Path, runs: list[Any]) -> dict[str, list[dict[str, float]]]:
+    """Runs the Trainer's script on two ranks, and returns the histories by the names of ``runs``."""
+    torchrun(2, ["-m", "tests.integrations.deepspeed.plain.accelerated", str(folder), json.dumps(runs)])
+    return {name: json.loads((folder / name / "history.json").read_text()) for name, *_ in runs}
+
+
+def logged(history: list[dict[str, float]], key: str) -> list[float]:
+    return [entry[key] for entry in history if key in entry]

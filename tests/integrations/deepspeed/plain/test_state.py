@@ -1,0 +1,77 @@
+"""The state of a model by its own names: read whole on rank 0, saved, loaded, and refused where it cannot work."""
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain.states import adapted, adapter_at_two_layouts, train_and_read
+from tests.integrations.transformers.models import make
+from tests.slow import slow_except
+
+CASES = [("GPT-2", 2, 2, 3), ("GPT-2", 2, 1, 2), ("Llama", 1, 2, 3), ("Llama", 2, 2, 1)]
+
+
+@pytest.fixture(scope="module", params=slow_except(CASES[:1], CASES))
+def seen(request, tmp_path_factory):
+    """Returns what every rank saw, the name of the model, and the folder of its saves."""
+    name, pipeline, data, stage = request.param
+    folder = tmp_path_factory.mktemp("model")
+    block = {"pipeline_ranks": pipeline}
+    return run_on_ranks(pipeline * data, train_and_read, name, stage, block, str(folder)), name, folder
+
+
+def test_rank_0_gets_the_weights_of_all_ranks_under_the_models_names(seen):
+    ranks, name, _ = seen
+    first, *others = ranks
+    assert first["state"].keys() == make(name).state_dict().keys() == first["accelerate"]
+    for rank in ranks:
+        for key, value in rank["weights"].items():
+            assert torch.equal(first["state"][key], value), key
+    assert all(rank["state"] == {} and rank["accelerate"] == set() for rank in others)
+
+
+def test_tied_weights_stay_tied(seen):
+    ranks, name, _ = seen
+    assert ranks[0]["tied"] == (["transformer.wte.weight", "lm_head.weight"] if name == "GPT-2" else [])
+
+
+def test_from_pretrained_loads_what_was_trained(seen):
+    ranks, _, folder = seen
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in ranks[0]["state"].items())
+    weights = torch.load(folder / "weights.bin")
+    assert all(torch.equal(weights[key], value) for key, value in ranks[0]["state"].items())
+
+
+def test_a_loaded_state_is_trained_on(seen):
+    ranks, _, _ = seen
+    for rank in ranks:
+        for key, value in rank["loaded"].items():
+            assert torch.equal(value, rank["weights"][key] + 1), key
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shapes", "size mismatch"),
+        ("assign", "load_state_dict has assign=True"),
+        ("generate", "model.generate is called"),
+        ("direct", "the model is called directly in training"),
+        ("alone", "rank 0 reads the state of the whole model"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(seen, name, words):
+    ranks, _, _ = seen
+    assert all(words in rank["refusals"][name] for rank in ranks)
+
+
+def test_an_adapter_is_saved_whole_and_goes_on_at_another_layout_without_frozen_weights(tmp_path):
+    first, _ = run_on_ranks(2, adapter_at_two_layouts, str(tmp_path))
+    assert first["losses"] == pytest.approx(first["expected"], rel=1e-6)
+    assert "absent there" in first["strict"] and "load_module_strict=False" in first["strict"]
+    loaded = peft.PeftModel.from_pretrained(make("Llama"), tmp_path).state_dict()
+    fresh = adapted("Llama").state_dict()
+    assert first["adapter"] == {name for name in loaded if "lora" in name}
+    assert all(not torch.equal(loaded[name], fresh[name]) for name in first["adapter"])
