@@ -65,8 +65,8 @@ class ModelEngine(LgampEngine):
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
         self._kept: list[Arguments] = []
         """The calls since the last step."""
-        self._told: Tensor | None = None
-        """The loss of the last call."""
+        self._told: Any = None
+        """The node of the last call's loss in autograd's graph."""
         self._factors: list[Tensor | float] = []
         """The factors by which the script multiplied the losses of these calls."""
         self._waiting: Iterator[None] | None = None
@@ -115,13 +115,14 @@ class ModelEngine(LgampEngine):
             return self._evaluate(arguments)
         self._kept.append(arguments)
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
-        self._told = told_loss(value, self._factors.append)
-        return self._layers.training_output(self._told)
+        loss = told_loss(value, self._factors.append)
+        self._told = loss.grad_fn
+        return self._layers.training_output(loss)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        if loss is self._told:
+        if loss.grad_fn is self._told:
             # The script left the loss as it is: then the host need not ask the device for the factor.
             self._factors.append(factor)
             return loss.detach() * factor

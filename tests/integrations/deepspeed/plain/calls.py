@@ -110,9 +110,11 @@ def train_sequential(pipeline_ranks: int, factor: float) -> list[float]:
         sums.append(0.0)
         for number in range(MICRO_BATCHES):
             loss = engine(*pairs(step, dist.get_rank(), number))
-            engine.backward(factor * loss)
-            engine.step()
             sums[-1] += loss.item()
+            # In place, as the Trainer does.
+            loss *= factor
+            engine.backward(loss)
+            engine.step()
     return sums
 
 

@@ -28,7 +28,7 @@ def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_l
     histories = train(tmp_path, runs)
     for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
         for run in ("whole", "resumed"):
-            assert logged(histories[run], key) == pytest.approx(logged(histories["stock"], key), rel=1e-5), key
+            assert logged(histories[run], key) == pytest.approx(logged(histories["stock"], key), rel=1e-5), (run, key)
     wanted, found = (AutoModelForCausalLM.from_pretrained(tmp_path / run).state_dict() for run in ("stock", "resumed"))
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
