@@ -16,7 +16,14 @@ _context = multiprocessing.get_context("forkserver")
 # Preloads what nearly every rank imports, because importing it takes seconds. megatron is not included, because some
 # ranks prepare for it first.
 _context.set_forkserver_preload(
-    ["pytest", "hypothesis", "torch._inductor.compile_fx", "deepspeed", "ds_lgamp.integrations.deepspeed.engine.engine"]
+    [
+        "pytest",
+        "hypothesis",
+        "torch._inductor.compile_fx",
+        "transformers.modeling_utils",
+        "deepspeed",
+        "ds_lgamp.integrations.deepspeed.engine.engine",
+    ]
 )
 
 

@@ -1,7 +1,7 @@
 """Executes a pipeline rank's program, action by action."""
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -151,7 +151,7 @@ class Executor:
         batch = self._batch
         return batch.training and self.recompute and not (batch.turns_at_once and chunk == self._last_chunk)
 
-    def run(self, program: Sequence[Action]) -> None:
+    def run(self, program: Iterable[Action]) -> None:
         """Executes ``program``."""
         for action in program:
             self.execute(action)

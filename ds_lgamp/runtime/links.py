@@ -171,8 +171,9 @@ class Outgoing:
         self._headers_in_flight.clear()
         self._peer_posts = self.on_arrival or not self.dynamic
 
-    def reset(self) -> None:
+    def reset(self, dynamic: bool) -> None:
         """Forgets announced shapes, because they may change."""
+        self.dynamic = dynamic
         self._announced.clear()
         self._peer_posts = self.on_arrival
 
@@ -227,8 +228,9 @@ class Incoming:
         spec = self._specs.pop(key) if self.dynamic else self._specs[key]
         return tuple(tensors) if spec.is_tuple else tensors[0]
 
-    def reset(self) -> None:
+    def reset(self, dynamic: bool) -> None:
         """Forgets the shapes of messages."""
+        self.dynamic = dynamic
         self._specs.clear()
 
     def _key(self, chunk: int, micro_batch: int) -> tuple[int, int]:
@@ -279,6 +281,7 @@ class Links:
         on_arrival: bool = False,
         advice: str = RESET,
     ) -> None:
+        self._dynamic = dynamic
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
         self._activations_in = Incoming(activations_in, device, headers_in, dynamic, on_arrival)
@@ -316,15 +319,17 @@ class Links:
         self._activations_out.drain()
         self._gradients_out.drain()
 
-    def reset(self) -> None:
+    def reset(self, dynamic: bool | None = None) -> None:
         """Forgets all shapes, so that the next batch may have others. Headers then travel again.
 
         Every rank calls it between batches.
+
+        Args:
+            dynamic: whether shapes may differ between micro-batches from now on; None changes nothing.
         """
-        self._activations_in.reset()
-        self._gradients_in.reset()
-        self._activations_out.reset()
-        self._gradients_out.reset()
+        self._dynamic = self._dynamic if dynamic is None else dynamic
+        for end in (self._activations_in, self._gradients_in, self._activations_out, self._gradients_out):
+            end.reset(self._dynamic)
 
 
 def _send(message: torch.Tensor, endpoint: Endpoint) -> tuple[dist.Work, torch.Tensor]:

@@ -1,10 +1,14 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
+import sys
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import nn
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and named arguments of a call of the model."""
 
 
 class BlockArguments(NamedTuple):
@@ -67,6 +71,12 @@ class Tree(nn.Module):
 def model_of(model: Any) -> Any:
     """Returns the model of transformers inside ``model``, which peft may have wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_model(model: Any) -> bool:
+    """Returns whether ``model`` is one of transformers, perhaps wrapped by peft."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model_of(model), transformers.PreTrainedModel)
 
 
 def without_cache(model: Any) -> dict[str, Any]:

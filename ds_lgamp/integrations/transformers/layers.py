@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import find_blocks
-from ds_lgamp.integrations.transformers.call import Call, Calls, Tree, without_cache
+from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, Tree, without_cache
 from ds_lgamp.integrations.transformers.split import SplitForward
 from ds_lgamp.integrations.transformers.survey import survey
 from ds_lgamp.runtime.random_state import RandomSource
@@ -38,14 +37,14 @@ class Block(Tree):
 
 
 class End(Tree):
-    """What follows the blocks. Takes hidden states, returns the model's output; in training, its loss."""
+    """What follows the blocks. Takes hidden states, returns the model's output."""
 
     def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward, calls: Calls) -> None:
         super().__init__(modules)
         self._split, self._calls = split, calls
 
     def forward(self, hidden: Tensor) -> Any:
-        return end(self._split, self._calls, hidden)
+        return self._split.finish(self._calls.current, hidden)
 
 
 class Ends(Tree):
@@ -61,18 +60,7 @@ class Ends(Tree):
 
     @staticmethod
     def finish(ends: "Ends", hidden: Tensor) -> Any:
-        return end(ends._split, ends._calls, hidden)
-
-
-def end(split: SplitForward, calls: Calls, hidden: Tensor) -> Any:
-    """Returns the model's output; its loss while gradients are computed."""
-    output = split.finish(calls.current, hidden)
-    if not torch.is_grad_enabled():
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if loss is None:
-        raise ConfigError(f"the model returned no loss; with a {BLOCK} block, pass labels to the engine")
-    return loss
+        return ends._split.finish(ends._calls.current, hidden)
 
 
 class ModelLayers:
@@ -92,24 +80,35 @@ class ModelLayers:
         self.calls = Calls()
         self._without_cache = without_cache(model)
         split = SplitForward(model, blocks, ahead, shown.returned, random_sources)
-        self.blocks = [
+        own_blocks = [
             Block(f"{blocks.path}.{index}", block, index, split, self.calls)
             for index, block in enumerate(blocks.modules)
         ]
-        self.ends: Ends | None = None
-        """What precedes and follows the blocks, if they share parameters."""
         if _share(ahead, behind):
-            self.ends = Ends({**ahead, **behind}, split, self.calls)
+            ends = Ends({**ahead, **behind}, split, self.calls)
+            self.modules: list[nn.Module] = [ends, *own_blocks, ends]
         else:
-            self.beginning, self.end = Beginning(ahead, split), End(behind, split, self.calls)
+            self.modules = [Beginning(ahead, split), *own_blocks, End(behind, split, self.calls)]
 
-    def call(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Call:
-        """Returns a call of the model, without a cache of keys and values."""
-        return Call(positional, {**named, **self._without_cache})
+    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+        """Returns the arguments for a call of the model without a cache of keys and values."""
+        return positional, {**named, **self._without_cache}
+
+    @staticmethod
+    def first_input(call: Call) -> Call:
+        return call
+
+    @staticmethod
+    def loss_of(output: Any) -> Tensor:
+        """Returns the loss in the model's output. Raises ConfigError if there is none."""
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is None:
+            raise ConfigError(f"the model returned no loss; with a {BLOCK} block, pass labels to the engine")
+        return loss
 
     @staticmethod
     def training_output(loss: Tensor) -> Any:
-        """Returns what a call of the model returns in training."""
+        """Returns what the engine returns for a call in training."""
         # Here, because importing transformers takes seconds, and only its models need it.
         from ds_lgamp.integrations.transformers.output import TrainingOutput
 

@@ -66,7 +66,7 @@ class BatchLoader:
         self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
         self._inputs_dtype = inputs_dtype
         # The host waits for the answer, so the answer travels between hosts, not between devices.
-        self.agreement = host_group()
+        self._agreement = host_group()
         self._micro_batches: dict[int, Any] = {}
         self.tokens = 0
         """Number of elements of the integer inputs taken since the counter was last set to 0."""
@@ -109,7 +109,7 @@ class BatchLoader:
         if dist.get_world_size() == 1:
             return value
         largest = torch.tensor(value)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self.agreement)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._agreement)
         return int(largest)
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:

@@ -147,12 +147,16 @@ class LgampEngine(PipelineEngine):
 
     def _prepare_layers(self) -> None:
         """Casts, moves and broadcasts the layers that the module shows, as DeepSpeed does with a module."""
+        self._cast_and_move()
+        self._broadcast_model()
+
+    def _cast_and_move(self) -> None:
+        """Gives the module's tensors the data types of the configuration, and moves them to the device."""
         data_type, buffer_type = self._mixed_precision_dtypes()
         if data_type is not None:
             kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
             self._cast_module_mixed_precision(data_type, buffer_type, False, kept)
         self.module.to(self.device)
-        self._broadcast_model()
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), self.device)

@@ -84,6 +84,11 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     if settings is None:
         log_dist(f"The configuration has no enabled {BLOCK} block: stock DeepSpeed", ranks=[0])
         return stock(*positional, **arguments)
+    if settings.pipeline_ranks is not None:
+        raise ConfigError(
+            f"{BLOCK}.pipeline_ranks is {settings.pipeline_ranks}, but the PipelineModule has num_stages "
+            f"{module.num_stages}; remove pipeline_ranks"
+        )
     lifeline.start()
     gather_partitioned(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)

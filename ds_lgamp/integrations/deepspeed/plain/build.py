@@ -3,42 +3,67 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.utils import partition_uniform
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
+from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
+from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine, release
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module
-from ds_lgamp.integrations.transformers.layers import ModelLayers
 
 
 def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngine:
-    """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective."""
+    """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
+    ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
-    device = next(model.parameters()).device
-    layers = ModelLayers(model, layer_sources(device))
+    make_whole(needed_to_split(model))
+    layers = layers_of(model, layer_sources(next(model.parameters()).device))
+    _keep_own_values(layers, settings.pipeline_ranks or 1)
     module = pipeline_module(layers, settings)
     _keep_own_parameters(module, arguments)
-    mpu = module.mpu()
-    given = arguments["config_class"]
-    config = {
-        **arguments["config"],
-        "train_batch_size": given.train_batch_size,
-        "train_micro_batch_size_per_gpu": given.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": given.gradient_accumulation_steps * module.num_stages,
-    }
+    config, mpu = _configuration_of_pipelines(arguments, module.num_stages), module.mpu()
     rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
-    engine = ModelEngine(
+    return ModelEngine(
         user_model=model,
         layers=layers,
         settings=settings,
         partition_method="uniform",
-        **{**rest, "model": module, "mpu": mpu, "config": config, "config_class": DeepSpeedConfig(config, mpu)},
+        model=module,
+        mpu=mpu,
+        config=config,
+        config_class=DeepSpeedConfig(config, mpu),
+        **rest,
     )
-    _release_rest(model, engine)
-    return engine
+
+
+def _configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
+    """Returns the configuration in which a pipeline computes the micro-batches of all of its ranks."""
+    given = arguments["config_class"]
+    return {
+        **arguments["config"],
+        "train_batch_size": given.train_batch_size,
+        "train_micro_batch_size_per_gpu": given.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": given.gradient_accumulation_steps * pipeline_ranks,
+    }
+
+
+def _keep_own_values(layers: Layers, pipeline_ranks: int) -> None:
+    """Frees the parameters of layers that the PipelineModule builds on other ranks. Gathers those that zero.Init has
+    partitioned, layer by layer, so that no rank ever holds the whole model."""
+    modules = list(layers.modules)
+    if pipeline_ranks > len(modules) or dist.get_world_size() % pipeline_ranks:
+        return  # Refused a little later.
+    bounds = partition_uniform(len(modules), pipeline_ranks)
+    stage = dist.get_rank() // (dist.get_world_size() // pipeline_ranks)
+    own = {id(parameter) for module in modules[bounds[stage] : bounds[stage + 1]] for parameter in module.parameters()}
+    for module in modules:
+        make_whole(module.parameters())
+        release(module, own)
 
 
 def _keep_own_parameters(module: PipelineModule, arguments: dict[str, Any]) -> None:
@@ -54,15 +79,3 @@ def _keep_own_parameters(module: PipelineModule, arguments: dict[str, Any]) -> N
         return
     for group in groups:
         group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in own]
-
-
-def _release_rest(model: torch.nn.Module, engine: ModelEngine) -> None:
-    """Frees the parameters of layers on other ranks, and moves the buffers outside of layers to the device."""
-    own = {id(tensor) for tensor in engine.placed.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in own:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=engine.device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(engine.device)

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers
 from ds_lgamp.integrations.deepspeed.plain.told_loss import told_loss
-from ds_lgamp.integrations.transformers.call import Call
-from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.integrations.transformers.call import Arguments, Call
+from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.actions import Kind
@@ -37,21 +40,33 @@ class ModelEngine(LgampEngine):
             pipeline.
     """
 
+    mpu: Any
+    dp_world_size: int
     _placed: tuple[PlacedModule, ...] = ()
 
-    def __init__(self, user_model: torch.nn.Module, layers: ModelLayers, **arguments: Any) -> None:
+    def __init__(self, user_model: torch.nn.Module, layers: Layers, **arguments: Any) -> None:
         self._layers = layers
+        # Not for the pipeline: all of its ranks draw data.
+        training_data = arguments.pop("training_data", None)
         super().__init__(**arguments)
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
+        release(user_model, {id(parameter) for parameter in self.placed.parameters()})
+        # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
+        self._cast_and_move()
+        self.training_data = training_data
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
-        self._kept: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        """Arguments of the calls since the last step."""
+        self._kept: list[Arguments] = []
+        """The calls since the last step."""
         self._factors: list[Tensor] = []
         """The factors by which the script multiplied the losses of these calls."""
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
+        self._shapes: list[Any] = []
+        """The shapes of the last batch's micro-batches."""
+        agree_at_the_end()
 
     @property
     def placed(self) -> PlacedModule:
@@ -68,25 +83,33 @@ class ModelEngine(LgampEngine):
 
         return before_layer
 
+    def deepspeed_io(self, *positional: Any, **named: Any) -> Any:
+        """As DeepSpeedEngine's. Every rank gets data of its own, as under data parallelism over all ranks."""
+        of_pipeline: Any = self.mpu, self.dp_world_size
+        self.mpu, self.dp_world_size = None, dist.get_world_size()
+        try:
+            return super().deepspeed_io(*positional, **named)
+        finally:
+            self.mpu, self.dp_world_size = of_pipeline
+
     # What scripts call
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         """Keeps a micro-batch. If it completes the batch, computes the gradients of all that were kept.
 
-        In evaluation, or without gradients, returns the model's output at once. All ranks of a pipeline call it
-        together.
+        In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
-        if not (torch.is_grad_enabled() and self.module.training):
-            return self._evaluate(positional, named)
         if self._waiting is not None:
-            raise ConfigError("engine(...) is called before the last batch was stepped; call engine.step() first")
-        self._kept.append((positional, named))
+            raise ConfigError("engine(...) is called after a complete batch; call engine.backward and engine.step")
+        arguments = self._layers.arguments(positional, named)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self._evaluate(arguments)
+        self._kept.append(arguments)
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
         return self._layers.training_output(told_loss(value, self._factors.append))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Notes how the script scaled the loss of the last call. The gradients have been or will be computed with those
-        of the whole batch."""
+        """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         loss.backward(retain_graph=retain_graph)
@@ -96,6 +119,7 @@ class ModelEngine(LgampEngine):
         """Steps the optimizer if the batch is complete."""
         if self.is_gradient_accumulation_boundary():
             if self._waiting is None:
+                # The script completes the batch only now, so its losses were told as zero.
                 self._compute_gradients()
             assert self._waiting is not None
             self.optimizer.loss_factor = self._common_factor()
@@ -104,6 +128,12 @@ class ModelEngine(LgampEngine):
             self._kept.clear()
             self._factors.clear()
         self.micro_steps += 1
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        raise ConfigError(_NO_PIPELINE.format("train_batch"))
+
+    def eval_batch(self, data_iter: Any, *arguments: Any, **options: Any) -> Any:
+        raise ConfigError(_NO_PIPELINE.format("eval_batch"))
 
     def gradient_accumulation_steps(self) -> int:
         steps = super().gradient_accumulation_steps()
@@ -119,8 +149,7 @@ class ModelEngine(LgampEngine):
         self.placed.train(mode)
 
     def eval(self) -> None:
-        super().eval()
-        self.placed.eval()
+        self.train(False)
 
     # One batch
 
@@ -130,35 +159,45 @@ class ModelEngine(LgampEngine):
             return False
         accelerate = sys.modules.get("accelerate.state")
         if accelerate is not None and accelerate.GradientState._shared_state:
-            # Accelerate tells the engine in backward only, and itself ahead of the forward.
+            # Accelerate tells the engine in backward only. It knows before the forward.
             return accelerate.GradientState().sync_gradients
         return self.is_gradient_accumulation_boundary()
 
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
-        calls = self._gather_calls(self._kept)
-        self.micro_batches = len(calls)
+        self._begin(Next.TRAIN, self._kept)
+        self.micro_batches = len(self._layers.calls.all)
         self._waiting = self._run_training(self._train_schedule())
         next(self._waiting)
-        losses = torch.zeros(len(calls), device=self.device)
+        losses = torch.zeros(self.micro_batches, device=self.device)
         if self.is_last_stage():
             losses = torch.stack([loss.float() for loss in self.executor.losses])
         if self.num_stages > 1:
             dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         return losses[self.stage_id :: self.num_stages].sum()
 
-    def _gather_calls(self, own: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Call]:
-        """Returns the calls of all ranks of the pipeline, the first ones of all ranks first. Collective over them."""
+    def _evaluate(self, arguments: Arguments) -> Any:
+        """Returns the model's output for the call of this rank."""
+        self._begin(Next.EVALUATE, [arguments])
+        schedule = self._inference_schedule(self.num_stages)
+        batch = BatchState(self.num_stages, self._load, training=False)
+        with torch.no_grad(), self.executor.run_batch(batch):
+            self.executor.run(schedule.actions)
+        self._layers.calls.all = []
+        outputs = self.executor.losses if self.is_last_stage() else None
+        return self._exchange.scatter(outputs, self.program_spec.loss_rank)
+
+    def _begin(self, following: Next, own: list[Arguments]) -> None:
+        """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
+        all ranks."""
+        agree(following, len(own))
         ranks = self._exchange.gather(own)
-        numbers = [len(calls) for calls in ranks]
-        if len(set(numbers)) > 1:
-            raise ConfigError(
-                f"the ranks of a pipeline gave {', '.join(map(str, numbers))} micro-batches for one step; give every "
-                "rank the same number"
-            )
-        calls = [self._layers.call(*call) for together in zip(*ranks) for call in together]
-        self._layers.calls.all = calls
-        return calls
+        calls = [Call(*arguments) for together in zip(*ranks) for arguments in together]
+        shapes = [_shapes(call) for call in calls]
+        differ = any(each != shapes[0] for each in shapes)
+        if differ or shapes[0] not in self._shapes:
+            self.executor.links.reset(dynamic=differ)
+        self._layers.calls.all, self._shapes = calls, shapes
 
     def _run_training(self, schedule: ProgramSchedule) -> Iterator[None]:
         """Runs the program of a batch. Yields before its step, once its gradients are final."""
@@ -173,16 +212,15 @@ class ModelEngine(LgampEngine):
                     self.executor.execute(action)
             yield
             self.executor.execute(action)
-            for action in actions:
-                self.executor.execute(action)
+            self.executor.run(actions)
         self.placed.micro_offset += schedule.spec.micro_batches
         self._layers.calls.all = []
 
     def _load(self, micro_batch: int) -> tuple[Any, None]:
-        return self._layers.calls.all[micro_batch], None
+        return self._layers.first_input(self._layers.calls.all[micro_batch]), None
 
     def _loss(self, outputs: Any, labels: Any) -> Any:
-        return outputs
+        return self._layers.loss_of(outputs) if torch.is_grad_enabled() else outputs
 
     def _step(self) -> None:
         with self._stopwatch.time("reduce"):
@@ -192,18 +230,36 @@ class ModelEngine(LgampEngine):
             self._partition.after_update()
 
     def _common_factor(self) -> float:
-        """Returns the factor of the loss that the script's backward passes showed, relative to the mean of the batch.
-        Collective over all ranks; raises ConfigError on all if it differs between micro-batches."""
-        own = torch.stack([factor.float() for factor in self._factors]).cpu()
-        extremes = torch.stack([own.max(), -own.min()])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, self._loader.agreement)
+        """Returns the factor of the mean loss of the batch that the script's backward passes showed.
+
+        Collective over all ranks; raises ConfigError on all if it differs between micro-batches, or if there was no
+        backward pass.
+        """
+        own = [float(factor) for factor in self._factors] or [float("nan")]
+        extremes = torch.tensor([max(own), -min(own)])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
         largest, smallest = extremes[0].item(), -extremes[1].item()
-        if largest != smallest:
+        if largest != smallest or len(self._factors) != len(self._kept):
             raise ConfigError(
-                f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g}; a {BLOCK} block "
-                "needs one factor for all micro-batches of a batch"
+                f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g} in "
+                f"{len(self._factors)} backward passes; a {BLOCK} block needs one pass per micro-batch, and one factor "
+                "for all"
             )
         return largest * len(self._factors)
 
-    def _evaluate(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        raise NotImplementedError
+
+_NO_PIPELINE = (
+    "engine.{} is called, but the model is no PipelineModule; call engine(...), engine.backward and engine.step"
+)
+
+
+def release(module: torch.nn.Module, own: set[int]) -> None:
+    """Frees the parameters of ``module`` that are not in ``own``, which holds ids."""
+    for parameter in module.parameters():
+        if id(parameter) not in own:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def _shapes(call: Call) -> list[Any]:
+    leaves = tree_leaves((call.positional, call.named))
+    return [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]

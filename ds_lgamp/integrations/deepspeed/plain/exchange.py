@@ -1,5 +1,6 @@
-"""Tells the ranks of a pipeline the micro-batches of all of them."""
+"""Carries values with tensors between the ranks of a pipeline: micro-batches before a batch, outputs after it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,21 @@ class _Slot:
         return message[self.start : self.end].view(self.dtype).view(self.shape)
 
 
+@dataclass
+class _Packed:
+    """A value with slots in place of its tensors."""
+
+    slots: Any
+    size: int
+    """The bytes of the message that holds the tensors."""
+
+    def unpack(self, message: Tensor) -> Any:
+        return tree_map_only(_Slot, _reader(message), self.slots)
+
+
 class Exchange:
-    """Gathers values with tensors over the ranks of a pipeline.
+    """Carries values between the ranks of a pipeline. A value is any nesting of lists, tuples and dictionaries. Its
+    tensors travel as bytes between devices, everything else between hosts.
 
     Args:
         group: the ranks of the pipeline.
@@ -43,27 +57,53 @@ class Exchange:
         self._group, self._device = group, device
 
     def gather(self, own: Any) -> list[Any]:
-        """Returns ``own`` of every rank of the pipeline. Collective.
-
-        Args:
-            own: any nesting of lists, tuples and dictionaries. Its tensors travel as bytes between devices, everything
-                else between hosts.
-        """
+        """Returns ``own`` of every rank of the pipeline. Collective."""
         own = tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), own)
         if self._group.size() == 1:
             return [own]
-        slots, size, tensors = _slots(own)
-        ranks = everyone((slots, size), self._group)
-        message = torch.empty(max(size for _, size in ranks), dtype=torch.uint8, device=self._device)
-        for slot, tensor in tensors:
-            slot.of(message).copy_(tensor)
+        packed, tensors = _pack(own)
+        ranks = everyone(packed, self._group)
+        message = self._message(max(each.size for each in ranks), tensors)
         messages = [torch.empty_like(message) for _ in ranks]
         dist.all_gather(messages, message, group=self._group)
-        return [tree_map_only(_Slot, _reader(message), slots) for (slots, _), message in zip(ranks, messages)]
+        return [each.unpack(message) for each, message in zip(ranks, messages)]
+
+    def scatter(self, values: list[Any] | None, source: int) -> Any:
+        """Returns this rank's member of ``values``, which the rank ``source`` of the pipeline has. Collective."""
+        if self._group.size() == 1:
+            assert values is not None, "the only rank is the source"
+            return values[0]
+        packed = None if values is None else [_pack(value) for value in values]
+        described = everyone(None if packed is None else [each for each, _ in packed], self._group)[source]
+        if values is None or packed is None:
+            own = described[self._group.rank()]
+            message = self._message(own.size, [])
+            self._transfer(dist.irecv, {source: message})
+            return own.unpack(message)
+        messages = {peer: self._message(each.size, tensors) for peer, (each, tensors) in enumerate(packed)}
+        del messages[source]
+        self._transfer(dist.isend, messages)
+        return values[source]
+
+    def _transfer(self, operation: Callable[..., Any], messages: dict[int, Tensor]) -> None:
+        """Sends or receives messages, which are given by the peer's rank in the pipeline."""
+        operations = [
+            dist.P2POp(operation, message, dist.get_global_rank(self._group, peer), self._group)
+            for peer, message in messages.items()
+            if message.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+    def _message(self, size: int, tensors: list[tuple[_Slot, Tensor]]) -> Tensor:
+        message = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for slot, tensor in tensors:
+            slot.of(message).copy_(tensor)
+        return message
 
 
-def _slots(value: Any) -> tuple[Any, int, list[tuple[_Slot, Tensor]]]:
-    """Returns ``value`` with slots in place of its tensors, the bytes of the message, and the tensors by slot."""
+def _pack(value: Any) -> tuple[_Packed, list[tuple[_Slot, Tensor]]]:
+    """Returns ``value`` without its tensors, and the tensors by their slots."""
     size, tensors = 0, []
 
     def slot_of(tensor: Tensor) -> _Slot:
@@ -73,9 +113,8 @@ def _slots(value: Any) -> tuple[Any, int, list[tuple[_Slot, Tensor]]]:
         size = -(-slot.end // _ALIGNMENT) * _ALIGNMENT
         return slot
 
-    slots = tree_map_only(Tensor, slot_of, value)
-    return slots, size, tensors
+    return _Packed(tree_map_only(Tensor, slot_of, value), size), tensors
 
 
-def _reader(message: Tensor) -> Any:
+def _reader(message: Tensor) -> Callable[[_Slot], Tensor]:
     return lambda slot: slot.of(message)

@@ -7,7 +7,8 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.transformers.layers import Ends, ModelLayers
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers
+from ds_lgamp.integrations.transformers.layers import Ends
 
 _ENDS = "ends"
 """The key of the tied module that holds what precedes and follows the blocks."""
@@ -20,24 +21,24 @@ class _Existing(nn.Module):
         return module
 
 
-def pipeline_module(layers: ModelLayers, settings: LgampConfig) -> PipelineModule:
-    """Returns the layers as a PipelineModule. Collective over all ranks."""
-    first: Any
-    last: Any
-    if layers.ends is None:
-        first, last = layers.beginning, layers.end
-    else:
-        first, last = (
-            TiedLayerSpec(_ENDS, _Existing, layers.ends, forward_fn=function, tied_weight_attr=[])
-            for function in (Ends.begin, Ends.finish)
-        )
-    world, ranks = dist.get_world_size(), settings.pipeline_ranks or 1
+def pipeline_module(layers: Layers, settings: LgampConfig) -> PipelineModule:
+    """Returns the layers as a PipelineModule. Collective over all ranks; raises ConfigError if there are too few
+    layers or ranks for ``settings.pipeline_ranks``."""
+    world, ranks, modules = dist.get_world_size(), settings.pipeline_ranks or 1, list(layers.modules)
     if world % ranks:
         raise ConfigError(
             f"{BLOCK}.pipeline_ranks is {ranks}, which does not divide the {world} ranks; use a divisor of {world}"
         )
-    if ranks > len(layers.blocks):
+    if ranks > len(modules):
         raise ConfigError(
-            f"{BLOCK}.pipeline_ranks is {ranks}, but the model has {len(layers.blocks)} blocks; use at most as many"
+            f"{BLOCK}.pipeline_ranks is {ranks}, but the model has {len(modules)} layers; use at most as many"
         )
-    return PipelineModule([first, *layers.blocks, last], num_stages=ranks, partition_method="uniform")
+    specs: list[Any] = modules
+    if isinstance(modules[0], Ends):
+        ends = modules[0]
+        first, last = (
+            TiedLayerSpec(_ENDS, _Existing, ends, forward_fn=function, tied_weight_attr=[])
+            for function in (Ends.begin, Ends.finish)
+        )
+        specs = [first, *modules[1:-1], last]
+    return PipelineModule(specs, num_stages=ranks, partition_method="uniform")

@@ -1,0 +1,89 @@
+"""The layers of a plain model, as its engine knows them, and those of an nn.Sequential."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.transformers.blocks import find_blocks
+from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, is_model
+from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.runtime.random_state import RandomSource
+
+
+class Layers(Protocol):
+    """A model as layers."""
+
+    @property
+    def calls(self) -> Calls:
+        """The calls of the batch."""
+        ...
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The layers in their order. Only the first and the last may be the same module: then they share parameters."""
+        ...
+
+    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+        """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
+        model does not take them."""
+        ...
+
+    def first_input(self, call: Call) -> Any:
+        """Returns what the first layer takes."""
+        ...
+
+    def loss_of(self, output: Any) -> Tensor:
+        """Returns the loss in what the last layer returned. Raises ConfigError if there is none."""
+        ...
+
+    def training_output(self, loss: Tensor) -> Any:
+        """Returns what the engine returns for a call in training."""
+        ...
+
+
+class SequentialLayers:
+    """The layers of an nn.Sequential whose last module returns the loss."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.calls, self.modules = Calls(), list(model)
+
+    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+        if named:
+            raise ConfigError(f"engine(...) got {', '.join(named)}, but an nn.Sequential takes no named arguments")
+        return positional, {}
+
+    def first_input(self, call: Call) -> Any:
+        return call.positional[0] if len(call.positional) == 1 else call.positional
+
+    def loss_of(self, output: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            raise ConfigError(
+                "the last module of the nn.Sequential returned no loss of one element; append a module that computes "
+                "the loss, and pass labels through the modules"
+            )
+        return output
+
+    def training_output(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layers:
+    """Returns the layers of ``model``. Raises ConfigError if it is neither a model of transformers nor an
+    nn.Sequential, or cannot be split."""
+    if isinstance(model, nn.Sequential):
+        return SequentialLayers(model)
+    if is_model(model):
+        return ModelLayers(model, random_sources)
+    raise ConfigError(
+        f"deepspeed.initialize got a {type(model).__name__}, which a ds_lgamp block cannot split into layers; pass a "
+        "model of transformers, an nn.Sequential, or a PipelineModule that lists the layers"
+    )
+
+
+def needed_to_split(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first."""
+    blocks = list(find_blocks(model).modules) if is_model(model) else []
+    others = {id(parameter) for block in blocks[1:] for parameter in block.parameters()}
+    return (parameter for parameter in model.parameters() if id(parameter) not in others)

@@ -1,0 +1,218 @@
+"""What scripts do with the engine beside training steps. The functions run on ranks and return what they saw."""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.runtime.executor import ActionError
+from testing.deepspeed_rank import prepare_rank, quiet
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize
+from tests.integrations.transformers.models import make, micro_batch
+
+
+def prepared(name: str, pipeline_ranks: int, stage: int = 3) -> tuple[Any, Any]:
+    """Returns a model and its engine."""
+    prepare_rank()
+    ds_lgamp.install()
+    model = make(name)
+    return model, initialize(model, configuration(stage, {"pipeline_ranks": pipeline_ranks}))
+
+
+def train(engine: Any, *batches: Any) -> list[float]:
+    """Trains one step. Returns the losses that the engine told."""
+    losses = []
+    for batch in batches:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def shortened(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    return {name: value[:, :length] for name, value in batch.items()}
+
+
+def evaluate_between_steps(name: str, pipeline_ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Evaluates before a step and after it. Returns the outputs."""
+    _, engine = prepared(name, pipeline_ranks)
+    rank, outputs = dist.get_rank(), []
+    for moment in range(2):
+        engine.eval()
+        output = engine(**shortened(micro_batch(7, rank, moment), 10 - rank))
+        assert not output.logits.requires_grad
+        outputs.append({"loss": output.loss, "logits": output.logits})
+        engine.train()
+        train(engine, *(micro_batch(0, rank, number) for number in range(MICRO_BATCHES)))
+    return outputs
+
+
+def train_on_lengths(name: str, pipeline_ranks: int) -> list[list[float]]:
+    """Trains on micro-batches whose lengths differ between ranks and steps, and in some steps between micro-batches."""
+    _, engine = prepared(name, pipeline_ranks)
+    return [train(engine, *length_batches(dist.get_rank(), step)) for step in range(len(LENGTHS))]
+
+
+LENGTHS = [((10, 10), (10, 10)), ((6, 6), (6, 6)), ((6, 9), (4, 10)), ((10, 10), (10, 10)), ((5, 5), (8, 8))]
+"""By step, rank and micro-batch."""
+
+
+def length_batches(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
+    return [shortened(micro_batch(step, rank, number), length) for number, length in enumerate(LENGTHS[step][rank])]
+
+
+def sequential() -> nn.Sequential:
+    """Makes a model that computes its own loss."""
+    torch.manual_seed(3)
+    return nn.Sequential(Inputs(), *[WithTargets() for _ in range(4)], Loss())
+
+
+class Inputs(nn.Module):
+    """Takes inputs and targets. The targets travel with the hidden states."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return pair
+
+
+class WithTargets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(pair[0]).tanh(), pair[1]
+
+
+class Loss(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(*pair)
+
+
+def pairs(step: int, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * rank + number)
+    return torch.randn(2, 6, generator=generator), torch.randn(2, 6, generator=generator)
+
+
+def train_sequential(pipeline_ranks: int, factor: float) -> list[float]:
+    """Trains an nn.Sequential, with a loss that the script multiplies. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(sequential(), configuration(2, {"pipeline_ranks": pipeline_ranks}))
+    sums = []
+    for step in range(3):
+        sums.append(0.0)
+        for number in range(MICRO_BATCHES):
+            loss = engine(*pairs(step, dist.get_rank(), number))
+            engine.backward(factor * loss)
+            engine.step()
+            sums[-1] += loss.item()
+    return sums
+
+
+def train_on_own_data(pipeline_ranks: int) -> list[Any]:
+    """Returns the samples that the engine's own loader gives to this rank."""
+    prepare_rank()
+    ds_lgamp.install()
+    model = sequential()
+    data = [(torch.full((6,), float(index)), torch.zeros(6)) for index in range(16)]
+    with quiet():
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
+            config=configuration(1, {"pipeline_ranks": pipeline_ranks}),
+            training_data=data,
+        )
+    seen = []
+    for inputs, targets in loader:
+        engine.backward(engine(inputs, targets))
+        engine.step()
+        seen.append(inputs[:, 0].tolist())
+    return [*seen, engine.global_steps]
+
+
+def faults(pipeline_ranks: int) -> dict[str, str]:
+    """Makes mistakes, each with an engine of its own. Returns the errors."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank = dist.get_rank()
+    config = configuration(1, {"pipeline_ranks": pipeline_ranks})
+    errors = {}
+
+    def fails(what: str, mistake: Any, *arguments: Any, error: type[Exception] = ConfigError) -> None:
+        with pytest.raises(error) as caught:
+            mistake(*arguments)
+        errors[what] = str(caught.value)
+
+    def engine_of(model: nn.Module) -> Any:
+        return initialize(model, config)
+
+    fails("plain module", engine_of, WithTargets())
+    fails("too many ranks", engine_of, nn.Sequential(WithTargets()))
+    fails("indivisible", initialize, sequential(), configuration(1, {"pipeline_ranks": 3}))
+
+    engine = engine_of(sequential())
+    fails("train_batch", engine.train_batch)
+    fails("named", lambda: engine(inputs=pairs(0, rank, 0)))
+
+    def uneven() -> None:
+        for number in range(MICRO_BATCHES):
+            engine.set_gradient_accumulation_boundary(rank == 0 or number == MICRO_BATCHES - 1)
+            engine(*pairs(0, rank, number))
+
+    engine = engine_of(sequential())
+    fails("uneven", uneven)
+
+    def factors() -> None:
+        for number in range(MICRO_BATCHES):
+            engine.backward(engine(*pairs(0, rank, number)) * (1 + number * rank))
+            engine.step()
+
+    engine = engine_of(sequential())
+    fails("factors", factors)
+
+    engine = engine_of(sequential())
+    engine.set_gradient_accumulation_boundary(True)
+    engine(*pairs(0, rank, 0))
+    fails("no step", engine, *pairs(0, rank, 0))
+
+    engine = engine_of(sequential())
+    engine.set_gradient_accumulation_boundary(True)
+    fails("ended", lambda: engine(*pairs(0, rank, 0)) if rank else finish_engines())
+
+    engine = initialize(nn.Sequential(Inputs(), WithTargets(), Inputs()), configuration(1, {}))
+    engine.set_gradient_accumulation_boundary(True)
+    fails("no loss", lambda: engine(*pairs(0, rank, 0)), error=ActionError)
+    return errors
+
+
+def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
+    """Trains a model that zero.Init has partitioned over all ranks. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    config = configuration(3, {"pipeline_ranks": pipeline_ranks})
+    whole = make(name)
+    with quiet():
+        deepspeed.zero.Init(module=whole, config_dict_or_path=config)
+    assert all(parameter.numel() == 0 for parameter in whole.parameters())
+    engine = initialize(whole, config)
+    rank = dist.get_rank()
+    return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]
+
+
+def train_variants(name: str, variants: list[dict[str, Any]]) -> list[list[float]]:
+    """Trains the model once for every variant of the configuration. Returns the sums of its losses by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank, courses = dist.get_rank(), []
+    for variant in variants:
+        engine = initialize(make(name), {**configuration(2, {"pipeline_ranks": 2}), **variant})
+        batches = ([micro_batch(step, rank, number) for number in range(MICRO_BATCHES)] for step in range(3))
+        courses.append([sum(train(engine, *batch)) for batch in batches])
+    return courses

@@ -1,0 +1,109 @@
+"""What scripts do with the engine beside training steps: evaluation, other lengths, nn.Sequential, mistakes."""
+
+import pytest
+import torch
+
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain import calls
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, train_alone
+from tests.integrations.transformers.models import make, micro_batch
+
+BLOCKS = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe", "recompute": "none"},
+    {"schedule": "interleaved_1f1b", "chunks_per_rank": 3},
+    {"micro_batch_group": 2, "resident_chunks": 1},
+    {"reproducible": True},
+    {"defer_gathers": True},
+]
+
+
+def test_evaluation_gives_every_rank_the_outputs_of_its_own_micro_batch():
+    ranks = run_on_ranks(2, calls.evaluate_between_steps, "GPT-2", 2)
+    model = make("GPT-2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for moment in range(2):
+        for rank, outputs in enumerate(ranks):
+            with torch.no_grad():
+                wanted = model.eval()(**calls.shortened(micro_batch(7, rank, moment), 10 - rank))
+            torch.testing.assert_close(outputs[moment]["logits"], wanted.logits, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(outputs[moment]["loss"], wanted.loss, rtol=1e-6, atol=0)
+        model.train()
+        step_alone(model, optimizer, [micro_batch(0, rank, number) for rank in range(2) for number in range(2)])
+
+
+def test_lengths_may_differ_between_ranks_micro_batches_and_steps():
+    ranks = run_on_ranks(2, calls.train_on_lengths, "Llama", 2)
+    model = make("Llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(len(calls.LENGTHS)):
+        batches = [batch for rank in range(2) for batch in calls.length_batches(rank, step)]
+        losses = step_alone(model, optimizer, batches)
+        for rank, course in enumerate(ranks):
+            # The last call tells the losses of all.
+            own = losses[rank * MICRO_BATCHES : (rank + 1) * MICRO_BATCHES]
+            assert course[step] == pytest.approx([0.0] * (MICRO_BATCHES - 1) + [sum(own)], rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.5])
+def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(factor):
+    ranks = run_on_ranks(2, calls.train_sequential, 2, factor)
+    model = calls.sequential()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(3):
+        losses = [model(calls.pairs(step, rank, number)) for rank in range(2) for number in range(MICRO_BATCHES)]
+        (factor * torch.stack(losses).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, sums in enumerate(ranks):
+            own = losses[rank * MICRO_BATCHES : (rank + 1) * MICRO_BATCHES]
+            assert sums[step] == pytest.approx(sum(own).item(), rel=1e-6)
+
+
+def test_every_rank_of_a_pipeline_gets_training_data_of_its_own():
+    ranks = run_on_ranks(2, calls.train_on_own_data, 2)
+    *samples, steps = zip(*ranks)
+    assert sorted(index for batches in samples for batch in batches for index in batch) == list(range(16))
+    assert set(steps) == {2}
+
+
+def test_a_model_that_zero_init_has_partitioned_trains_as_a_whole_one():
+    for sums, wanted in zip(run_on_ranks(2, calls.train_partitioned, "GPT-2", 2), train_alone("GPT-2", 2)):
+        assert sums == pytest.approx(wanted.losses, rel=1e-6)
+
+
+def test_every_schedule_cut_and_precision_trains():
+    variants = [*({"ds_lgamp": {"pipeline_ranks": 2, **block}} for block in BLOCKS), {"bf16": {"enabled": True}}]
+    ranks = run_on_ranks(2, calls.train_variants, "Llama", variants)
+    for courses, wanted in zip(ranks, train_alone("Llama", 2)):
+        *single, half = courses
+        for block, sums in zip(BLOCKS, single):
+            assert sums == pytest.approx(wanted.losses, rel=1e-6), block
+        assert half == pytest.approx(wanted.losses, rel=1e-2)
+
+
+def test_mistakes_are_named_on_every_rank():
+    errors, others = run_on_ranks(2, calls.faults, 2)
+    for what, words in {
+        "plain module": "pass a model of transformers, an nn.Sequential, or a PipelineModule",
+        "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
+        "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
+        "no loss": "append a module that computes the loss",
+        "train_batch": "call engine(...), engine.backward and engine.step",
+        "named": "engine(...) got inputs, but an nn.Sequential takes no named arguments",
+        "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
+        "factors": "multiplied by factors from 0.5 to 1",
+        "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
+    }.items():
+        assert words in errors[what]
+        assert words in others[what]
+
+
+def step_alone(model, optimizer, batches) -> list[float]:
+    """Trains one step on the mean loss of ``batches``. Returns their losses."""
+    losses = [model(**batch).loss for batch in batches]
+    torch.stack(losses).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item() for loss in losses]
