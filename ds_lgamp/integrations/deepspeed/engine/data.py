@@ -117,7 +117,7 @@ class BatchLoader:
         does not need."""
         inputs, labels = self._micro_batches.pop(micro_batch)[:2]
         if self._needs_inputs:
-            self.tokens += _integer_elements(inputs)
+            self.tokens += integer_elements(inputs)
         return (
             _to_device(inputs, self._device, self._inputs_dtype) if self._needs_inputs else None,
             _to_device(labels, self._device) if self._needs_labels else None,
@@ -132,7 +132,7 @@ def _checked(pulled: Any) -> Any:
     return pulled
 
 
-def _integer_elements(inputs: Any) -> int:
+def integer_elements(inputs: Any) -> int:
     """Returns the number of elements of the first tensor if it holds integers, which are token ids; otherwise 0."""
     first = inputs[0] if isinstance(inputs, (tuple, list)) and inputs else inputs
     integers = isinstance(first, torch.Tensor) and not first.is_floating_point() and first.dtype != torch.bool

@@ -56,8 +56,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
             f"and would ignore the {BLOCK} block; replace it before ds_lgamp.install(), or remove the block"
         )
     meaningless = check_keys(config)
-    if mpu is not None:
-        check_batch_sizes(config, mpu.get_data_parallel_world_size())
+    check_batch_sizes(config, dist.get_world_size() if mpu is None else mpu.get_data_parallel_world_size())
     try:
         made = stock(config, mpu, **options)
     except Exception as error:

@@ -1,5 +1,6 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for models that are no PipelineModule."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.engine.data import integer_elements
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
+from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
 from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
@@ -60,7 +63,9 @@ class ModelEngine(LgampEngine):
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
         self._kept: list[Arguments] = []
         """The calls since the last step."""
-        self._factors: list[Tensor] = []
+        self._told: Tensor | None = None
+        """The loss of the last call."""
+        self._factors: list[Tensor | float] = []
         """The factors by which the script multiplied the losses of these calls."""
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
@@ -106,12 +111,17 @@ class ModelEngine(LgampEngine):
             return self._evaluate(arguments)
         self._kept.append(arguments)
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
-        return self._layers.training_output(told_loss(value, self._factors.append))
+        self._told = told_loss(value, self._factors.append)
+        return self._layers.training_output(self._told)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
-        if scale_wrt_gas:
-            loss = loss / self.gradient_accumulation_steps()
+        factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        if loss is self._told:
+            # The script left the loss as it is: then the host need not ask the device for the factor.
+            self._factors.append(factor)
+            return loss.detach() * factor
+        loss = loss * factor
         loss.backward(retain_graph=retain_graph)
         return loss
 
@@ -190,8 +200,9 @@ class ModelEngine(LgampEngine):
     def _begin(self, following: Next, own: list[Arguments]) -> None:
         """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
         all ranks."""
-        agree(following, len(own))
-        ranks = self._exchange.gather(own)
+        with self._stopwatch.time("data"):
+            agree(following, len(own))
+            ranks = self._exchange.gather(own)
         calls = [Call(*arguments) for together in zip(*ranks) for arguments in together]
         shapes = [_shapes(call) for call in calls]
         differ = any(each != shapes[0] for each in shapes)
@@ -202,7 +213,8 @@ class ModelEngine(LgampEngine):
     def _run_training(self, schedule: ProgramSchedule) -> Iterator[None]:
         """Runs the program of a batch. Yields before its step, once its gradients are final."""
         batch = BatchState(schedule.spec.micro_batches, self._load, True, schedule.spec.turns_at_once)
-        with self.executor.run_batch(batch):
+        with monitored(self, self._step_monitor, self._loader), self.executor.run_batch(batch):
+            self._loader.tokens += sum(map(_tokens, self._kept))
             seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
             actions = iter(schedule.actions)
             with seeded:
@@ -235,15 +247,19 @@ class ModelEngine(LgampEngine):
         Collective over all ranks; raises ConfigError on all if it differs between micro-batches, or if there was no
         backward pass.
         """
-        own = [float(factor) for factor in self._factors] or [float("nan")]
+        complete = len(self._factors) == len(self._kept)
+        own = [float(factor) for factor in self._factors] if complete else [-math.inf, math.inf]
         extremes = torch.tensor([max(own), -min(own)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
         largest, smallest = extremes[0].item(), -extremes[1].item()
-        if largest != smallest or len(self._factors) != len(self._kept):
+        if math.isinf(largest):
             raise ConfigError(
-                f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g} in "
-                f"{len(self._factors)} backward passes; a {BLOCK} block needs one pass per micro-batch, and one factor "
-                "for all"
+                "engine.step() is called before every loss of the batch went through engine.backward(loss) once"
+            )
+        if largest != smallest:
+            raise ConfigError(
+                f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g}; with a {BLOCK} "
+                "block, multiply all losses of a batch by the same factor"
             )
         return largest * len(self._factors)
 
@@ -258,6 +274,12 @@ def release(module: torch.nn.Module, own: set[int]) -> None:
     for parameter in module.parameters():
         if id(parameter) not in own:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def _tokens(arguments: Arguments) -> int:
+    """Returns the number of tokens in a call."""
+    positional, named = arguments
+    return integer_elements(named.get("input_ids", positional))
 
 
 def _shapes(call: Call) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import find_blocks
 from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, is_model
 from ds_lgamp.integrations.transformers.layers import ModelLayers
@@ -77,8 +77,8 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layer
     if is_model(model):
         return ModelLayers(model, random_sources)
     raise ConfigError(
-        f"deepspeed.initialize got a {type(model).__name__}, which a ds_lgamp block cannot split into layers; pass a "
-        "model of transformers, an nn.Sequential, or a PipelineModule that lists the layers"
+        f"deepspeed.initialize got a {type(model).__name__}, which a {BLOCK} block cannot split into layers; list its "
+        "layers in a PipelineModule, or in an nn.Sequential whose last module returns the loss"
     )
 
 

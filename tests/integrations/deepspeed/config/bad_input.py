@@ -15,6 +15,10 @@ NULL = object()
 BASE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
 
 BLOCKS = {
+    "pipeline ranks beside a PipelineModule": (
+        {"pipeline_ranks": 2},
+        "ds_lgamp.pipeline_ranks is 2, but the PipelineModule has num_stages 2; remove pipeline_ranks",
+    ),
     "a typo": ({"resident_chunk": 2}, "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?"),
     "text for a number": ({"resident_chunks": "2"}, "ds_lgamp.resident_chunks is '2': input should be a valid integer"),
     "no resident chunk": ({"resident_chunks": 0}, "ds_lgamp.resident_chunks is 0: input should be greater than 0"),
@@ -225,7 +229,7 @@ def sgd(parameters):
 MODULES = {
     "a plain module": (
         lambda: nn.Linear(6, 6),
-        "deepspeed.initialize got a Linear, but a ds_lgamp block works on a PipelineModule; pass one, or remove",
+        "got a Linear, which a ds_lgamp block cannot split into layers; list its layers in a PipelineModule, or",
     ),
     "a module with a schedule of its own": (
         lambda: pipeline(linears(8), DualPipeVModule),

@@ -116,6 +116,23 @@ def train_sequential(pipeline_ranks: int, factor: float) -> list[float]:
     return sums
 
 
+def train_without_sync(pipeline_ranks: int) -> list[float]:
+    """Accumulates in ``no_sync``, as a script does that sets gradient_accumulation_steps to 1. Returns the norms of
+    the gradients by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    config = configuration(1, {"pipeline_ranks": pipeline_ranks}, micro_batches=1)
+    engine = initialize(sequential(), config)
+    norms = []
+    for step in range(2):
+        with engine.no_sync():
+            engine.backward(engine(*pairs(step, dist.get_rank(), 0)))
+        engine.backward(engine(*pairs(step, dist.get_rank(), 1)))
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
 def train_on_own_data(pipeline_ranks: int) -> list[Any]:
     """Returns the samples that the engine's own loader gives to this rank."""
     prepare_rank()
@@ -181,6 +198,7 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine.set_gradient_accumulation_boundary(True)
     engine(*pairs(0, rank, 0))
     fails("no step", engine, *pairs(0, rank, 0))
+    fails("no backward", engine.step)
 
     engine = engine_of(sequential())
     engine.set_gradient_accumulation_boundary(True)
@@ -202,6 +220,8 @@ def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
         deepspeed.zero.Init(module=whole, config_dict_or_path=config)
     assert all(parameter.numel() == 0 for parameter in whole.parameters())
     engine = initialize(whole, config)
+    elsewhere = [parameter for parameter in whole.parameters() if not hasattr(parameter, "ds_id")]
+    assert elsewhere and not any(parameter.numel() for parameter in elsewhere)
     rank = dist.get_rank()
     return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]
 

@@ -60,6 +60,19 @@ def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(fa
             assert sums[step] == pytest.approx(sum(own).item(), rel=1e-6)
 
 
+def test_what_a_script_accumulates_in_no_sync_is_summed():
+    ranks = run_on_ranks(2, calls.train_without_sync, 2)
+    model = calls.sequential()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(2):
+        losses = [model(calls.pairs(step, rank, number)) for rank in range(2) for number in range(2)]
+        (torch.stack(losses).sum() / 2).backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [norms[step] for norms in ranks] == pytest.approx([norm] * 2, rel=1e-5)
+
+
 def test_every_rank_of_a_pipeline_gets_training_data_of_its_own():
     ranks = run_on_ranks(2, calls.train_on_own_data, 2)
     *samples, steps = zip(*ranks)
@@ -85,7 +98,7 @@ def test_every_schedule_cut_and_precision_trains():
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
-        "plain module": "pass a model of transformers, an nn.Sequential, or a PipelineModule",
+        "plain module": "list its layers in a PipelineModule, or in an nn.Sequential whose last module",
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
         "no loss": "append a module that computes the loss",
@@ -94,6 +107,7 @@ def test_mistakes_are_named_on_every_rank():
         "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
         "factors": "multiplied by factors from 0.5 to 1",
         "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
         "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
     }.items():
         assert words in errors[what]

@@ -1,0 +1,41 @@
+"""Values travel between the ranks of a pipeline whole, whatever is in them."""
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten
+
+from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
+from testing.ranks import run_on_ranks
+
+RANKS = 3
+
+
+def value_of(rank: int):
+    """Makes a value whose tensors have sizes that no alignment divides."""
+    flags = torch.arange(5 + rank) % 2 == 0
+    half = torch.full((3, rank), 0.5, dtype=torch.bfloat16)
+    return [{"flags": flags, "tokens": torch.arange(3) + rank}, (half, torch.tensor(rank), f"rank {rank}", None)]
+
+
+def exchanged():
+    exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
+    own = value_of(dist.get_rank())
+    gathered = exchange.gather(own)
+    nothing = exchange.gather(["no tensor", dist.get_rank()])
+    values = [value_of(10 + rank) for rank in range(RANKS)] if dist.get_rank() == 1 else None
+    return gathered, nothing, exchange.scatter(values, source=1)
+
+
+def test_every_rank_gets_the_values_of_all_and_its_own_of_another():
+    for rank, (gathered, nothing, scattered) in enumerate(run_on_ranks(RANKS, exchanged)):
+        assert_equal(gathered, [value_of(each) for each in range(RANKS)])
+        assert nothing == [["no tensor", each] for each in range(RANKS)]
+        assert_equal(scattered, value_of(10 + rank))
+
+
+def assert_equal(value, wanted):
+    """Asserts that values are equal to the bit."""
+    (leaves, structure), (wanted_leaves, wanted_structure) = tree_flatten(value), tree_flatten(wanted)
+    assert structure == wanted_structure
+    for leaf, wanted_leaf in zip(leaves, wanted_leaves):
+        assert torch.equal(leaf, wanted_leaf) if torch.is_tensor(wanted_leaf) else leaf == wanted_leaf
