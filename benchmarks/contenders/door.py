@@ -2,6 +2,7 @@
 PipelineModule."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import deepspeed
@@ -40,6 +41,7 @@ def batch_of(size: ModelSize, step: int, index: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
+@lru_cache
 def reference(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
     """Mean loss of each step in one process without parallelism, a :data:`benchmarks.model.Reference`."""
     model = llama(size)
