@@ -10,6 +10,7 @@ NAMES = (
     "network",
     "training",
     "training_slow",
+    "door",
     "gathers",
     "overhead",
     "growth",

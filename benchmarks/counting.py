@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.contenders import Contender, Layout
-from benchmarks.model import reference_losses
+from benchmarks.model import Reference, reference_losses
 from benchmarks.record import REPETITIONS
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors, storage_of
 from testing.deepspeed_rank import prepare_rank
@@ -66,6 +66,7 @@ def count(
     micro_batches: Sequence[int],
     memory: bool = False,
     repetitions: int = REPETITIONS,
+    reference: Reference = reference_losses,
 ) -> dict[str, list[Counted]]:
     """Counts every contender. ``WARM_UP`` steps precede the counted ones.
 
@@ -75,13 +76,14 @@ def count(
         micro_batches: numbers of micro-batches per step.
         memory: whether to count bytes of live tensors too, which is slow.
         repetitions: counted steps for each number of micro-batches.
+        reference: trains the same in one process.
 
     Returns every rank's counts, by contender. Raises AssertionError if the losses of a contender differ from those of
     one process.
     """
     ranks = layout.pipeline_ranks * layout.data_ranks
     sequence = tuple(number for number in micro_batches for _ in range(WARM_UP + repetitions))
-    expected = reference_losses(layout.size, layout.data_ranks, sequence)
+    expected = reference(layout.size, layout.data_ranks, sequence)
     found: dict[str, list[Counted]] = {}
     for start in range(0, len(contenders), ENGINES_PER_SPAWN):
         members = contenders[start : start + ENGINES_PER_SPAWN]

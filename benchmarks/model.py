@@ -1,6 +1,6 @@
 """The model that all contenders train: a stack of equal transformer blocks with the same weights and data, in fp32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -108,28 +108,47 @@ def micro_batch(size: ModelSize, step: int, index: int) -> tuple[torch.Tensor, t
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
+Reference = Callable[[ModelSize, int, tuple[int, ...]], list[float]]
+"""Returns the mean loss of each step in one process without parallelism. Gets the model, the number of data-parallel
+ranks whose micro-batches the process trains, and the micro-batches per data-parallel rank, for every step."""
+
+
 def build_optimizer(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON, fused=True)
 
 
 @lru_cache
 def reference_losses(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
-    """Mean loss of each step in one process without parallelism.
+    """The :data:`Reference` of the model of this file."""
+    model = nn.Sequential(*build_blocks(size, range(size.blocks), recompute=False))
+
+    def loss_of(inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss_function(model(inputs), target)
+
+    return losses_alone(model, loss_of, size, data_ranks, steps)
+
+
+def losses_alone(
+    model: nn.Module,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    size: ModelSize,
+    data_ranks: int,
+    steps: tuple[int, ...],
+) -> list[float]:
+    """Trains ``model`` in this process and returns the mean loss of each step.
 
     Args:
-        size: the model.
-        data_ranks: number of data-parallel ranks whose micro-batches one process trains.
-        steps: micro-batches per data-parallel rank, for every step.
+        loss_of: the model's loss of a micro-batch.
+        size: the size of the micro-batches.
+        data_ranks, steps: as in :data:`Reference`.
     """
-    model = nn.Sequential(*build_blocks(size, range(size.blocks), recompute=False))
     optimizer = build_optimizer(model.parameters())
     losses = []
     for step, micro_batches in enumerate(steps):
         count = micro_batches * data_ranks
         total = 0.0
         for index in range(count):
-            inputs, target = micro_batch(size, step, index)
-            loss = loss_function(model(inputs), target) / count
+            loss = loss_of(*micro_batch(size, step, index)) / count
             loss.backward()
             total += loss.item()
         optimizer.step()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.field import BARE, in_training
 from benchmarks.counting import check_losses
-from benchmarks.model import ModelSize, reference_losses
+from benchmarks.model import ModelSize, Reference, reference_losses
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual.steps import begin_together
 from testing.deepspeed_rank import prepare_rank
@@ -109,8 +109,10 @@ def compete(
     micro_batches: int,
     repetitions: int,
     enter_network: Callable[[int], None] | None = None,
+    reference: Reference = reference_losses,
 ) -> Found:
-    """Measures one group after the other. The contenders of a group take turns on one set of processes.
+    """Measures one group after the other. The contenders of a group take turns on one set of processes. ``reference``
+    trains the same in one process.
 
     Raises AssertionError if a contender's losses differ from those of one process.
     """
@@ -120,7 +122,7 @@ def compete(
         arguments = contenders, layout, micro_batches, repetitions
         on_ranks = run_on_ranks(ranks, _train_on_rank, *arguments, before_init=enter_network, seconds=SECONDS)
         steps = {contender.name: list(zip(*(rank[contender.name] for rank in on_ranks))) for contender in contenders}
-        _check(layout, micro_batches, steps)
+        _check(layout, micro_batches, steps, reference)
         found[held] = {name: [_duration(ranks) for ranks in each[WARM_UP:]] for name, each in steps.items()}
     return found
 
@@ -207,13 +209,13 @@ def _duration(ranks: Sequence[Step]) -> Duration:
     return Duration(wall, sum(step.cpu for step in ranks))
 
 
-def _check(layout: Layout, micro_batches: int, steps: dict[str, list[tuple[Step, ...]]]) -> None:
+def _check(layout: Layout, micro_batches: int, steps: dict[str, list[tuple[Step, ...]]], reference: Reference) -> None:
     losses = {}
     for name, each in steps.items():
         known = [{step.loss for step in ranks} - {None} for ranks in each]
         assert all(len(found) == 1 for found in known), f"ranks of {name} know no loss or different ones"
         losses[name] = [found.pop() for found in known]
     first, *_ = losses.values()
-    alone = reference_losses(layout.size, layout.data_ranks, (micro_batches,) * min(CHECKED, len(first)))
+    alone = reference(layout.size, layout.data_ranks, (micro_batches,) * min(CHECKED, len(first)))
     for name, found in losses.items():
         check_losses(name, found, [*alone, *first[len(alone) :]])

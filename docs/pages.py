@@ -35,6 +35,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "training-small": partial(tables.training, "training", "small"),
         "training-wide": partial(tables.training, "training", "wide"),
         "training-slow": partial(tables.training, "training_slow", "small"),
+        "door": tables.door,
+        "door-by-hand": tables.by_hand,
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

@@ -9,6 +9,8 @@ from itertools import chain
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.quickstart import quickstart_rows
 from benchmarks.record import OURS, RESULTS, TYPICAL, Config, Failure, Row, is_recorded, read
+from benchmarks.training import LOOPBACK
+from benchmarks.training_slow import SLOW
 from docs.pivot import (
     CONTENDER,
     LAYOUT,
@@ -177,6 +179,31 @@ def fastest(*names: str, parameters: Sequence[str] = ("kept", "sharded")) -> str
         lambda row: f"{OURS}, s" if row.contender.startswith(OURS) else "fastest peer, s",
         cell,
     )
+
+
+def door() -> str:
+    """Gathers, reductions, MB and seconds of a step of the script, for every number of accumulation steps."""
+    whole = median(".0f")
+    headings = {"gathers": "gathers", "reductions": "reductions", "bytes sent": "MB sent"}
+    links = {link: f"{link}, s" for link in (LOOPBACK, SLOW)}
+    cells = {"gathers": whole, "reductions": whole, "bytes sent": median(".1f", MB)}
+    return pivot(
+        [row for row in read("door").rows if row.metric in cells or "link" in row.config],
+        [("accumulation", setting("micro_batches")), CONTENDER, LAYOUT],
+        lambda row: f"{row.config.get('link', row.metric)}",
+        lambda rows: cells.get(rows[0].metric, with_spread(".2f"))(rows),
+        {**headings, **links},
+        numbers_from=3,
+    )
+
+
+def by_hand() -> str:
+    """Times of the script and of a PipelineModule by hand, and their comparison."""
+    rows = [row for row in read("door").rows if "sequence" in row.config]
+    lines = [
+        [row.contender, layout(row), row.metric, f"{row.median:.3f}", f"{row.spread:.3f}", row.unit] for row in rows
+    ]
+    return table(["", "P x W", "metric", "median", "spread", "unit"], lines, numbers_from=3)
 
 
 def gathers() -> str:

@@ -33,13 +33,18 @@ class UnknownActivations(Exception):
     """The bytes of activations cannot be known; the message is a clause that says why."""
 
 
-def first_micro_batch(training_data: Any, collate_fn: Callable[[list], Any] | None, samples: int) -> tuple[Any, Any]:
+NO_DATA = "deepspeed.initialize got no training_data"
+
+
+def first_micro_batch(
+    training_data: Any, collate_fn: Callable[[list], Any] | None, samples: int, no_data: str = NO_DATA
+) -> tuple[Any, Any]:
     """Returns inputs and labels of a micro-batch of ``samples``, as DeepSpeed's loader makes it of the first ones.
 
-    Raises UnknownActivations if there are no data, or none that can be asked by index.
+    Raises UnknownActivations, with the clause ``no_data``, if there are no data, or if they cannot be asked by index.
     """
     if training_data is None:
-        raise UnknownActivations("deepspeed.initialize got no training_data")
+        raise UnknownActivations(no_data)
     try:
         chosen = [training_data[index % len(training_data)] for index in range(samples)]
         inputs, labels = (collate_fn or default_collate)(chosen)[:2]

@@ -16,6 +16,7 @@ from ds_lgamp.cost.memory import ElementBytes, rank_memory
 from ds_lgamp.cost.traffic import Traffic, collective_bytes, predict_traffic
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
+    NO_DATA,
     UnknownActivations,
     first_micro_batch,
     measure_activations,
@@ -41,12 +42,11 @@ def explain(
     partition_method: str,
     training_data: Any = None,
     collate_fn: Any = None,
+    no_data: str = NO_DATA,
 ) -> Explanation:
     """Returns what the engine of these arguments would do. Raises ConfigError if there is no block, and if the engine
-    would."""
-    settings = read_block(config)
-    if settings is None:
-        raise ConfigError(f'there is no enabled {BLOCK} block, stock DeepSpeed would run; add "{BLOCK}": {{}}')
+    would. Without ``training_data`` it says ``no_data``, a clause, of activations."""
+    settings = enabled_block(config)
     layout, spec = plan_training(settings, config_class, module, partition_method, optimizer)
     program = build_program(spec)
     validate(spec, program)
@@ -58,7 +58,8 @@ def explain(
     data_ranks = module.topology().get_dim("data")
     activations, unknown = None, None
     try:
-        micro_batch = first_micro_batch(training_data, collate_fn, config_class.train_micro_batch_size_per_gpu)
+        samples = config_class.train_micro_batch_size_per_gpu
+        micro_batch = first_micro_batch(training_data, collate_fn, samples, no_data)
         activations = measure_activations(
             module, model.layers, layout.bounds, micro_batch, spec, settings, config_class
         )
@@ -91,6 +92,14 @@ def explain(
         activations_unknown=unknown,
         ranks=ranks,
     )
+
+
+def enabled_block(config: dict[str, Any]) -> LgampConfig:
+    """Returns the block. Raises ConfigError if there is none, or if it is not enabled."""
+    settings = read_block(config)
+    if settings is None:
+        raise ConfigError(f'there is no enabled {BLOCK} block, stock DeepSpeed would run; add "{BLOCK}": {{}}')
+    return settings
 
 
 def _rank_facts(

@@ -109,14 +109,13 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
     return build_engine(settings, arguments)
 
 
-def registered(pipeline: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory to enter into DeepSpeed's registry. It calls ``pipeline`` for a PipelineModule, and returns None to
-    leave the engine to DeepSpeed."""
+def registered(pipeline: Callable[..., Any], plain: Callable[..., Any] = plain_engine) -> Callable[..., Any]:
+    """The factory to enter into DeepSpeed's registry. It calls ``pipeline`` for a PipelineModule and ``plain`` for
+    other modules. Both may return None to leave the engine to DeepSpeed."""
 
     def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
+        build = plain if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule) else pipeline
         made = None if read_block(config) is None else checked_config(DeepSpeedConfig, config, mpu)
-        plain = not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule)
-        build = plain_engine if plain else pipeline
         return build(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
 
     return engine_of
@@ -145,7 +144,7 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         lifeline.leave()
 
 
-def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
+def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[..., Any] = plain_engine) -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block. Without a block it stays stock DeepSpeed.
 
     A rank that fails leaves at once, so that the launcher ends the job. A rank that dies ends the others. A rank that
@@ -153,15 +152,16 @@ def install(pipeline: Callable[..., Any] = pipeline_engine) -> None:
 
     Args:
         pipeline: builds the engine of a PipelineModule, from stock's class and its arguments.
+        plain: builds that of any other module.
     """
     if _installed:
         return
     if _registry is not None:
-        factory = registered(pipeline)
+        factory = registered(pipeline, plain)
         _registry.register_engine_factory(factory)
         _undo.callback(_registry.unregister_engine_factory, factory)
     else:
-        _replace_engines(pipeline)
+        _replace_engines(pipeline, plain)
     _installed.append(deepspeed.PipelineEngine)
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
@@ -176,9 +176,9 @@ def uninstall() -> None:
     _undo.close()
 
 
-def _replace_engines(pipeline: Callable[..., Any]) -> None:
+def _replace_engines(pipeline: Callable[..., Any], plain: Callable[..., Any]) -> None:
     instantiations: dict[str, Callable[..., Any]] = {"DeepSpeedConfig": checked_config, "PipelineEngine": pipeline}
-    instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain_engine)
+    instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain)
     for name, instantiate in instantiations.items():
         replace_attribute(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate), _undo)
     replace_attribute(PipelineModule, _stock_partition_layers.__name__, _partition_layers, _undo)

@@ -59,9 +59,10 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
     with failures_end_the_process(_STOCK_REFUSAL, hint):
         check_seams()
         _check_config(arguments)
-        from ds_lgamp.integrations.deepspeed.explain.explain import explain
-        from ds_lgamp.integrations.deepspeed.explain.facts import json_text
+        from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block, explain
+        from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, json_text
         from ds_lgamp.integrations.deepspeed.explain.imagined import imagine_ranks
+        from ds_lgamp.integrations.deepspeed.explain.plain import explain_plain
         from ds_lgamp.integrations.deepspeed.explain.text import as_text
         from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
         from ds_lgamp.integrations.deepspeed.hook.install import install, partition_method_of
@@ -69,9 +70,14 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
         explained = False
 
         def explain_pipeline(_stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
+            optimizer, data, collate_fn = (rest.get(name) for name in ("optimizer", "training_data", "collate_fn"))
+            write(explain(model, config, config_class, optimizer, partition_method_of(model), data, collate_fn))
+
+        def explain_other(_stock: Any, **arguments: Any) -> NoReturn:
+            write(explain_plain(enabled_block(arguments["config"]), arguments))
+
+        def write(facts: Explanation) -> NoReturn:
             nonlocal explained
-            optimizer, *data = (rest.get(name) for name in ("optimizer", "training_data", "collate_fn"))
-            facts = explain(model, config, config_class, optimizer, partition_method_of(model), *data)
             explained = True
             if rank == 0:
                 output.write(json_text(facts) if as_json else as_text(facts))
@@ -81,7 +87,7 @@ def explain_script(script: str, arguments: Sequence[str], ranks: int | None, as_
 
         compile_no_collective()
         imagine_ranks(world_size, rank)
-        install(explain_pipeline)
+        install(explain_pipeline, explain_other)
         try:
             run_as_main(script, arguments)
         except (Exception, SystemExit):

@@ -26,7 +26,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     _keep_own_values(layers, settings.pipeline_ranks or 1)
     module = pipeline_module(layers, settings)
     _keep_own_parameters(module, arguments)
-    config, mpu = _configuration_of_pipelines(arguments, module.num_stages), module.mpu()
+    config, mpu = configuration_of_pipelines(arguments, module.num_stages), module.mpu()
     rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
     return ModelEngine(
         user_model=model,
@@ -41,7 +41,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     )
 
 
-def _configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
+def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
     """Returns the configuration in which a pipeline computes the micro-batches of all of its ranks."""
     given = arguments["config_class"]
     return {

@@ -80,6 +80,23 @@ net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=t
 data = TensorDataset(torch.zeros(9, 32, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.long))
 deepspeed.initialize(model=net, config=json.loads(sys.argv[1]), training_data=data)
 """
+MODEL_SCRIPT = """
+import json, sys
+import deepspeed
+import torch
+import transformers
+from deepspeed.pipe import PipelineModule
+
+deepspeed.init_distributed("gloo")
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+if sys.argv[2] == "by hand":
+    body = model.model
+    end = torch.nn.Sequential(body.norm, model.lm_head)
+    model = PipelineModule([body.embed_tokens, *body.layers, end], num_stages=2, partition_method="uniform")
+optimizer = torch.optim.AdamW(model.parameters())
+deepspeed.initialize(model=model, optimizer=optimizer, config=json.loads(sys.argv[1]))
+"""
 UNUSUAL_CONFIG = {
     **BATCH,
     "zero_optimization": {"stage": 2},
@@ -88,6 +105,9 @@ UNUSUAL_CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}},
     "ds_lgamp": {"layers_per_chunk": 1, "micro_batch_group": 2},
 }
+MODEL_CONFIG = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {"pipeline_ranks": 2}}
+BY_HAND_CONFIG = {**MODEL_CONFIG, "gradient_accumulation_steps": 2 * 4, "ds_lgamp": {}}
+"""A pipeline of two ranks computes the micro-batches of both."""
 
 
 class Ended(NamedTuple):
@@ -103,12 +123,15 @@ def explained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explain")
     (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
     (folder / "data.py").write_text(DATA_SCRIPT)
+    (folder / "model.py").write_text(MODEL_SCRIPT)
     (folder / "empty.py").write_text("print('no engine here')")
     runs = {
         "json": ["--ranks", "4", "--json", *on_example(folder, "json", LAYERED)],
         "unusual": ["--json", str(folder / "unusual.py"), json.dumps(UNUSUAL_CONFIG)],
         "data": ["--json", str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
         "data in words": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
+        "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
+        "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
         "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
         "no block": ["--ranks", "4", *on_example(folder, "no_block", {**LAYERED, "ds_lgamp": {"enabled": False}})],
@@ -287,6 +310,18 @@ def test_with_training_data_the_peak_has_activations(explained):
     assert min(first[kind] for kind in ("receives", "sends", "working")) >= result
     words = explained["data in words"].output
     assert "Memory of activations, each rank" in words and "The peak includes their bytes." in words
+
+
+def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explained):
+    told, by_hand = (facts_of(explained[name]) for name in ("model", "by hand"))
+    assert told.pop("activations_unknown").startswith("the script gives micro-batches to the engine only after")
+    del by_hand["activations_unknown"]
+    for facts in (told, by_hand):
+        for rank in facts["ranks"]:
+            for chunk in rank["chunks"]:
+                chunk["layer_types"] = len(chunk["layer_types"])
+    assert told == by_hand
+    assert (told["pipeline_ranks"], told["data_ranks"], told["chunks"], told["micro_batches"]) == (2, 2, 4, 8)
 
 
 def test_without_activations_the_explanation_says_why(explained):
