@@ -11,6 +11,7 @@ STOCK, BLOCK = Training(3, None), Training(3, 1)
 SHARDS_GRADIENTS = Training(2, 1)
 
 
+@pytest.mark.slow
 def test_gathers_and_reductions_grow_with_accumulation_in_stock_deepspeed_only():
     trainings = [STOCK, BLOCK, SHARDS_GRADIENTS]
     few, many = (count_script(2, TINY, micro_batches, trainings) for micro_batches in (1, 3))

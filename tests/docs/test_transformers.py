@@ -11,7 +11,6 @@ import pytest
 
 from testing import ROOT
 from testing.launching import ON_CPU, run
-from tests.slow import slow_except
 
 PAGE = (ROOT / "docs" / "transformers.md").read_text()
 SCRIPT, LORA = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -35,7 +34,8 @@ def losses(folder: Path, script: str, enabled: bool) -> list[float]:
     return [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", run(launcher, 300, environment, folder), re.M)]
 
 
-@pytest.mark.parametrize("script", slow_except([SCRIPT], [SCRIPT, WITH_LORA]), ids=["whole", "LoRA"])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [SCRIPT, WITH_LORA], ids=["whole", "LoRA"])
 def test_the_example_trains_the_same_with_a_block_and_without(tmp_path, script):
     with_block, stock = (losses(tmp_path, script, enabled) for enabled in (True, False))
     assert len(stock) == STEPS

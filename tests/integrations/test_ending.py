@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from testing import SCRIPTS
+from tests.slow import chosen, slow_except
 
 SCRIPT = SCRIPTS / "ends_in_many_ways.py"
 TRACEBACK = "ArithmeticError: the script is in trouble"
@@ -26,14 +27,16 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Returns the folder with the output of every way to end."""
+def ended(tmp_path_factory, request):
+    """Returns the folder with the output of every way to end that a test asks for."""
     folder = tmp_path_factory.mktemp("ends")
-    subprocess.run([sys.executable, SCRIPT, folder, *WAYS], check=True, timeout=300, env=os.environ)
+    subprocess.run(
+        [sys.executable, SCRIPT, folder, *sorted(chosen(request, "way"))], check=True, timeout=300, env=os.environ
+    )
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except(["raise"], list(WAYS)))
 def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, way):
     status, message, orderly = WAYS[way]
     output = (ended / way).read_text()

@@ -207,6 +207,7 @@ def test_help_is_the_header(launcher):
     assert f"launch/{launcher}.sh" in done.stdout and "GPUS_PER_NODE" in done.stdout and "#" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_trains_on_two_ranks_of_one_node(tmp_path):
     config = tmp_path / "ds config.json"
     config.write_text(

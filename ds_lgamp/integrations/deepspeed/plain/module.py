@@ -21,6 +21,14 @@ class _Existing(nn.Module):
         return module
 
 
+class SharedBeginning(_Existing):
+    """What precedes the blocks, if it shares parameters with what follows them."""
+
+
+class SharedEnd(_Existing):
+    """What follows the blocks, if it shares parameters with what precedes them."""
+
+
 def pipeline_module(layers: Layers, settings: LgampConfig) -> PipelineModule:
     """Returns the layers as a PipelineModule. Collective over all ranks; raises ConfigError if there are too few
     layers or ranks for ``settings.pipeline_ranks``."""
@@ -37,8 +45,8 @@ def pipeline_module(layers: Layers, settings: LgampConfig) -> PipelineModule:
     if isinstance(modules[0], Ends):
         ends = modules[0]
         first, last = (
-            TiedLayerSpec(_ENDS, _Existing, ends, forward_fn=function, tied_weight_attr=[])
-            for function in (Ends.begin, Ends.finish)
+            TiedLayerSpec(_ENDS, kind, ends, forward_fn=function, tied_weight_attr=[])
+            for kind, function in ((SharedBeginning, Ends.begin), (SharedEnd, Ends.finish))
         )
         specs = [first, *modules[1:-1], last]
     return PipelineModule(specs, num_stages=ranks, partition_method="uniform")

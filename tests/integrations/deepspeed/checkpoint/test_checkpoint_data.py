@@ -281,6 +281,7 @@ def test_a_run_computes_what_stock_deepspeed_does_and_resumes_where_it_was(two, 
     check(two, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WIDER_CASES, ids=str)
 def test_so_it_does_on_four_ranks(four, case):
     check(four, case)

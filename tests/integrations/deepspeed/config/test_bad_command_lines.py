@@ -50,7 +50,7 @@ COMMANDS = {
 }
 
 
-DEFAULT = ("no such script", "two blocks", "stages that do not divide the ranks")
+DEFAULT = ("two blocks",)
 """Cases that are not slow."""
 
 

@@ -118,9 +118,10 @@ RARELY = ("--monitor_interval", "1")
             r"rank [23] \(pipeline rank 1\) failed at F3.3: ArithmeticError: the layer is in trouble",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "kill",
             r"rank [01] \(pipeline rank 0\) failed at \w*4.\d: LinkError: the link to rank [23] failed",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -239,6 +239,7 @@ def peak_of_building():
     return memory.peak - before, engine.train_batch(vectors()).item()
 
 
+@pytest.mark.slow
 def test_a_model_of_eight_times_the_peak_of_any_rank_is_built_and_trained():
     results = run_on_ranks(10, peak_of_building)
     layers = []

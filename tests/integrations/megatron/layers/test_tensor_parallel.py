@@ -18,6 +18,7 @@ from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, shari
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import seed
+from tests.slow import chosen, slow_except
 
 VOCABULARY, SEQUENCE, MICRO_BATCHES, END = 64, 16, 4, 0
 """The micro-batches are those of all data-parallel ranks."""
@@ -50,6 +51,8 @@ PLACES = [
     Place(2, 2, 2, 3, positions="rope", tied=False),
     Place(2, 2, 2, 1, sequence_parallel=True, positions="rope", tied=False),
 ]
+DEFAULT = PLACES[:2]
+"""Places that are not slow."""
 
 
 def engine_of(place: Place):
@@ -170,10 +173,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(folder):
+def trained(folder, request):
     results = {}
-    for ranks in (1, 2, 4, 8):
-        places = [place for place in ALONE + PLACES if place.ranks == ranks]
+    # Pairs are of all places.
+    wanted = PLACES if chosen(request, "source") else sorted(chosen(request, "place") & {*PLACES})
+    alone = sorted({alone_like(place) for place in wanted})
+    for ranks in sorted({place.ranks for place in [*alone, *wanted]}):
+        places = [place for place in [*alone, *wanted] if place.ranks == ranks]
         results |= run_on_ranks(ranks, train, str(folder), places)[0]
     return results
 
@@ -187,7 +193,7 @@ def resumed(folder, trained):
     return results
 
 
-@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+@pytest.mark.parametrize("place", slow_except(DEFAULT, PLACES), ids=tag_of)
 def test_losses_and_norms_are_those_of_one_process(trained, place):
     for here, alone in zip(trained[place], trained[alone_like(place)]):
         assert here == pytest.approx(alone, rel=1e-5)
@@ -264,7 +270,7 @@ def test_recomputation_drops_what_the_forward_dropped(dropped, place):
         assert [step == pytest.approx(other, rel=1e-6) for step, other in zip(without, kept)] == [True, True]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=tag_of)
+@pytest.mark.parametrize("place", slow_except(DEFAULT, PLACES), ids=tag_of)
 def test_an_exported_checkpoint_goes_to_a_gpt_model_and_comes_back(folder, trained, place, tmp_path):
     from safetensors.torch import load_file, save_file
 
