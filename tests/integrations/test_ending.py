@@ -36,7 +36,7 @@ def ended(tmp_path_factory, request):
     return folder
 
 
-@pytest.mark.parametrize("way", slow_except(["raise"], list(WAYS)))
+@pytest.mark.parametrize("way", slow_except(["raise", "alone"], list(WAYS)))
 def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, way):
     status, message, orderly = WAYS[way]
     output = (ended / way).read_text()

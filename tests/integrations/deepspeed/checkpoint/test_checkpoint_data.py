@@ -287,6 +287,7 @@ def test_so_it_does_on_four_ranks(four, case):
     check(four, case)
 
 
+@pytest.mark.slow
 def test_ranks_go_on_drawing_alike_when_own_data_are_built_and_found_again(four):
     """A script that shuffles its data then gets the same order for inputs and for labels."""
     first, *others = (rank["drawn"] for rank in four)

@@ -144,7 +144,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
-DEFAULT = ("alone", "bf16", "zero 2, interleaved", "zero 3, modular", "zero 0, contiguous")
+DEFAULT = ("alone", "bf16", "zero 2, interleaved", "zero 3, modular")
 """Places that are not slow."""
 
 

@@ -37,6 +37,7 @@ def losses_of(recompute):
     return *losses, len(graphs)
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_the_same():
     for rank in run_on_ranks(4, compiled_and_not):
         for eager, compiled, graphs in rank.values():

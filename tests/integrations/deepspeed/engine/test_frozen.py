@@ -243,6 +243,7 @@ def two_ranks():
     return run_on_ranks(2, on_two_ranks)
 
 
+@pytest.mark.slow
 def test_counts_by_hand(two_ranks):
     """Of chunks 0 to 6, the last two in forward order stay. Chunks 1, 4 and 5 train beside frozen parameters, chunk 2
     is frozen, chunk 3 has no parameters, and chunks 0 and 6 share a frozen embedding.
@@ -261,10 +262,12 @@ def test_counts_by_hand(two_ranks):
         }
 
 
+@pytest.mark.slow
 def test_explain_tells_what_is_frozen(two_ranks):
     assert [frozen for _, frozen, _ in two_ranks] == [[0, 0, 5 + 2 + 3]] * 2
 
 
+@pytest.mark.slow
 def test_freezing_that_differs_between_ranks_is_refused(two_ranks):
     for _, _, (of_data_ranks, of_copies) in two_ranks:
         assert of_data_ranks == (

@@ -154,7 +154,6 @@ def keep_views_and_changed_tensors():
     return True
 
 
-@pytest.mark.slow
 def test_views_of_weights_and_changed_inputs_are_exact():
     """At stage 3 weights are freed and gathered again between forward and backward. Runs chunks on one rank and on
     two."""

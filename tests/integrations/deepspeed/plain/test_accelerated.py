@@ -19,6 +19,7 @@ SHORT = f"--max_steps 6 {EVALUATED}"
 LONG = "--max_steps 30"
 
 
+@pytest.mark.slow
 def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_layout(tmp_path):
     runs: list[Any] = [
         ("stock", 2, None, SHORT),
