@@ -122,7 +122,7 @@ class ModelEngine(LgampEngine):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        if loss.grad_fn is self._told:
+        if self._told is not None and loss.grad_fn is self._told:
             # The script left the loss as it is: then the host need not ask the device for the factor.
             self._factors.append(factor)
             return loss.detach() * factor

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ds_lgamp.checkpoint.errors import everywhere
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
+from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.model.module import (
-    PlacedModule,
     built_layers,
     over_pipeline,
     prefix_of,
@@ -25,26 +24,17 @@ from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.partition.agreement import raise_everywhere
 
 
-class Engine(Protocol):
+class Engine(Run, Protocol):
     """An engine, as far as its model's state is concerned."""
 
     module: Any
     """The model of the script."""
 
     @property
-    def placed(self) -> PlacedModule: ...
-
-    @property
-    def optimizer(self) -> PartitionedOptimizer: ...
-
-    @property
     def lgamp_settings(self) -> LgampConfig: ...
 
     @property
     def num_stages(self) -> int: ...
-
-    @property
-    def grid(self) -> Any: ...
 
     @property
     def device(self) -> torch.device: ...
