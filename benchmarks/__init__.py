@@ -8,17 +8,42 @@ NAMES = (
     "latency",
     "overlap",
     "network",
+    "updates",
+    "offload",
+    "bus",
     "training",
     "training_slow",
+    "unlike",
+    "islands",
+    "speeds",
     "door",
+    "bert",
+    "bert_learning",
+    "bert_plan",
     "gathers",
+    "optimizers",
     "overhead",
     "growth",
     "checkpoint",
     "megatron",
+    "megatron_slow",
+    "planner_fit",
+    "prediction",
+    "sources",
     "gpu",
 )
 """The benchmarks of ``python -m benchmarks run``, in the order of docs/benchmarks.md."""
 
 ON_ACCELERATOR = "gpu"
 """The benchmark that runs on the machine's accelerator. All others run on the CPU."""
+
+OF_BERT = ("bert", "bert_learning", "bert_plan")
+"""The benchmarks whose tables stand in docs/bert.md."""
+
+ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", *OF_BERT)
+"""The benchmarks whose tables stand in docs/planner.md, docs/optimizers.md, docs/offload.md and
+docs/bert.md."""
+
+_PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")
+IN_PARTS = {"unlike": _PLACES, "islands": _PLACES}
+"""Benchmarks that take long, and what ``--part`` of ``python -m benchmarks run`` may name of them."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import NAMES, ON_ACCELERATOR
+from benchmarks import IN_PARTS, NAMES, ON_ACCELERATOR
 from benchmarks.gpt.sizes import SIZES
 from benchmarks.gpu_day import command
 from benchmarks.record import Record, finish
@@ -27,11 +27,15 @@ def main() -> None:
         if name == ON_ACCELERATOR:
             run.add_argument("--size", choices=SIZES, help="measure this one only, and write no file")
             run.add_argument("--trace", type=Path, help="folder for a profile of one step, as Chrome traces")
+        if name in IN_PARTS:
+            run.add_argument("--part", choices=IN_PARTS[name], help="measure this one only, and keep the others' rows")
     command.add(commands)
     options = parser.parse_args()
     if options.command == command.NAME:
         sys.exit(command.run(options))
-    arguments = {}
+    arguments, part = {}, getattr(options, "part", None)
+    if part is not None:
+        arguments["part"] = part
     if options.name == ON_ACCELERATOR:
         arguments = {"size": options.size, "trace": options.trace}
     else:
@@ -40,7 +44,7 @@ def main() -> None:
     with others_on_stderr():
         record: Record = importlib.import_module(f"benchmarks.{options.name}").run(**arguments)
     if arguments.get("size") is None:
-        finish(record)
+        finish(record, part)
     print(record.to_json() if options.json else as_text(record))
 
 

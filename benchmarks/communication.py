@@ -14,7 +14,7 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, Step, count
 from benchmarks.model import ModelSize
 from benchmarks.record import OURS, REPETITIONS, Record, begin
-from ds_lgamp.cost.memory import ElementBytes
+from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 
 NAME = "communication"

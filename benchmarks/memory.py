@@ -17,7 +17,8 @@ from benchmarks.counting import Counted, count
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import ElementBytes, Memory, rank_memory
+from ds_lgamp.cost.memory import Memory, rank_memory
+from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.runtime.chunk_memory import chunk_bytes
 from ds_lgamp.runtime.random_state import default_sources, read_states
 

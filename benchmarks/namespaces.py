@@ -6,13 +6,17 @@ that is killed.
 """
 
 import ctypes
+import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-INTERFACE = "eth0"
+from ds_lgamp.runtime.transport import GLOO_INTERFACE
+
+INTERFACE, ISLAND_INTERFACE = "eth0", "eth1"
+"""To all nodes, and to those of the own island."""
 BURST = "128kb"
 """Must hold the largest packet: offloading makes packets of 64 KiB and a header. The kernel would split larger ones in
 software, which keeps a core busy."""
@@ -43,31 +47,63 @@ class Network(NamedTuple):
                 raise OSError(ctypes.get_errno(), f"cannot enter the namespace of node {node}")
         finally:
             os.close(namespace)
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        os.environ[GLOO_INTERFACE] = INTERFACE
+
+    def carried(self) -> int:
+        """Returns the bytes that all nodes have sent over their throttled links so far, headers included; with islands,
+        those between islands."""
+        total = 0
+        for holder in self.holders:
+            (link,) = json.loads(_run_in(holder, "ip", "-json", "-statistics", "link", "show", INTERFACE))
+            total += link["stats64"]["tx"]["bytes"]
+        return total
 
 
 @contextmanager
-def throttled_network(nodes: int, rate: str) -> Iterator[Network]:
+def throttled_network(nodes: int, rate: str, islands: Sequence[int] = (), between: str = "") -> Iterator[Network]:
     """Makes ``nodes`` nodes with an egress limit of ``rate``, written as for tc, such as "1gbit".
+
+    Args:
+        islands: the number of every node's island; none for a network without islands. Nodes of an island reach each
+            other by a second interface, whichever address they use.
+        between: each node's egress limit to all nodes of other islands, in place of ``rate``.
 
     Raises NetworkUnavailable if this machine cannot make them.
     """
     with ExitStack() as removal:
         switch, *holders = (removal.enter_context(_namespace()) for _ in range(nodes + 1))
-        _run_in(switch, "ip", "link", "add", "bridge", "type", "bridge")
-        _run_in(switch, "ip", "link", "set", "bridge", "up")
+        for bridge in ("bridge", *(f"bridge{island}" for island in set(islands))):
+            _run_in(switch, "ip", "link", "add", bridge, "type", "bridge")
+            _run_in(switch, "ip", "link", "set", bridge, "up")
         for node, holder in enumerate(holders):
-            port = f"port{node}"
-            _run_in(holder, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", str(switch))
-            _run_in(switch, "ip", "link", "set", port, "master", "bridge", "up")
-            _run_in(holder, "ip", "address", "add", f"10.77.0.{node + 1}/24", "dev", INTERFACE)
-            _run_in(holder, "ip", "link", "set", INTERFACE, "up")
             _run_in(holder, "ip", "link", "set", "lo", "up")
             for name, value in TCP.items():
                 _run_in(holder, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
-            limit = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
-            _run_in(holder, "tc", "qdisc", "add", "dev", INTERFACE, "root", *limit)
+            limit = between if islands else rate
+            _connect(holder, switch, "bridge", INTERFACE, f"port{node}", address(node), limit)
+            if islands:
+                own, fast = islands[node], f"10.78.{islands[node]}.{node + 1}"
+                _connect(holder, switch, f"bridge{own}", ISLAND_INTERFACE, f"fast{node}", fast, rate)
+                for other in range(nodes):
+                    if other != node and islands[other] == own:
+                        route = (f"{address(other)}/32", "dev", ISLAND_INTERFACE, "src", address(node))
+                        _run_in(holder, "ip", "route", "add", *route)
         yield Network(holders)
+
+
+def address(node: int) -> str:
+    """Returns the address at which other nodes reach ``node``."""
+    return f"10.77.0.{node + 1}"
+
+
+def _connect(holder: int, switch: int, bridge: str, interface: str, port: str, own: str, limit: str) -> None:
+    """Gives the namespace of ``holder`` an interface with the address ``own`` and an egress limit, and plugs it in."""
+    _run_in(holder, "ip", "link", "add", interface, "type", "veth", "peer", "name", port, "netns", str(switch))
+    _run_in(switch, "ip", "link", "set", port, "master", bridge, "up")
+    _run_in(holder, "ip", "address", "add", f"{own}/24", "dev", interface)
+    _run_in(holder, "ip", "link", "set", interface, "up")
+    throttle = ("tbf", "rate", limit, "burst", BURST, "limit", QUEUE)
+    _run_in(holder, "tc", "qdisc", "add", "dev", interface, "root", *throttle)
 
 
 @contextmanager
@@ -91,7 +127,8 @@ def _namespace() -> Iterator[int]:
         yield process.pid
 
 
-def _run_in(holder: int, *command: str) -> None:
+def _run_in(holder: int, *command: str) -> str:
+    """Runs a command in a namespace and returns its output."""
     try:
         done = subprocess.run(
             ["nsenter", f"--net=/proc/{holder}/ns/net", *command], capture_output=True, text=True, timeout=60
@@ -100,3 +137,4 @@ def _run_in(holder: int, *command: str) -> None:
         raise NetworkUnavailable(f"{error.filename} is not installed") from error
     if done.returncode:
         raise NetworkUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout

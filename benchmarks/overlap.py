@@ -32,8 +32,9 @@ from benchmarks.virtual.steps import (
 )
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import Durations, Timeline, simulate
+from ds_lgamp.schedule.simulate import Timeline, simulate
 from testing.ranks import run_on_ranks
 
 NAME = "overlap"

@@ -20,6 +20,8 @@ TYPICAL = f"{OURS}, ZeRO-3, 2 resident"
 """A block without settings at ZeRO stage 3."""
 REPETITIONS = 5
 PACKAGES = ("torch", "deepspeed")
+PART, PARTS = "part", "parts"
+"""Keys of a row's configuration and of the machine, in records of benchmarks whose parts may run alone."""
 
 Config = dict[str, int | float | str]
 """The configuration of a row, such as {"pipeline_ranks": 4, "micro_batches": 8}."""
@@ -101,10 +103,30 @@ def begin(name: str) -> Record:
     return Record(name, machine())
 
 
-def finish(record: Record) -> None:
-    """Adds the load at the end and writes the record to its file."""
+def finish(record: Record, part: str | None = None) -> None:
+    """Adds the load at the end and writes the record to its file. One of a single ``part`` takes the place of that part
+    in the file."""
     record.machine["load_after"] = load()
+    if part is not None:
+        record = with_part(record, part)
     (RESULTS / f"{record.name}.json").write_text(record.to_json())
+
+
+def with_part(record: Record, part: str) -> Record:
+    """Returns the recorded run with ``record`` in place of its ``part``. Rows and failures have it in their
+    configuration under ``PART``; texts of targets begin with it.
+
+    Each part keeps a description of the machine of its own, because parts run at different times.
+    """
+    earlier = read(record.name) if is_recorded(record.name) else Record(record.name, {})
+    machines = {name: own for name, own in earlier.machine.get(PARTS, {}).items() if name != part}
+    return Record(
+        record.name,
+        {**record.machine, PARTS: {**machines, part: dict(record.machine)}},
+        [row for row in earlier.rows if row.config.get(PART) != part] + record.rows,
+        [target for target in earlier.targets if not target.text.startswith(f"{part}:")] + record.targets,
+        [failure for failure in earlier.failures if failure.config.get(PART) != part] + record.failures,
+    )
 
 
 def is_recorded(name: str) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.field import BARE, in_training
 from benchmarks.counting import check_losses
@@ -45,20 +47,22 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 class Step(NamedTuple):
-    """A step on one rank: start and end (``time.monotonic``), CPU seconds of the process, and the loss if this rank
-    knows it."""
+    """A step on one rank: start and end (``time.monotonic``), CPU seconds of the process, the loss if this rank knows
+    it, and the bytes that its meter counted."""
 
     start: float
     end: float
     cpu: float
     loss: float | None
+    metered: int = 0
 
 
 class Duration(NamedTuple):
-    """A step on all ranks: seconds from the first start to the last end, and CPU seconds together."""
+    """A step on all ranks: seconds from the first start to the last end, CPU seconds together, and metered bytes."""
 
     wall: float
     cpu: float
+    metered: int = 0
 
 
 Found = dict[str, dict[str, list[Duration]]]
@@ -110,19 +114,21 @@ def compete(
     repetitions: int,
     enter_network: Callable[[int], None] | None = None,
     reference: Reference = reference_losses,
+    meter: Callable[[], int] | None = None,
 ) -> Found:
     """Measures one group after the other. The contenders of a group take turns on one set of processes. ``reference``
-    trains the same in one process.
+    trains the same in one process. Rank 0 reads ``meter``, a number of bytes, before and after every step.
 
     Raises AssertionError if a contender's losses differ from those of one process.
     """
     ranks = layout.pipeline_ranks * layout.data_ranks
     found = {}
     for held, contenders in groups.items():
-        arguments = contenders, layout, micro_batches, repetitions
+        arguments = contenders, layout, micro_batches, repetitions, meter
         on_ranks = run_on_ranks(ranks, _train_on_rank, *arguments, before_init=enter_network, seconds=SECONDS)
         steps = {contender.name: list(zip(*(rank[contender.name] for rank in on_ranks))) for contender in contenders}
-        _check(layout, micro_batches, steps, reference)
+        together = {contender.name: steps[contender.name] for contender in contenders if contender.talks}
+        _check(layout, micro_batches, together, reference)
         found[held] = {name: [_duration(ranks) for ranks in each[WARM_UP:]] for name, each in steps.items()}
     return found
 
@@ -175,7 +181,11 @@ def _closest(durations: dict[str, list[Duration]]) -> set[str]:
 
 
 def _train_on_rank(
-    contenders: Sequence[Contender], layout: Layout, micro_batches: int, repetitions: int
+    contenders: Sequence[Contender],
+    layout: Layout,
+    micro_batches: int,
+    repetitions: int,
+    meter: Callable[[], int] | None,
 ) -> dict[str, list[Step]]:
     prepare_rank()
     keep_memory()
@@ -185,11 +195,18 @@ def _train_on_rank(
     steps: dict[str, list[Step]] = {name: [] for name in trainings}
     for step in range(WARM_UP + repetitions):
         for name, training in trainings.items():
+            before = _read(meter)
             begin_together()
             start, cpu = time.monotonic(), time.process_time()
             loss = training.step(step, micro_batches)
-            steps[name].append(Step(start, time.monotonic(), time.process_time() - cpu, loss))
+            end, cpu = time.monotonic(), time.process_time() - cpu
+            begin_together()
+            steps[name].append(Step(start, end, cpu, loss, _read(meter) - before))
     return steps
+
+
+def _read(meter: Callable[[], int] | None) -> int:
+    return meter() if meter is not None and dist.get_rank() == 0 else 0
 
 
 def keep_memory() -> None:
@@ -206,7 +223,7 @@ def keep_memory() -> None:
 
 def _duration(ranks: Sequence[Step]) -> Duration:
     wall = max(step.end for step in ranks) - min(step.start for step in ranks)
-    return Duration(wall, sum(step.cpu for step in ranks))
+    return Duration(wall, sum(step.cpu for step in ranks), sum(step.metered for step in ranks))
 
 
 def _check(layout: Layout, micro_batches: int, steps: dict[str, list[tuple[Step, ...]]], reference: Reference) -> None:

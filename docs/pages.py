@@ -3,8 +3,20 @@
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks import NAMES, ON_ACCELERATOR
-from docs import plots, policy, reference, tables
+from benchmarks import ELSEWHERE, NAMES, OF_BERT, ON_ACCELERATOR
+from docs import (
+    bert_tables,
+    bus_tables,
+    messages,
+    network_tables,
+    offload_tables,
+    planner_tables,
+    plots,
+    policy,
+    reference,
+    speeds,
+    tables,
+)
 from docs.blocks import with_block
 from docs.versions import versions_table
 from testing import ROOT
@@ -21,7 +33,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {
         "fastest": partial(tables.fastest, "training_slow", "training"),
         "targets": tables.targets,
-        **{f"machine-{name}": partial(tables.machine, name) for name in NAMES if name != ON_ACCELERATOR},
+        **{
+            f"machine-{name}": partial(tables.machine, name)
+            for name in NAMES
+            if name not in (ON_ACCELERATOR, *ELSEWHERE)
+        },
         "communication-1": partial(tables.communication, 1),
         "communication-2": partial(tables.communication, 2),
         "memory-1": partial(tables.memory, 1),
@@ -32,9 +48,13 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "latency": tables.latency,
         "overlap": tables.overlap,
         "network": tables.network,
+        "updates": tables.updates,
         "training-small": partial(tables.training, "training", "small"),
         "training-wide": partial(tables.training, "training", "wide"),
         "training-slow": partial(tables.training, "training_slow", "small"),
+        "unlike": network_tables.unlike,
+        "islands": network_tables.islands,
+        "speeds": network_tables.speeds,
         "door": tables.door,
         "door-by-hand": tables.by_hand,
         "gathers": tables.gathers,
@@ -43,15 +63,46 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "launch": tables.launch,
         "checkpoint": tables.checkpoint,
         "saving": tables.saving,
+        "megatron-slow": tables.megatron_slow,
+        "planner-errors": planner_tables.planner_errors,
+        "planner-constants": planner_tables.planner_constants,
         "gpu": tables.gpu,
+    },
+    "docs/bert.md": {
+        **{f"machine-{name}": partial(tables.machine, name) for name in OF_BERT},
+        "scaling": bert_tables.scaling,
+        "learning": bert_tables.learning,
+        "learned": bert_tables.learned,
+        "plan": bert_tables.plan,
     },
     "docs/compatibility.md": {"public": page_block, "versions": versions_block},
     "docs/configuration.md": {"block": reference.block_table, "keys": reference.keys_table},
     "docs/megatron.md": {"megatron": tables.megatron},
+    "docs/networks.md": {"speeds": speeds.by_speed},
     "docs/performance.md": {"overhead": tables.overhead},
+    "docs/planner.md": {
+        "machine-sources": partial(tables.machine, "sources"),
+        "sources": planner_tables.sources,
+        "machine-prediction": partial(tables.machine, "prediction"),
+        "prediction": planner_tables.prediction,
+    },
+    "docs/offload.md": {
+        "picture-next-step": partial(offload_tables.program, "next_step"),
+        "picture-reduction": partial(offload_tables.program, "reduction"),
+        "held": offload_tables.held,
+        "tokens": offload_tables.tokens,
+        "machine": partial(tables.machine, "offload"),
+        "moved": bus_tables.moved,
+        "machine-bus": partial(tables.machine, "bus"),
+        "throttled": bus_tables.throttled,
+    },
+    "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
+    "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},
     "docs/partition.md": {
         "picture": policy.picture,
         "picture-1": partial(policy.picture, "--resident-chunks", "1"),
+        "picture-updates": partial(policy.picture, "--reduce", "9", "--update", "3", "--updates", "reduction"),
+        "picture-nodes": partial(policy.picture, "--node-shards", "refreshed", "--refresh", "4", "--combine", "4"),
         "costs": policy.costs,
         "overlap": tables.overlap,
     },

@@ -5,8 +5,9 @@ from io import StringIO
 
 from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import Durations, simulate
+from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from testing.markdown import table
 

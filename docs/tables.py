@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.quickstart import quickstart_rows
-from benchmarks.record import OURS, RESULTS, TYPICAL, Config, Failure, Row, is_recorded, read
+from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Failure, Row, is_recorded, read
 from benchmarks.training import LOOPBACK
 from benchmarks.training_slow import SLOW
 from docs.pivot import (
@@ -30,10 +31,18 @@ MB = 1e-6
 
 
 def machine(name: str) -> str:
-    """The command, the machine and the load of a recorded run."""
+    """The command, the machine and the load of a recorded run, or of every part that ran by itself."""
     facts = dict(read(name).machine)
+    parts = facts.pop(PARTS, {})
+    if parts:
+        return "\n\n".join(_machine(f"{name} --part '{part}'", of_part) for part, of_part in parts.items())
+    return _machine(name, facts)
+
+
+def _machine(arguments: str, described: Mapping[str, Any]) -> str:
+    facts = dict(described)
     sentence = (
-        f"`python -m benchmarks run {name}` at commit {facts.pop('commit')} on {facts.pop('cores')} cores "
+        f"`python -m benchmarks run {arguments}` at commit {facts.pop('commit')} on {facts.pop('cores')} cores "
         f"({facts.pop('processor')}, {facts.pop('system')}), Python {facts.pop('python')}, torch {facts.pop('torch')}, "
         f"DeepSpeed {facts.pop('deepspeed')}; load average {facts.pop('load_before')} before, "
         f"{facts.pop('load_after')} after"
@@ -149,6 +158,16 @@ def network() -> str:
     )
 
 
+def updates() -> str:
+    """The time of a step with each way to update, in every layout, at every rate and stage; the ratio to all updates at
+    the step."""
+    ratio = "all at the step / one by one"
+    headings = {"step": "step, ms", "simulated": "simulated, ms", ratio: ratio}
+    cells = {"step": with_spread(".0f"), "simulated": median(".0f"), ratio: median(".3f")}
+    keys = [("link", setting("rate")), ("stage", setting("zero_stage")), CONTENDER]
+    return pivot(read("updates").rows, [LAYOUT, *keys], metric, by_metric(cells), headings)
+
+
 def training(name: str, width: str) -> str:
     """Seconds of a step and CPU seconds of all ranks, for every contender in the record ``name``, of the ``small`` or
     the ``wide`` model: with recomputation and, where it was measured, without."""
@@ -215,6 +234,21 @@ def gathers() -> str:
         lambda rows: with_spread(".3f")(rows) if rows[0].unit == "s" else median(".3f")(rows),
         numbers_from=2,
     )
+
+
+def optimizers() -> str:
+    """Milliseconds and megabytes of an optimizer's step by contender and stage, and what could not be measured."""
+    record = read("optimizers")
+
+    def cell(rows: list[Row]) -> str:
+        if rows[0].metric == "sent":
+            return f"{rows[0].median / 1e6:.3f}"
+        return f"{rows[0].median:.1f} ± {rows[0].spread / 2:.1f}"
+
+    headings = {"step": "ms", "sent": "MB sent"}
+    text = pivot(record.rows, [CONTENDER, ("stage", setting("stage"))], metric, cell, headings)
+    failed = [f"- {each.contender} at stage {each.config['stage']}: {each.reason}" for each in record.failures]
+    return "\n".join([text, "", "Could not be measured:", "", *failed] if failed else [text])
 
 
 def overhead() -> str:
@@ -284,6 +318,13 @@ def megatron() -> str:
         lambda row: f"{row.metric}, {row.config['iteration']}",
         median(".9g"),
     )
+
+
+def megatron_slow() -> str:
+    """Peak MB and seconds of a step of everybody who trains in Megatron-core's loop."""
+    cells = {"peak": median(".1f", MB), "step": with_spread(".2f")}
+    headings = {"peak": "peak, MB", "step": f"step at {SLOW}, s"}
+    return pivot(read("megatron_slow").rows, [CONTENDER, LAYOUT], metric, by_metric(cells), headings)
 
 
 def gpu() -> str:

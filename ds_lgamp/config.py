@@ -1,16 +1,30 @@
 """The ``ds_lgamp`` block of ds_config.json."""
 
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES, default_placement
-from ds_lgamp.schedule.placement import Placement, place_chunks, split_automatic, split_balanced, split_by_count
+from ds_lgamp.schedule.placement import (
+    Placement,
+    place_chunks,
+    shares_by_speed,
+    split_automatic,
+    split_balanced,
+    split_by_count,
+    split_by_speed,
+)
 from ds_lgamp.schedule.spec import ProgramSpec
 
 BLOCK = "ds_lgamp"
+MOST_MICRO_BATCHES = 100_000
+"""Of a step. A program of more would take minutes to build, or not fit into memory."""
+Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ConfigError(ValueError):
@@ -38,6 +52,13 @@ class LgampConfig(BaseModel):
     layers_per_chunk: PositiveInt | None = None
     """Cuts the layers into chunks of this many. With neither this key nor chunks_per_rank, every layer of the most
     frequent class starts a chunk."""
+    pipeline_rank_speeds: list[Speed] | None = None
+    """The relative speed of every pipeline rank, such as [2, 1]. The chunks of a rank then have as many layers of the
+    most frequent class as its speed asks for, and all ranks have equally many chunks. Without chunks_per_rank, the
+    slowest rank has chunks of one layer."""
+    data_rank_speeds: list[Speed] | None = None
+    """The relative speed of every data-parallel rank, such as [3, 1]. The gradient_accumulation_steps of all of them
+    are shared by it: with 4 on each of 2 ranks, 6 and 2. Losses and gradients stay the means over all micro-batches."""
     micro_batch_group: PositiveInt | Literal["all"] = "all"
     """How many micro-batches go through the chunks together (layered). Fewer need less memory for activations, and more
     communication."""
@@ -49,22 +70,51 @@ class LgampConfig(BaseModel):
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
     parameter in between waits for its gather. true: in the next step, one chunk ahead of the forwards; code that reads
     a parameter before that gets an error that says how to gather it."""
+    overlap_update: bool = False
+    """true: the optimizer updates each chunk by itself, with the same result to the bit. Where no update needs the
+    gradients of other chunks, it runs while lower chunks' gradients are reduced. Where it does (gradient_clipping,
+    fp16, bf16.check_grad_overflow, reproducible, models that are no PipelineModule), each update runs in the next step,
+    ahead of the chunk's forwards; stages 1 and 2 then gather as with defer_gathers. false: all updates run in the step,
+    after the last reduction."""
     recompute: Literal["full", "selective", "none"] = "full"
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept."""
+    offload_activations: Literal["none", "cpu", "nvme"] = "none"
+    """cpu: the inputs from which backward passes recompute wait in the host's memory. They leave behind a forward and
+    come back one compute ahead of the backward. nvme: they wait on a disk, in the folder nvme_path. none: they stay on
+    the device."""
+    nvme_path: str | None = None
+    """A folder on a disk for offload_activations. The default is the nvme_path of offload_optimizer and offload_param.
+    """
     reproducible: bool = False
     """true: random numbers and orders of summation depend only on step, layer, micro-batch and data-parallel rank. In
     fp32 on CPU, a run is then equal to the bit under every schedule, placement, cut into chunks, number of pipeline
-    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks. At stages 2 and 3,
-    a smaller micro_batch_group sums in another order."""
+    ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks and the same
+    data_rank_speeds. At stages 2 and 3, a smaller micro_batch_group sums in another order."""
+
+    nonfinite: Literal["skip", "abort", "report"] | None = None
+    """What follows a loss or a gradient that is not finite, NaN or infinity; by default nothing looks for one. All
+    three name the first micro-batch, layer and parameter at fault. skip: all ranks leave out the update, which counts
+    as skipped. abort: all ranks raise NonfiniteError. report: training goes on. The host learns of it one step late, so
+    that it never waits for the device. With fp16, infinite gradients remain the business of the loss scale."""
 
     asynchronous_save: bool = True
     """true: save_checkpoint copies the state to the host's memory, and returns while a thread writes it. The next save,
-    a load and the end of the script wait for the thread. false: save_checkpoint returns when the checkpoint is on
-    disk."""
+    a load and the end of the script wait for the thread. false, and wherever state lies on nvme: save_checkpoint
+    returns when the checkpoint is on disk."""
     keep_last: PositiveInt | None = None
     """How many checkpoints to keep in a directory; default all."""
+
+    hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
+    """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first
+    batch may take ten times as long, because it may compile. Warnings come earlier. null: ranks wait for ever, and only
+    warn."""
+
+    @property
+    def patience(self) -> float:
+        """``hang_timeout`` in seconds, infinite if it is null."""
+        return math.inf if self.hang_timeout is None else self.hang_timeout
 
     @property
     def one_chunk_per_rank(self) -> bool:
@@ -75,6 +125,11 @@ class LgampConfig(BaseModel):
     def _check_combinations(self) -> "LgampConfig":
         if self.chunks_per_rank is not None and self.layers_per_chunk is not None:
             raise ValueError("chunks_per_rank and layers_per_chunk both cut the layers; keep one of them")
+        if self.pipeline_rank_speeds is not None and self.layers_per_chunk is not None:
+            raise ValueError(
+                "pipeline_rank_speeds and layers_per_chunk both size the chunks; keep one of them, or set "
+                "chunks_per_rank"
+            )
         if self.schedule in SINGLE_CHUNK_SCHEDULES:
             if self.layers_per_chunk is not None or self.chunks_per_rank not in (None, 1):
                 key = "chunks_per_rank" if self.layers_per_chunk is None else "layers_per_chunk"
@@ -82,6 +137,16 @@ class LgampConfig(BaseModel):
                     f"{key} is {getattr(self, key)}, but schedule '{self.schedule}' has one chunk per pipeline rank; "
                     f"remove {key} or use schedule 'layered'"
                 )
+        if self.offload_activations != "none" and self.recompute != "full":
+            raise ValueError(
+                f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "
+                "'full', or remove offload_activations"
+            )
+        if self.nvme_path is not None and self.offload_activations != "nvme":
+            raise ValueError(
+                f"nvme_path is {self.nvme_path!r}, but offload_activations is '{self.offload_activations}'; use "
+                "'nvme', or remove nvme_path"
+            )
         if self.schedule != "layered" and self.micro_batch_group != "all":
             raise ValueError(
                 f"micro_batch_group is {self.micro_batch_group}, but groups belong to schedule 'layered'; "
@@ -128,6 +193,8 @@ def chunk_bounds(
             f"num_stages of the PipelineModule is {pipeline_ranks}, but it has {layers} layers; use at most as many "
             "pipeline ranks as layers"
         )
+    if settings.pipeline_rank_speeds is not None:
+        return bounds_by_speed(settings, pipeline_ranks, split_automatic(layer_types))
     if settings.chunks_per_rank is not None:
         return bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
     if settings.layers_per_chunk is not None:
@@ -148,6 +215,63 @@ def chunk_bounds(
             f"pipeline ranks; set {BLOCK}.chunks_per_rank instead"
         )
     return bounds
+
+
+def bounds_by_speed(settings: LgampConfig, pipeline_ranks: int, blocks: Sequence[int]) -> list[int]:
+    """Bounds of equally many chunks for each pipeline rank, whose sizes follow ``pipeline_rank_speeds``.
+
+    Args:
+        blocks: the bounds of the model's alike layers in its layer list; chunks hold whole ones.
+
+    Raises ConfigError if the speeds are not one for each rank, or if a chunk would be empty.
+    """
+    speeds, layers = settings.pipeline_rank_speeds or [], len(blocks) - 1
+    _check_speeds("pipeline_rank_speeds", speeds, pipeline_ranks, "pipeline")
+    if layers < pipeline_ranks:
+        raise ConfigError(
+            f"{BLOCK}.pipeline_rank_speeds is {speeds}, but the model has {layers} layers of its most frequent class "
+            f"for {pipeline_ranks} pipeline ranks; remove it, or use at most {layers} pipeline ranks"
+        )
+    per_rank = 1 if settings.one_chunk_per_rank else settings.chunks_per_rank or min(shares_by_speed(layers, speeds))
+    if per_rank * pipeline_ranks > layers:
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {per_rank}: with pipeline_rank_speeds, {pipeline_ranks} pipeline ranks would "
+            f"need {per_rank * pipeline_ranks} layers of the most frequent class, the model has {layers}; use at most "
+            f"{layers // pipeline_ranks}"
+        )
+    placement = place(settings, per_rank * pipeline_ranks, pipeline_ranks)
+    return [blocks[bound] for bound in split_by_speed(layers, placement, speeds)]
+
+
+def micro_batch_shares(settings: LgampConfig, micro_batches: int, data_ranks: int) -> list[int]:
+    """How many micro-batches each data-parallel rank computes in a step.
+
+    Args:
+        micro_batches: those of a rank if all computed equally many.
+
+    Raises ConfigError if ``data_rank_speeds`` are not one for each rank, or if there are too many micro-batches.
+    """
+    _check_micro_batches(micro_batches)
+    speeds = settings.data_rank_speeds
+    if speeds is None:
+        return [micro_batches] * data_ranks
+    _check_speeds("data_rank_speeds", speeds, data_ranks, "data-parallel")
+    return shares_by_speed(micro_batches * data_ranks, speeds)
+
+
+def _check_micro_batches(micro_batches: int) -> None:
+    if micro_batches > MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"gradient_accumulation_steps makes {micro_batches} micro-batches of a step, and a program lists them all; "
+            f"use at most {MOST_MICRO_BATCHES}"
+        )
+
+
+def _check_speeds(key: str, speeds: Sequence[float], ranks: int, kind: str) -> None:
+    if len(speeds) != ranks:
+        raise ConfigError(
+            f"{BLOCK}.{key} is {speeds}, {len(speeds)} speeds for {ranks} {kind} ranks; give one for each rank"
+        )
 
 
 def bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
@@ -176,9 +300,13 @@ def program_spec(
     micro_batches: int,
     zero_stage: int,
     receives_on_arrival: bool = False,
+    updates: str = "step",
+    hierarchy: Hierarchy | None = None,
+    offload: Offload | None = None,
 ) -> ProgramSpec:
     """The spec from which the programs of a training step are built. Raises ConfigError if the batch does not fit the
     schedule."""
+    _check_micro_batches(micro_batches)
     group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
     pipeline_ranks = max(placement) + 1
     if settings.schedule == "interleaved_1f1b" and micro_batches % pipeline_ranks:
@@ -194,8 +322,13 @@ def program_spec(
             group,
             zero_stage,
             settings.resident_chunks,
-            defers_gathers=settings.defer_gathers,
+            defers_gathers=settings.defer_gathers
+            or (zero_stage > 0 and (updates == "next_step" or offload is not None)),
+            updates=updates,
             receives_on_arrival=receives_on_arrival,
+            hierarchy=hierarchy,
+            offload=offload,
+            stores_inputs=settings.offload_activations != "none",
         )
     except ValueError as error:
         raise ConfigError(f"{BLOCK}.{error}") from None
@@ -215,9 +348,11 @@ def _sentence(error: ValidationError) -> str:
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])
+    member = first["loc"][1] if len(first["loc"]) > 1 else None
+    place = f"[{member}]" if isinstance(member, int) else ""
     if first["type"] == "extra_forbidden":
         nearest = get_close_matches(key, LgampConfig.model_fields, n=1)
         known = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(LgampConfig.model_fields)}"
         return f"{BLOCK}.{key} is no known key; {known}"
     causes = {cause["msg"][0].lower() + cause["msg"][1:] for cause in error.errors() if cause["loc"][0] == key}
-    return f"{BLOCK}.{key} is {first['input']!r}: {' or '.join(sorted(causes))}"
+    return f"{BLOCK}.{key}{place} is {first['input']!r}: {' or '.join(sorted(causes))}"

@@ -153,7 +153,10 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--save-interval", type=int, help="also write a checkpoint every so many iterations (default: never)"
     )
-    group.add_argument("--load", help="folder whose last checkpoint the run resumes (default: none)")
+    group.add_argument(
+        "--load",
+        help="folder whose last checkpoint the run resumes; it may be empty if --save names it too (default: none)",
+    )
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:

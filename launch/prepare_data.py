@@ -1,11 +1,12 @@
-"""Turns text into the tokenized dataset that pretrain_gpt.py reads.
+"""Turns text into the tokenized dataset that pretrain_gpt.py or pretrain_bert.py reads.
 
     python launch/prepare_data.py                      # the documentation inside this Python installation
     python launch/prepare_data.py book.txt notes.txt   # your own text: one document per section between blank lines
+    python launch/prepare_data.py --bert book.txt      # for BERT
 
 The script writes three files: PREFIX.bin and PREFIX.idx (Megatron-core's indexed dataset) and PREFIX.tokenizer.json (a
-byte-level BPE trained on the same text). The same input always gives the same files. Existing output is kept: delete it
-to prepare it again.
+byte-level BPE trained on the same text). With --bert it writes a folder PREFIX.bert: pairs of segments in shards, and a
+WordPiece. The same input always gives the same files. Existing output is kept: delete it to prepare it again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -30,18 +30,28 @@ OUTPUT_SUFFIXES = (".tokenizer.json", ".bin", ".idx")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-def file_documents(paths: list[str]) -> Iterator[str]:
-    """Yields the sections between blank lines of text files, in the given order."""
-    for path in paths:
-        sections = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8"))
-        yield from (section.strip() for section in sections if section.strip())
+def documents_by_source(files: list[str]) -> dict[str, list[str]]:
+    """Returns the documents of every text file, by its path; without files, those inside this Python installation."""
+    if files:
+        return {file: list(file_documents(file)) for file in files}
+    return {"topics": list(topic_documents()), "library": list(library_documents())}
 
 
-def python_documents() -> Iterator[str]:
-    """Yields one document per help topic of Python, then one per standard library module with its docstrings."""
+def file_documents(path: str) -> Iterator[str]:
+    """Yields the sections between blank lines of a text file."""
+    sections = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8"))
+    yield from (section.strip() for section in sections if section.strip())
+
+
+def topic_documents() -> Iterator[str]:
+    """Yields one document per help topic of Python."""
     from pydoc_data.topics import topics
 
     yield from (topics[name].strip() for name in sorted(topics))
+
+
+def library_documents() -> Iterator[str]:
+    """Yields one document per standard library module with docstrings."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         if SKIPPED_FOLDERS.isdisjoint(path.relative_to(library).parts):
@@ -79,6 +89,9 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 
 def write_dataset(documents: list[str], tokenizer: Tokenizer, prefix: str) -> int:
     """Writes PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json. Returns the number of tokens."""
+    # Here, because BERT's data do without Megatron-core.
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     end_of_document = tokenizer.token_to_id(END_OF_DOCUMENT)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     for encoding in tokenizer.encode_batch(documents):
@@ -94,19 +107,35 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", help="UTF-8 text files (default: the documentation of Python itself)")
     parser.add_argument("--output-prefix", default="data/pydoc", help="path of the output files without their suffixes")
     parser.add_argument("--vocab-size", type=int, default=2048, help="number of tokens in the vocabulary")
+    bert = parser.add_argument_group("BERT")
+    bert.add_argument("--bert", action="store_true", help="write pairs of segments for pretrain_bert.py")
+    bert.add_argument("--tokenizer", type=Path, help="a WordPiece: tokenizer.json or vocab.txt (default: train one)")
+    bert.add_argument("--sequence-lengths", type=int, nargs="+", default=[128, 512], help="tokens of a pair, by phase")
+    bert.add_argument("--shards", type=int, default=16, help="files per phase; use a multiple of the number of ranks")
+    bert.add_argument("--seed", type=int, default=1234, help="of pairs and their order")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     prefix = args.output_prefix
-    if all(os.path.exists(prefix + suffix) for suffix in OUTPUT_SUFFIXES):
+    outputs = [f"{prefix}.bert"] if args.bert else [prefix + suffix for suffix in OUTPUT_SUFFIXES]
+    if all(map(os.path.exists, outputs)):
         print(f"{prefix}: already prepared")
         return
-    documents = list(file_documents(args.files) if args.files else python_documents())
+    sources = documents_by_source(args.files)
+    documents = [document for each in sources.values() for document in each]
     if len(documents) < FEWEST_DOCUMENTS:
         raise SystemExit(f"found {len(documents)} documents, need {FEWEST_DOCUMENTS}; separate them by blank lines")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    if args.bert:
+        # Here, because it is the folder of this script, which others import.
+        from bert_pairs import prepare, read_tokenizer, wordpiece
+
+        words = read_tokenizer(args.tokenizer) if args.tokenizer else wordpiece(documents, args.vocab_size)
+        summary = prepare(sources, Path(outputs[0]), words, args.sequence_lengths, args.shards, args.seed)
+        print(f"{outputs[0]}: {summary}")
+        return
     tokenizer = train_tokenizer(documents, args.vocab_size)
     # Writes under other names and renames, so that an interrupted run leaves no partial dataset.
     tokens = write_dataset(documents, tokenizer, f"{prefix}.partial")

@@ -204,7 +204,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=deepspeed_config(args)
     )
-    if args.load and engine.load_checkpoint(args.load)[0] is None:
+    if args.load and engine.load_checkpoint(args.load)[0] is None and args.load != args.save:
         raise SystemExit(f"--load is {args.load}, but there is no checkpoint; name a folder that --save wrote")
     training, validation = build_datasets(args, tokenizer, engine.train_batch_size())
     losses = train(args, engine, training, validation)

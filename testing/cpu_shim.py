@@ -1,4 +1,4 @@
-"""Runs Megatron-core 0.16.1 and Megatron-LM's scripts on the CPU and gloo, for tests. ``torch.cuda`` stands for the
+"""Runs Megatron-core and Megatron-LM's scripts on the CPU and gloo, for tests. ``torch.cuda`` stands for the
 CPU.
 
 Call ``install()`` before the first import of megatron. As a program, the module installs the shim and then runs the
@@ -58,7 +58,7 @@ class ToCpu(TorchFunctionMode):
         keywords = dict(keywords or {})
         if _is_cuda(keywords.get("device")):
             keywords["device"] = "cpu"
-        if function is torch.Tensor.cuda:
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return arguments[0]
         if function is torch.Tensor.to:
             arguments = tuple("cpu" if _is_cuda(argument) else argument for argument in arguments)
@@ -96,7 +96,10 @@ class _Stream:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    wait_stream = wait_event = record_event = record = wait = synchronize = _nothing
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+    def record_event(self, *arguments: Any) -> "_Stream":
+        return _Stream()
 
     def query(self) -> bool:
         return True

@@ -1,10 +1,12 @@
 """Starts scripts on several ranks of this machine on the CPU, as torchrun does."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from testing import ROOT
@@ -23,6 +25,50 @@ def torchrun(ranks: int, words: Sequence[str], seconds: float = 240, environment
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return run([*launcher, *words], seconds, environment)
+
+
+def torchrun_on_nodes(words: Sequence[str], nodes: Sequence[str], seconds: float = 240) -> str:
+    """Runs ``words`` under one torchrun per node, with two processes each. Returns what all print.
+
+    Args:
+        words: the command.
+        nodes: the name of every node, as ``DS_LGAMP_NODE`` tells it.
+        seconds: time limit.
+
+    Raises AssertionError with the output of all if one fails, and TimeoutExpired if one takes longer.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--nproc_per_node", "2"]
+    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    environment = {**os.environ, **ON_CPU}
+    with ExitStack() as files:
+        # A pipe that nobody reads in time would stop its node, and with it all others.
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in nodes]
+        processes = [
+            subprocess.Popen(
+                [*launcher, *meeting, "--node_rank", str(number), *words],
+                env={**environment, "DS_LGAMP_NODE": node},
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for number, (node, output) in enumerate(zip(nodes, outputs))
+        ]
+        try:
+            statuses = [process.wait(seconds) for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()
+                process.wait()
+        for output in outputs:
+            output.seek(0)
+        written = "\n".join(output.read() for output in outputs)
+    assert not any(statuses), f"exit statuses: {statuses}\n{written}"
+    return written
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
 
 
 def run(words: Sequence[str], seconds: float, environment: Mapping[str, str] = ON_CPU, cwd: Path = ROOT) -> str:

@@ -68,11 +68,15 @@ def megatron_tree() -> Path:
 
 
 def pretrain(
-    ranks: int, flags: str = "", launcher: str = "", script: str = "pretrain_gpt.py", model: str = MODEL
+    ranks: int,
+    flags: str = "",
+    launcher: str = "",
+    script: str = "pretrain_gpt.py",
+    model: str = MODEL,
+    seconds: float = 240,
 ) -> Losses:
     """Returns the losses of :func:`trained`."""
-    scalars = trained(ranks, flags, launcher, script=script, model=model)
-    return Losses(*(scalars.get(tag, {}) for tag in ("lm loss", "lm loss validation")))
+    return losses_of(trained(ranks, flags, launcher, seconds=seconds, script=script, model=model))
 
 
 def trained(
@@ -97,11 +101,24 @@ def trained(
 
     Raises AssertionError with the output of a run that fails or takes longer than ``seconds``.
     """
-    script = str(megatron_tree() / script)
-    words = ["-m", "testing.cpu_shim", *launcher.split(), script, *f"{model} {training} {PLATFORM} {flags}".split()]
     with tempfile.TemporaryDirectory() as events:
-        torchrun(ranks, [*words, "--tensorboard-dir", events], seconds)
-        return _scalars(events)
+        torchrun(ranks, words_of(flags, events, launcher, training, script, model), seconds)
+        return scalars_of(events)
+
+
+def words_of(
+    flags: str,
+    events: str,
+    launcher: str = "",
+    training: str = TRAINING,
+    script: str = "pretrain_gpt.py",
+    model: str = MODEL,
+) -> list[str]:
+    """Returns the words behind the launcher of ranks in :func:`trained`. The run writes for TensorBoard into the folder
+    ``events``."""
+    path = str(megatron_tree() / script)
+    words = ["-m", "testing.cpu_shim", *launcher.split(), path, *f"{model} {training} {PLATFORM} {flags}".split()]
+    return [*words, "--tensorboard-dir", events]
 
 
 def pretrain_with_block(place: str, flags: str, folder: Path, **block: Any) -> Losses:
@@ -111,15 +128,22 @@ def pretrain_with_block(place: str, flags: str, folder: Path, **block: Any) -> L
     return pretrain(ranks, f"{flags} {own_flags} {block_flag(own_flags, folder, **block)}", "-m ds_lgamp run")
 
 
-def block_flag(flags: str, folder: Path, **block: Any) -> str:
-    """Writes a file with a block to ``folder`` and returns the option that names it."""
-    stage = int("--use-distributed-optimizer" in flags)
+def block_flag(flags: str, folder: Path, stage: int | None = None, **block: Any) -> str:
+    """Writes a file with a block to ``folder`` and returns the option that names it. By default, the ``stage`` follows
+    the ``flags``."""
+    stage = int("--use-distributed-optimizer" in flags) if stage is None else stage
     path = folder / "ds_config.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "ds_lgamp": {"chunks_per_rank": 4, **block}}))
     return f"--ds-lgamp-config {path}"
 
 
-def _scalars(folder: str) -> dict[str, dict[int, float]]:
+def losses_of(scalars: dict[str, dict[int, float]]) -> Losses:
+    """Returns the losses among what :func:`trained` returns."""
+    return Losses(*(scalars.get(tag, {}) for tag in ("lm loss", "lm loss validation")))
+
+
+def scalars_of(folder: str) -> dict[str, dict[int, float]]:
+    """Returns the values that a run has written for TensorBoard, by tag and iteration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(folder)

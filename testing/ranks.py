@@ -13,18 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-# Preloads what nearly every rank imports, because importing it takes seconds. megatron is not included, because some
-# ranks prepare for it first.
-_context.set_forkserver_preload(
-    [
-        "pytest",
-        "hypothesis",
-        "torch._inductor.compile_fx",
-        "transformers.modeling_utils",
-        "deepspeed",
-        "ds_lgamp.integrations.deepspeed.engine.engine",
-    ]
-)
+_context.set_forkserver_preload(["pytest", "hypothesis", "testing.preloaded"])
 
 
 def shared_number() -> Any:

@@ -16,7 +16,7 @@ def pairwise(cases: list[dict]) -> list[dict]:
     missing = set().union(*map(pairs, cases))
     chosen = []
     while missing:
-        candidates = random.Random(len(chosen)).sample(cases, 200) if len(missing) > 60 else cases
+        candidates = random.Random(len(chosen)).sample(cases, min(200, len(cases))) if len(missing) > 60 else cases
         best = max(candidates, key=lambda case: len(pairs(case) & missing))
         chosen.append(best)
         missing -= pairs(best)

@@ -14,37 +14,45 @@ PACKAGES = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
 """The package of each distribution."""
 
 
-def patched_versions() -> dict[str, str]:
-    """Returns the versions that the patches are for, by distribution."""
-    return dict(folder.name.rsplit("-", 1) for folder in sorted(PATCHES.iterdir()) if folder.is_dir())
+def patch_folders() -> list[Path]:
+    """Returns the folders of ``patches/``. Each has the patches for one version of a distribution, and both in its
+    name."""
+    return sorted(folder for folder in PATCHES.iterdir() if folder.is_dir())
+
+
+def misfit(folder: Path) -> str:
+    """Says which version is installed instead of that of ``folder``. Empty if the patches fit."""
+    name, patched = folder.name.rsplit("-", 1)
+    installed = version(name)
+    return "" if installed == patched else f"{name} {installed} is installed, the patches are for {patched}"
 
 
 def other_versions() -> str:
-    """Describes the installed versions that differ from those of the patches. Empty if the patches fit."""
-    found = {name: version(name) for name in PACKAGES}
-    return ", ".join(
-        f"{name} {found[name]} is installed, the patches are for {patched}"
-        for name, patched in patched_versions().items()
-        if found[name] != patched
-    )
+    """Describes the installed versions that no folder of patches is for. Empty if there are patches for all."""
+    folders = {name: [folder for folder in patch_folders() if folder.name.startswith(f"{name}-")] for name in PACKAGES}
+    unfit = [each for each in folders.values() if all(map(misfit, each))]
+    return "; ".join(misfit(folder) for each in unfit for folder in each)
 
 
-def copy_patched(folder: Path) -> None:
-    """Copies the installed hosts into ``folder`` and applies every patch there. Fails if a patch is off by a line."""
-    for name, patched in patched_versions().items():
-        package = PACKAGES[name]
-        shutil.copytree(Path(str(distribution(name).locate_file(package))), folder / package)
-        for patch in sorted((PATCHES / f"{name}-{patched}").glob("*.patch")):
-            apply = ["git", "apply", "--verbose", str(patch)]
-            # Inside the repository of a parent folder, git would silently apply nothing.
-            environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-            done = subprocess.run(apply, cwd=folder, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0 and "offset" not in done.stderr, done.stderr
+def copy_patched(patches: Path, target: Path) -> None:
+    """Copies the installed host of a folder of patches into ``target`` and applies them there. Fails if a patch is off
+    by a line."""
+    name, _ = patches.name.rsplit("-", 1)
+    package = PACKAGES[name]
+    shutil.copytree(Path(str(distribution(name).locate_file(package))), target / package)
+    for patch in sorted(patches.glob("*.patch")):
+        apply = ["git", "apply", "--verbose", str(patch)]
+        # Inside the repository of a parent folder, git would silently apply nothing.
+        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.resolve().parent)}
+        done = subprocess.run(apply, cwd=target, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "offset" not in done.stderr, done.stderr
 
 
 def use_patched(folder: Path) -> None:
     """Puts patched copies in ``folder`` ahead of the installed hosts, for this process and its children."""
     assert not {"deepspeed", "megatron"} & set(sys.modules)
-    copy_patched(folder)
+    for patches in patch_folders():
+        if not misfit(patches):
+            copy_patched(patches, folder)
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,6 +1,8 @@
 """With patched hosts nothing is replaced at run time. Only ``pytest --patched`` with this file's name collects these
 tests."""
 
+from typing import Any, NamedTuple
+
 import pytest
 
 import ds_lgamp
@@ -11,9 +13,9 @@ from tests.integrations.deepspeed.config.bad_input import MODULES, merged, pipel
 from tests.integrations.deepspeed.config.test_bad_input import refusal
 from tests.integrations.deepspeed.engine.test_equivalence import check, pairwise_cases
 from tests.integrations.deepspeed.hook.test_install import attributes_of, differences
-from tests.integrations.deepspeed.models import Training
+from tests.integrations.deepspeed.models import Training as DeepSpeedTraining
 from tests.integrations.deepspeed.running import Layout, initialize
-from tests.integrations.megatron.training_loop import STOCK, Place, prepare_process, train_all
+from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process, train_all
 
 GRID = (2, 1)
 OTHER_MODULES = ("a plain module", "a module with a schedule of its own")
@@ -30,7 +32,7 @@ def deepspeed_with_its_registry():
     ds_lgamp.install()
     assert len(_engine_factories) == 1
     replaced = differences(before, attributes_of("deepspeed"))
-    stock = initialize(Training(), Layout(*GRID, stage=1, block=None))
+    stock = initialize(DeepSpeedTraining(), Layout(*GRID, stage=1, block=None))
     assert type(stock) is deepspeed.PipelineEngine is deepspeed.runtime.pipe.engine.PipelineEngine
     for case in [case for case in pairwise_cases() if case["grid"] == GRID][:3]:
         check(case)
@@ -62,8 +64,21 @@ CUTS = [
 ALONE, CHUNKS = Place(1, 1, STOCK), Place(1, 4, "layered")
 
 
+class Megatron(NamedTuple):
+    """What a patched Megatron-core did."""
+
+    replaced: set[tuple[str, str]]
+    left: set[tuple[str, str]]
+    selected: list[tuple[list[dict[str, Any]], str]]
+    counted: list[list[Any]]
+    trained: dict[Place, list[Any]]
+    tied: tuple[bool, list[str], list[str], list[str]]
+
+
 def megatron_with_its_registry():
-    from megatron.core.pipeline_parallel import schedules  # noqa: F401
+    # Imports a part of megatron first that the installation imports, because this does not count as a replacement.
+    import megatron.core.models.mamba  # noqa: F401
+    from megatron.core.pipeline_parallel import schedules
 
     from ds_lgamp.integrations.megatron.loop.arguments import Job
     from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
@@ -72,8 +87,39 @@ def megatron_with_its_registry():
     install_schedules(Job(LgampConfig(), 0, {}))
     replaced = differences(before, attributes_of("megatron"))
     uninstall()
+    selected = [schedule_selected(schedules, answer) for answer in (None, "a schedule")]
     left = differences(before, attributes_of("megatron"))
-    return replaced, left, [layers_of_chunks(cut) for cut in CUTS], train_all([ALONE, CHUNKS])
+    return Megatron(
+        replaced, left, selected, [layers_of_chunks(cut) for cut in CUTS], train_all([ALONE, CHUNKS]), tied_chunks()
+    )
+
+
+def schedule_selected(schedules, answer):
+    """Returns the arguments that a selector gets, and the name of the function chosen if it returns ``answer``."""
+    given = []
+
+    def select(**arguments):
+        given.append(arguments)
+        return answer
+
+    schedules.register_forward_backward_func(select)
+    chosen = schedules.get_forward_backward_func(4, vp_size=2)
+    schedules.register_forward_backward_func(None)
+    assert schedules.get_forward_backward_func(1, None) is schedules.forward_backward_no_pipelining
+    return given, getattr(chosen, "__name__", chosen)
+
+
+def tied_chunks():
+    """Builds chunks with tied embeddings. Returns whether the last computes with the weight of the first, and what is
+    the last chunk's own: parameters, entries of its checkpoint, and replaced attributes."""
+    from megatron.core.utils import unwrap_model
+
+    models = unwrap_model(Training(CHUNKS).models)
+    first, last = models[0], models[-1]
+    shared = last.shared_embedding_or_output_weight() is first.embedding.word_embeddings.weight
+    parameters = [name for name, _ in last.named_parameters() if "layers" not in name]
+    entries = [name for name in last.sharded_state_dict() if "weight" in name and "layers" not in name]
+    return shared, parameters, entries, [name for name in vars(last) if callable(getattr(type(last), name, None))]
 
 
 def layers_of_chunks(cut):
@@ -100,20 +146,34 @@ def megatron():
     return run_on_ranks(1, megatron_with_its_registry, before_init=prepare_process)[0]
 
 
-def test_megatron_stays_as_it_is_but_for_the_registered_schedule(megatron):
-    replaced, left, _, _ = megatron
-    assert replaced == {("megatron.core.pipeline_parallel.schedules", "_REGISTERED_FORWARD_BACKWARD_FUNC")}
-    assert left == set()
+def test_megatron_stays_as_it_is_but_for_the_registered_selector_and_a_refusal_of_mamba(megatron):
+    assert megatron.replaced == {
+        ("megatron.core.pipeline_parallel.schedules", "_FORWARD_BACKWARD_FUNC_SELECTOR"),
+        ("megatron.core.models.mamba", "MambaModel", "__init__"),
+        ("megatron.core.models.mamba.mamba_model", "MambaModel", "__init__"),
+    }
+    assert megatron.left == set()
+
+
+def test_megatron_asks_the_registered_selector_which_may_decline(megatron):
+    (given, stock), (_, chosen) = megatron.selected
+    assert len(given) == 1 and given[0].items() >= {"pp_size": 4, "vp_size": 2}.items()
+    assert stock == "forward_backward_pipelining_with_interleaving" and chosen == "a schedule"
+
+
+def test_the_last_chunk_of_a_rank_computes_with_the_tied_embedding_of_the_first(megatron):
+    shared, parameters, entries, replaced = megatron.tied
+    assert shared and replaced == []
+    norm = ["decoder.final_layernorm.weight"]
+    assert [name for name in parameters if name.endswith("weight")] == entries == norm
 
 
 def test_megatron_cuts_one_rank_into_chunks_as_the_replacements_do(megatron):
-    _, _, counted, _ = megatron
-    for cut, (patched, ours) in zip(CUTS, counted, strict=True):
+    for cut, (patched, ours) in zip(CUTS, megatron.counted, strict=True):
         assert patched == ours, cut
         assert sum(layers for layers, _ in patched) == cut["num_layers"]
 
 
 def test_several_chunks_on_one_rank_train_as_one_does(megatron):
-    _, _, _, trained = megatron
-    for step, expected in zip(trained[CHUNKS], trained[ALONE], strict=True):
+    for step, expected in zip(megatron.trained[CHUNKS], megatron.trained[ALONE], strict=True):
         assert (step.loss, step.norm) == pytest.approx((expected.loss, expected.norm), rel=1e-5)

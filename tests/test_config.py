@@ -1,6 +1,6 @@
 import pytest
 
-from ds_lgamp.config import ConfigError, chunk_bounds, place, program_spec, read_block
+from ds_lgamp.config import ConfigError, chunk_bounds, micro_batch_shares, place, program_spec, read_block
 
 TYPES = ["embedding", "block", "block", "block", "block", "norm", "head"]
 WEIGHTS = [4.0, 1, 1, 1, 1, 0, 4]
@@ -110,3 +110,11 @@ def test_a_batch_that_does_not_interleave_is_refused():
     settings = read_block({"ds_lgamp": {"schedule": "interleaved_1f1b"}})
     with pytest.raises(ConfigError, match="needs a multiple of 2 .* but gradient_accumulation_steps is 3"):
         program_spec(settings, (0, 1, 0, 1), 3, 1)
+
+
+def test_a_step_of_absurdly_many_micro_batches_is_refused():
+    settings = read_block({"ds_lgamp": {}})
+    with pytest.raises(ConfigError, match="makes 1099511627776 micro-batches of a step.*; use at most 100000"):
+        program_spec(settings, (0, 1), 2**40, 1)
+    with pytest.raises(ConfigError, match="use at most 100000"):
+        micro_batch_shares(read_block({"ds_lgamp": {"data_rank_speeds": [1.0, 2.0]}}), 2**40, 2)

@@ -43,3 +43,5 @@ class Contender(NamedTuple):
 
     name: str
     build: Callable[[Layout], Training]
+    talks: bool = True
+    """Whether the ranks train one model together, not one each."""

@@ -1,9 +1,9 @@
-"""A training script of a Llama of transformers, with stock DeepSpeed or a block, and the same layers in a
+"""A training script of a model of transformers, with stock DeepSpeed or a block, and the layers of its Llama in a
 PipelineModule."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -48,6 +48,20 @@ def reference(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[
     return losses_alone(model, lambda tokens, _: model(input_ids=tokens, labels=tokens).loss, size, data_ranks, steps)
 
 
+class HostModel(NamedTuple):
+    """A model of transformers."""
+
+    make: Callable[[ModelSize], Any]
+    """Makes it with the same values in every process."""
+    batch_of: Callable[[ModelSize, int, int], dict[str, torch.Tensor]]
+    """Makes the micro-batch of a step that has a given index."""
+    blocks: str
+    """The name of its list of blocks."""
+
+
+LLAMA = HostModel(llama, batch_of, "model.layers")
+
+
 class Script:
     """The loop that stock DeepSpeed and a block run alike. Only the configuration differs.
 
@@ -56,12 +70,20 @@ class Script:
         stage: ZeRO stage.
         accumulation: micro-batches of a rank per step.
         block: the block; None for stock DeepSpeed.
+        host: the model.
     """
 
-    def __init__(self, layout: Layout, stage: int, accumulation: int, block: dict[str, Any] | None = None) -> None:
-        self.layout = layout
-        model = llama(layout.size)
-        self.blocks = model.model.layers
+    def __init__(
+        self,
+        layout: Layout,
+        stage: int,
+        accumulation: int,
+        block: dict[str, Any] | None = None,
+        host: HostModel = LLAMA,
+    ) -> None:
+        self.layout, self.host = layout, host
+        model = host.make(layout.size)
+        self.blocks = model.get_submodule(host.blocks)
         config = configuration(layout.size, stage, accumulation, block)
         if block is not None:
             ds_lgamp.install()
@@ -73,7 +95,7 @@ class Script:
     def step(self, step: int, micro_batches: int) -> float:
         total = torch.zeros(())
         for number in range(micro_batches):
-            batch = batch_of(self.layout.size, step, micro_batches * dist.get_rank() + number)
+            batch = self.host.batch_of(self.layout.size, step, micro_batches * dist.get_rank() + number)
             loss = self.engine(**batch).loss
             self.engine.backward(loss)
             self.engine.step()

@@ -1,10 +1,12 @@
 """PyTorch's FSDP2 with gradient accumulation."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from benchmarks.contenders import Layout
 from benchmarks.model import build_blocks, build_optimizer, loss_function, micro_batch
@@ -18,17 +20,32 @@ class Accumulation:
         deferred_sync: whether to reduce gradients only after the last micro-batch; full gradients are held until then.
         kept: whether gathered parameters stay until the end of the step.
         recompute: whether to recompute every block in the backward pass.
+        replicas: groups of neighbouring ranks, each of which shards the parameters among its own ranks (HSDP).
+        offload: whether parameters, gradients and optimizer state lie in the memory of the host.
     """
 
-    def __init__(self, layout: Layout, deferred_sync: bool = False, kept: bool = False, recompute: bool = True) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        deferred_sync: bool = False,
+        kept: bool = False,
+        recompute: bool = True,
+        replicas: int = 1,
+        offload: bool = False,
+    ) -> None:
         self.layout, self.deferred_sync, self.kept = layout, deferred_sync, kept
         mesh = init_device_mesh("cpu", (layout.data_ranks,))
+        if replicas > 1:
+            shape = replicas, layout.data_ranks // replicas
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
         self.model = nn.Sequential(*blocks)
+        policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+        shard = partial(fully_shard, mesh=mesh, offload_policy=policy)
         for block in blocks:
             # The backward pass begins with the last block, so freeing it would only gather it again.
-            fully_shard(block, mesh=mesh, reshard_after_forward=not kept and block is not blocks[-1])
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=not kept)
+            shard(block, reshard_after_forward=not kept and block is not blocks[-1])
+        shard(self.model, reshard_after_forward=not kept)
         self.optimizer = build_optimizer(self.model.parameters())
 
     def step(self, step: int, micro_batches: int) -> float:

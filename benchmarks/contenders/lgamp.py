@@ -1,5 +1,9 @@
 """ds_lgamp through ``deepspeed.initialize``, as in a training script."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule
 
@@ -23,6 +27,8 @@ class Layered:
         schedule: value of the configuration key. "1f1b" has one chunk per rank.
         defer_gathers: value of the configuration key. A benchmark that times single steps would miss gathers behind
             them.
+        zero: further keys of DeepSpeed's ``zero_optimization``.
+        offload_activations: value of the configuration key.
     """
 
     def __init__(
@@ -34,6 +40,8 @@ class Layered:
         micro_batch_group: int | str = "all",
         schedule: str = "layered",
         defer_gathers: bool = False,
+        zero: Mapping[str, Any] = MappingProxyType({}),
+        offload_activations: str = "none",
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -41,7 +49,7 @@ class Layered:
             "train_micro_batch_size_per_gpu": layout.size.samples,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": zero_stage},
+            "zero_optimization": {"stage": zero_stage, **zero},
             "optimizer": {
                 "type": "AdamW",
                 # This configuration selects torch's fused AdamW.
@@ -54,6 +62,7 @@ class Layered:
                 "recompute": "none" if recompute == "blocks" else recompute,
                 "micro_batch_group": micro_batch_group,
                 "defer_gathers": defer_gathers,
+                "offload_activations": offload_activations,
             },
         }
         with quiet():

@@ -36,7 +36,7 @@ class MegatronCore:
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        self.layout, self.one_group = layout, one_group
+        self.layout, self.one_group, self.recompute = layout, one_group, recompute
         self.virtual = layout.chunks_per_rank if interleaved else None
         with cpu_shim.ToCpu():
             parallel_state.destroy_model_parallel()
@@ -44,7 +44,7 @@ class MegatronCore:
             tensor_parallel.model_parallel_cuda_manual_seed(1)
             self.data = parallel_state.get_data_parallel_group()
             self.config = self._config()
-            self.models = self._models(recompute)
+            self.models = self._models()
             self.optimizer = self._optimizer()
             self.forward_backward = get_forward_backward_func()
 
@@ -92,43 +92,51 @@ class MegatronCore:
             batch_p2p_comm=self.virtual is None,
         )
 
-    def _models(self, recompute: bool) -> list[Any]:
+    @property
+    def _distributed(self) -> bool:
+        """Whether the distributed optimizer shards the optimizer's states."""
+        return self.layout.data_ranks > 1
+
+    def _models(self) -> list[Any]:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         layout, chunks = self.layout, self.virtual or 1
         rank, blocks = parallel_state.get_pipeline_model_parallel_rank(), layout.chunks_per_rank // chunks
-        sharded = layout.data_ranks > 1
-        settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=sharded,
-            overlap_param_gather=sharded,
-            use_distributed_optimizer=sharded,
-            bucket_size=block_elements(layout.size),
-        )
         return [
-            DistributedDataParallel(self.config, settings, _Blocks(self.config, layout, first, blocks, recompute))
+            self._wrap(_Blocks(self.config, layout, first, blocks, self.recompute))
             for first in range(blocks * rank, layout.size.blocks, blocks * layout.pipeline_ranks)
         ]
+
+    def _wrap(self, chunk: nn.Module) -> Any:
+        """Makes a chunk data-parallel."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        settings = DistributedDataParallelConfig(
+            overlap_grad_reduce=self._distributed,
+            overlap_param_gather=self._distributed,
+            use_distributed_optimizer=self._distributed,
+            bucket_size=block_elements(self.layout.size),
+        )
+        return DistributedDataParallel(self.config, settings, chunk)
 
     def _optimizer(self) -> Any:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        sharded = self.layout.data_ranks > 1
         settings = OptimizerConfig(
             optimizer="adam",
             lr=LEARNING_RATE,
             adam_eps=ADAM_EPSILON,
             clip_grad=0.0,
-            use_distributed_optimizer=sharded,
-            overlap_param_gather=sharded,
+            use_distributed_optimizer=self._distributed,
+            overlap_param_gather=self._distributed,
         )
         # The default overrides would turn off weight decay for norms and biases.
         optimizer = get_megatron_optimizer(settings, self.models, config_overrides={})
         for group in optimizer.param_groups:
             group["fused"] = True
         self.config.finalize_model_grads_func = finalize_model_grads
-        if sharded:
+        if self._distributed:
             self.config.no_sync_func = _one_or_all([model.no_sync for model in self.models])
             if self.virtual is not None:
                 self.config.grad_sync_func = [model.start_grad_sync for model in self.models]
@@ -136,7 +144,7 @@ class MegatronCore:
         return optimizer
 
 
-class _Block(Block):
+class MegatronBlock(Block):
     """Turns off the redirection to the CPU inside a block. Only Megatron-core needs it, and it would slow the block
     down."""
 
@@ -157,7 +165,7 @@ class _Blocks(nn.Module):
         size = layout.size
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.pre_process, self.post_process = first == 0, first + blocks == size.blocks
-        self.blocks = nn.Sequential(*(_Block(index, size, recompute) for index in range(first, first + blocks)))
+        self.blocks = nn.Sequential(*(MegatronBlock(index, size, recompute) for index in range(first, first + blocks)))
 
     def set_input_tensor(self, received: torch.Tensor | None) -> None:
         self.received = received[0] if isinstance(received, list) else received

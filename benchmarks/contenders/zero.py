@@ -1,5 +1,6 @@
 """Stock DeepSpeed's ZeRO stages with gradient accumulation."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import deepspeed
@@ -22,6 +23,8 @@ class Zero:
         deferred_reduce: whether to reduce gradients only after the last micro-batch; full gradients are held until
             then.
         recompute: whether to recompute every block in the backward pass.
+        hpz: at stage 3, DeepSpeed's zero_hpz_partition_size.
+        offload: keys of DeepSpeed's ``zero_optimization`` that say what lies in the memory of the host.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class Zero:
         resident_chunks: int | None = None,
         deferred_reduce: bool = False,
         recompute: bool = True,
+        hpz: int = 1,
+        offload: Sequence[str] = (),
     ) -> None:
         self.layout, self.deferred_reduce = layout, deferred_reduce
         self.blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
@@ -39,6 +44,8 @@ class Zero:
             **by_blocks(layout.size),
             # By default tensors of up to 1e5 elements stay on all ranks. That is every tensor of a small model.
             "stage3_param_persistence_threshold": 0,
+            "zero_hpz_partition_size": hpz,
+            **{key: {"device": "cpu", "pin_memory": False} for key in offload},
         }
         if resident_chunks is not None:
             zero |= hold_at_most(resident_chunks, block_elements(layout.size))
@@ -51,6 +58,8 @@ class Zero:
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": 0.0,
                 "zero_optimization": zero,
+                # DeepSpeed would compile its own optimizer for the host.
+                "zero_force_ds_cpu_optimizer": False,
             },
         )
 

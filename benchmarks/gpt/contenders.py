@@ -5,7 +5,7 @@ All use AdamW on fp32 master weights. They sum the gradients of micro-batches in
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -77,14 +77,17 @@ class StockDeepSpeed:
         recompute: mode of :class:`Gpt`.
         device: where to train.
         stage: ZeRO stage, 0 or 3. DeepSpeed sums bf16 gradients only in bf16 at stage 0.
+        offload: keys of ``zero_optimization`` that say what lies in the memory of the host.
     """
 
-    def __init__(self, size: GptSize, recompute: str, device: torch.device, stage: int) -> None:
+    def __init__(
+        self, size: GptSize, recompute: str, device: torch.device, stage: int, offload: Sequence[str] = ()
+    ) -> None:
         self.batch = batch_of(size, device)
-        with device:
+        with torch.device("cpu") if offload else device:
             model = Gpt(size, recompute)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = _config(size, stage)
+        config = _config(size, stage, offload=offload)
         if stage == 3:
             # These are the values of Hugging Face's "auto" for this hidden size. DeepSpeed's defaults are buffers of
             # 5e8 elements.
@@ -122,6 +125,7 @@ class Layered:
         stage: ZeRO stage.
         pipeline_ranks: number of pipeline ranks. All other ranks are data-parallel.
         dtype: data type of the weights.
+        offload: keys of ``zero_optimization`` that say what lies in the memory of the host.
     """
 
     def __init__(
@@ -132,12 +136,13 @@ class Layered:
         stage: int,
         pipeline_ranks: int = 1,
         dtype: torch.dtype = torch.bfloat16,
+        offload: Sequence[str] = (),
     ) -> None:
         data_ranks = dist.get_world_size() // pipeline_ranks
         share = size._replace(micro_batches=size.micro_batches // data_ranks)
         ds_lgamp.install()
         with contextlib.redirect_stdout(io.StringIO()):
-            with device:
+            with ds_lgamp.deferred_init() if offload else device:
                 module = PipelineModule(
                     layer_specs(size),
                     num_stages=pipeline_ranks,
@@ -148,7 +153,7 @@ class Layered:
             self.engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=build_optimizer(module.parameters()),
-                config=_config(share, stage, dtype) | {"ds_lgamp": {"recompute": recompute}},
+                config=_config(share, stage, dtype, offload) | {"ds_lgamp": {"recompute": recompute}},
             )
         self.batch = batch_of(size, device)[self.engine.grid.data_parallel_id :: data_ranks]
 
@@ -175,7 +180,9 @@ CONTENDERS = (
 """In running order. The contenders that the targets compare come first, in case time runs out."""
 
 
-def _config(size: GptSize, stage: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def _config(
+    size: GptSize, stage: int, dtype: torch.dtype = torch.bfloat16, offload: Sequence[str] = ()
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": size.samples,
         "gradient_accumulation_steps": size.micro_batches,
@@ -183,5 +190,7 @@ def _config(size: GptSize, stage: int, dtype: torch.dtype = torch.bfloat16) -> d
         "steps_per_print": 10**9,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **{key: {"device": "cpu"} for key in offload}},
+        # All contenders update with torch's fused AdamW, on the host too.
+        "zero_force_ds_cpu_optimizer": False,
     }

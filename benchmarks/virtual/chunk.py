@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.placement import Placement, place_chunks
-from ds_lgamp.schedule.simulate import Durations
 
 TOLERANCE = 1e-5
 """Relative. Summation order makes a smaller difference in fp32."""
@@ -31,6 +31,13 @@ class Setting(NamedTuple):
     """Number of data-parallel ranks, which all do the same."""
     parameters: int = 0
     """fp32 parameters per chunk besides its weight. Only collectives use them."""
+    lengths: tuple[float, ...] = (1.0,)
+    """How many times as long as ``forward`` and ``backward`` the chunks take, repeated over all of them."""
+    update: float = 0.0
+    """Seconds of the optimizer's update of a chunk."""
+
+    def length(self, chunk: int) -> float:
+        return self.lengths[chunk % len(self.lengths)]
 
     @property
     def chunks(self) -> int:
@@ -41,12 +48,13 @@ class Setting(NamedTuple):
         return place_chunks("modular", self.chunks, self.pipeline_ranks)
 
     def durations(self, hop: float = 0.0, gather: float = 0.0, reduce: float = 0.0, message: float = 0.0) -> Durations:
-        return Durations(self.forward, self.backward, hop, gather, reduce, message)
+        return Durations(self.forward, self.backward, hop, gather, reduce, message, update=self.update)
 
     def chunks_of(self, rank: int) -> dict[int, "VirtualChunk"]:
         """Makes the chunks of a pipeline rank, in ascending order."""
         own = range(rank, self.chunks, self.pipeline_ranks)
-        return {chunk: VirtualChunk(chunk, self.forward, self.backward) for chunk in own}
+        lengths = {chunk: self.length(chunk) for chunk in own}
+        return {chunk: VirtualChunk(chunk, self.forward * n, self.backward * n) for chunk, n in lengths.items()}
 
     def micro_batch(self, index: int) -> torch.Tensor:
         """Makes an input of the first chunk, with shape [1, elements]."""

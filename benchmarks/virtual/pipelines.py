@@ -5,7 +5,8 @@ numbers.
 """
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
@@ -22,15 +23,22 @@ from torch.distributed.pipelining import (
 
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
-from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function
+from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function, sleep_until
+from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdates
+from ds_lgamp.integrations.deepspeed.engine.updates import Options, Updates
+from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.random_state import default_sources
 from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -76,13 +84,24 @@ def spec_of(
     zero_stage: int = 0,
     resident_chunks: int = 2,
     micro_batch_group: int | None = None,
+    updates: str = "step",
+    offload: Offload | None = None,
 ) -> ProgramSpec:
     """Makes the specification of a program; ``micro_batch_group`` None means all micro-batches.
 
     Gathers are deferred. Behind a step they would run unseen before all ranks begin the next one together.
     """
     counts = setting.micro_batches, micro_batch_group or setting.micro_batches
-    return ProgramSpec(setting.placement, schedule, *counts, zero_stage, resident_chunks, defers_gathers=True)
+    return ProgramSpec(
+        setting.placement,
+        schedule,
+        *counts,
+        zero_stage,
+        resident_chunks,
+        defers_gathers=True,
+        updates=updates,
+        offload=offload,
+    )
 
 
 class Executed:
@@ -90,6 +109,9 @@ class Executed:
 
     Args:
         alone: whether each data-parallel rank runs without the others.
+        updates: when the optimizer updates a chunk; see ``schedule.spec.UPDATES``.
+        offload: what the host holds and updates; None if everything stays on the device.
+        bytes_per_second: the speed of each direction of the bus to the host.
     """
 
     def __init__(
@@ -100,34 +122,35 @@ class Executed:
         resident_chunks: int = 2,
         alone: bool = False,
         micro_batch_group: int | None = None,
+        updates: str = "step",
+        offload: Offload | None = None,
+        bytes_per_second: float | None = None,
     ) -> None:
         rank = dist.get_rank() // setting.data_ranks
         self.setting = setting
         self.chunks = setting.chunks_of(rank)
-        spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group)
+        spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group, updates, offload)
         self.program = build_rank_program(spec, rank)
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
-        policy = ZeroPolicy(data_group(1 if alone else setting.data_ranks), zero_stage)
-        partition = build_partition(parameters, [], policy, DEVICE)
-        partition.release_all()
-        optimizer = torch.optim.SGD([segment.shard for segment in partition.segments()], lr=0.0)
-
-        def step() -> None:
-            partition.finish_gradients()
-            optimizer.step()
-            partition.follow_update()
-            partition.after_update()
-
+        host = None if offload is None else Host(Bus(DEVICE, bytes_per_second), HostThread(), offload.parameters)
+        policy = ZeroPolicy(data_group(1 if alone else setting.data_ranks), zero_stage, host=host)
+        self.partition = build_partition(parameters, [], policy, DEVICE)
+        self.partition.release_all()
+        shards = [segment.shard for segment in self.partition.segments()]
+        kind = Updates if offload is None else HostUpdates
+        self._updates = kind(torch.optim.SGD(shards, lr=0.0), self.partition)
+        self._updates_when = updates
         self.executor = Executor(
             setting.placement,
             rank,
             {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
-            partition,
+            self.partition,
             ring_links(_pipelines(setting), DEVICE),
             loss_function,
-            step,
+            self._step_optimizer,
             default_sources(DEVICE),
             recompute=False,
+            update=self._update,
         )
 
     def step(self) -> float | None:
@@ -135,6 +158,31 @@ class Executed:
             self.executor.run(self.program)
         losses = self.executor.losses
         return torch.stack(losses).mean().item() if losses else None
+
+    def _step_optimizer(self) -> None:
+        self.partition.finish_gradients()
+        if self._updates_when == "next_step":
+            self._postpone([unit for unit in self.partition.units if unit.reduction.is_final])
+        elif self._updates_when == "step":
+            units = [unit for unit in self.partition.units if unit.reduction.is_final]
+            sleep_until(time.monotonic() + self.setting.update * len(units))
+            self._updates.update(units)
+        self.partition.after_update()
+
+    def _update(self, chunk: int) -> None:
+        if self._updates_when == "reduction":
+            self._postpone(self.partition.finish_gradients_of(chunk))
+        self.partition.start_updates(chunk)
+
+    def _postpone(self, units: Sequence[Unit]) -> None:
+        options = self._updates.options()
+        for unit in units:
+            unit.storage.postpone(partial(self._update_alone, unit, options))
+
+    def _update_alone(self, unit: Unit, options: Options) -> None:
+        unit.settle_store()
+        sleep_until(time.monotonic() + self.setting.update)
+        self._updates.update_alone(unit, 1, options)
 
     def _load(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.setting.micro_batch(index), LABELS

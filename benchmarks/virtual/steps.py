@@ -3,14 +3,14 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.virtual.chunk import Setting, check_work, sleep_until
-from benchmarks.virtual.pipelines import Contender, Pipeline
+from benchmarks.virtual.pipelines import Contender, Executed, Pipeline
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 
@@ -97,7 +97,7 @@ def _measure_on_rank(
     prepare_rank()
     hops, steps = [], []
     for setting in settings:
-        hops.append(_calibrate(setting.elements))
+        hops.append(calibrate_hop(setting.elements))
         pipelines = {entry.name: entry.build(setting) for entry in contenders if entry.suits(setting)}
         # A garbage collection during a step would traverse the modules of all frameworks.
         gc.unfreeze()
@@ -119,6 +119,25 @@ def time_step(pipeline: Pipeline) -> Step:
     return Step(start, end, loss, {index: chunk.take_gradient() for index, chunk in pipeline.chunks.items()})
 
 
+def seconds_in_turns(pipelines: Mapping[Any, Executed], turns: int, steps: int) -> dict[Any, list[float]]:
+    """Returns the seconds per step of every turn but the first, by the keys of ``pipelines``, which take turns. A turn
+    makes several steps without a pause. Its time counts from the end of the first one."""
+    gc.collect()
+    gc.freeze()
+    seconds: dict[Any, list[float]] = {key: [] for key in pipelines}
+    for _ in range(1 + turns):
+        for key, pipeline in pipelines.items():
+            begin_together()
+            for step in range(steps):
+                pipeline.step()
+                if step == 0:
+                    start = time.monotonic()
+            seconds[key].append((time.monotonic() - start) / (steps - 1))
+            # No update of this turn runs in the next one.
+            pipeline.partition.catch_up()
+    return {key: each[1:] for key, each in seconds.items()}
+
+
 def begin_together() -> None:
     """Returns on all ranks at the same instant. A barrier alone releases them one after the other."""
     dist.barrier()
@@ -127,7 +146,7 @@ def begin_together() -> None:
     sleep_until(instant.item())
 
 
-def _calibrate(elements: int) -> Hop:
+def calibrate_hop(elements: int) -> Hop:
     """Times messages of ``elements`` fp32 numbers between ranks 0 and 1. Only rank 0's samples count, because it sends
     first and waits for answers."""
     hop = Hop([], [])

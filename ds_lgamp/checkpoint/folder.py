@@ -17,9 +17,9 @@ from typing import Any
 from uuid import uuid4
 
 from ds_lgamp.checkpoint.checksum import checksum_of
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
 from ds_lgamp.checkpoint.state import check_state, check_tensors
-from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader, damaged, sync_folder, write_synced
+from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader, damaged, sync_folder, unreadable, write_synced
 
 FORMAT = 3
 LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
@@ -92,16 +92,21 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
     Only checkpoints with as many path parts in their tags as ``tag`` count. Links, other files in the folders, and
     checkpoints that this release cannot read stay.
     """
-    pattern = "/".join(["*"] * len(Path(tag).parts))
-    found = [folder for folder in directory.glob(pattern) if _is_own(directory, folder)]
-    newest_first = sorted(found, key=lambda folder: (folder / STATE).stat().st_mtime_ns, reverse=True)
     last = read_latest(directory)
-    for folder in newest_first[count:]:
+    for folder in newest_first(directory, tag)[count:]:
         if last is None or folder != directory / last:
             (folder / STATE).unlink()
             sync_folder(folder)
             _remove_other_tensors(folder, None)
             _remove_if_empty(folder)
+
+
+def newest_first(directory: Path, tag: str) -> list[Path]:
+    """Returns the checkpoints in ``directory`` whose tags have as many path parts as ``tag``. Links, and checkpoints
+    that this release cannot read, are left out."""
+    pattern = "/".join(["*"] * len(Path(tag).parts))
+    found = [folder for folder in directory.glob(pattern) if _is_own(directory, folder)]
+    return sorted(found, key=lambda folder: (folder / STATE).stat().st_mtime_ns, reverse=True)
 
 
 def _is_own(directory: Path, folder: Path) -> bool:
@@ -120,7 +125,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
+        raise DamageError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError):
         raise damaged(path) from None
     if not isinstance(written, dict) or written.pop("checksum", None) != _checksum(written):

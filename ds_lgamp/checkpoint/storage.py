@@ -36,7 +36,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
 from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
 METADATA, INDEX = ".metadata", "index.json"
@@ -300,7 +300,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def verified(path: Path, checksum: str) -> bytes:
-    """Reads ``path``. Raises CheckpointError if it is missing or damaged."""
+    """Reads ``path``. Raises DamageError if it is missing or damaged."""
     with open_data(path) as file:
         data = file.read()
     if checksum_of(data) != checksum:
@@ -309,15 +309,21 @@ def verified(path: Path, checksum: str) -> bytes:
 
 
 def open_data(path: Path) -> io.BufferedReader:
-    """Opens ``path`` for reading. Raises CheckpointError if it is missing."""
+    """Opens ``path`` for reading. Raises DamageError if it is missing or cannot be read."""
     try:
         return open(path, "rb")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; restore it, or load another checkpoint") from None
+        raise DamageError(f"{path} is missing; restore it, or load another checkpoint") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
-def damaged(path: Path) -> CheckpointError:
-    return CheckpointError(
+def unreadable(path: Path, error: OSError) -> DamageError:
+    return DamageError(f"{path} cannot be read ({error.strerror}); restore it, or load another checkpoint")
+
+
+def damaged(path: Path) -> DamageError:
+    return DamageError(
         f"{path} is damaged: its checksum differs; restore the original file, or load another checkpoint"
     )
 

@@ -46,9 +46,9 @@ def written(unit: Unit) -> Iterator[Range]:
     """
     if not unit.master.counts_in_norm:
         return
-    ranks, rank = unit.policy.data_group.size(), unit.policy.data_group.rank()
-    share = unit.storage.flat.numel() // ranks
-    first = rank * share - unit.storage.shard_start
+    copy, copies = unit.policy.copies
+    share = unit.storage.shard.numel() // copies
+    first = copy * share
     first_slice = unit.policy.is_first_tensor_rank
     for part, in_shard, start in held(unit):
         if not first_slice and part.shape == part.whole_shape:
@@ -104,7 +104,8 @@ def _elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str
 
 
 class Loading:
-    """Holds the values of this rank's shards that are read from a checkpoint, until all ranks have read theirs.
+    """Holds the values of this rank's shards that are read from a checkpoint, until all ranks have read theirs. Of what
+    lies on a disk, it holds them there.
 
     Args:
         partition: the units to load.
@@ -112,7 +113,7 @@ class Loading:
     """
 
     def __init__(self, partition: ZeroPartition, tensors: Mapping[str, torch.dtype]) -> None:
-        self._partition, self._tensors = partition, tensors
+        self._partition, self._tensors, self._host = partition, tensors, partition.host
         self._masters: list[tuple[Unit, torch.Tensor]] = []
         self._states: list[dict[str, torch.Tensor]] = []
         self.targets: dict[str, FlatShard] = {}
@@ -121,7 +122,9 @@ class Loading:
     def add_weights(self) -> None:
         """Prepares to read weights. Parameters that the checkpoint lacks keep their values."""
         for unit in self._partition.units:
-            values = unit.master.values.detach().to("cpu", copy=True)
+            own = unit.master.values
+            room = None if self._host is None else self._host.room_beside(own)
+            values = own.detach().to("cpu", copy=True) if room is None else room.copy_(own)
             self._masters.append((unit, values))
             self._add(PARAMETERS, held(unit), values)
 
@@ -140,7 +143,10 @@ class Loading:
         kind = f"{OPTIMIZER}/{key}"
         names = (f"{kind}/{r.part.name}" for r in ranges)
         dtype = next(self._tensors[name] for name in names if name in self._tensors)
-        values = torch.zeros(segment.shard.shape, dtype=dtype)
+        if self._host is not None and self._host.on_disk.optimizer:
+            values = self._host.optimizer_room(segment.end - segment.start, dtype).zero_()
+        else:
+            values = torch.zeros(segment.shard.shape, dtype=dtype)
         self._add(kind, iter(ranges), values, segment.start)
         return values
 

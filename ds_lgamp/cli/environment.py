@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
@@ -40,6 +41,8 @@ class Environment:
     """Whether the installed DeepSpeed has each part that ds_lgamp overrides, calls or reads."""
     missing_megatron_seams: list[str] | None = None
     """Parts that Megatron-LM's scripts need and the installed Megatron-core lacks; None without Megatron-core."""
+    untested: list[str] = field(default_factory=list)
+    """Packages with which ds_lgamp has not been tested, each with its version and the tested ones."""
     problem: str | None = None
     """The problem and its fix; None if ds_lgamp is ready."""
 
@@ -129,8 +132,9 @@ def _look_at_deepspeed(found: Environment) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from ds_lgamp.config import ConfigError
-    from ds_lgamp.integrations.deepspeed.hook.seams import all_seams, check_seams, missing_seams
+    from ds_lgamp.integrations.deepspeed.hook.seams import TESTED_VERSION, all_seams, check_seams, missing_seams
 
+    _note_untested("deepspeed", [TESTED_VERSION], found)
     accelerator: Any = get_accelerator()
     found.accelerator = accelerator.device_name()
     found.communication_backend = accelerator.communication_backend_name()
@@ -148,14 +152,23 @@ def _look_at_deepspeed(found: Environment) -> None:
 
 
 def _look_at_megatron(found: Environment) -> None:
-    """Finds missing parts of Megatron-core. They are no problem of the environment, because only Megatron-LM's scripts
-    need them."""
-    from ds_lgamp.integrations.megatron.loop.seams import missing_seams
+    from ds_lgamp.config import ConfigError
+    from ds_lgamp.integrations.megatron.loop.seams import TESTED_VERSIONS, check_seams, missing_seams
 
+    _note_untested("megatron-core", TESTED_VERSIONS, found)
     with warnings.catch_warnings():
         # Megatron-core warns about optional packages.
         warnings.simplefilter("ignore")
         found.missing_megatron_seams = missing_seams()
+        try:
+            check_seams()
+        except ConfigError as error:
+            found.problem = found.problem or str(error)
+
+
+def _note_untested(name: str, tested: Sequence[str], found: Environment) -> None:
+    if found.versions[name] not in tested:
+        found.untested.append(f"{name} {found.versions[name]}, but {', '.join(tested)} were tested")
 
 
 def _as_text(found: Environment) -> str:
@@ -171,6 +184,7 @@ def _as_text(found: Environment) -> str:
     if found.missing_megatron_seams is not None:
         rows.append(("Megatron seams", f"{len(found.missing_megatron_seams) or 'none'} missing"))
         rows += [("", f"missing: {seam}") for seam in found.missing_megatron_seams]
+    rows += [("untested", text) for text in found.untested]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
     lines += ["", "ready" if found.problem is None else f"not ready: {found.problem}"]

@@ -1,4 +1,4 @@
-"""The command line: ``ds_lgamp schedule``, ``ds_lgamp run``, ``ds_lgamp checkpoint`` and ``ds_lgamp env``."""
+"""The command line: ``ds_lgamp schedule``, ``plan``, ``run``, ``checkpoint``, ``cluster`` and ``env``."""
 
 import argparse
 import json
@@ -6,16 +6,21 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from ds_lgamp.cli.plan import add_plan_command
 from ds_lgamp.config import ConfigError
 from ds_lgamp.schedule.actions import Kind, Program
+from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import Durations, Timeline, peak_live_activations, simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
+from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.view.svg import beside_1f1b
 from ds_lgamp.view.text import text_gantt
@@ -38,8 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_lgamp", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule_command(commands)
+    add_plan_command(commands)
     _add_run_command(commands)
     _add_checkpoint_command(commands)
+    _add_cluster_command(commands)
     _add_env_command(commands)
     return parser
 
@@ -58,16 +65,39 @@ def _add_schedule_command(commands) -> None:
     )
     command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
     command.add_argument("--resident-chunks", type=_count, default=2, metavar="B")
-    command.add_argument("--defer-gathers", action="store_true", help="stages 1 and 2: gather one chunk ahead")
+    command.add_argument(
+        "--defer-gathers", action="store_true", help="gather updates in the next step, one chunk ahead"
+    )
+    command.add_argument(
+        "--node-shards",
+        choices=("refreshed", "replicated"),
+        help="stage 3: gather inside nodes, whose shards are refreshed by other nodes or the same on all",
+    )
+    command.add_argument(
+        "--updates",
+        choices=UPDATES,
+        help="when the optimizer updates a chunk: all at the step (default), behind its reduction, or in the next step "
+        "(default with --offload)",
+    )
+    command.add_argument(
+        "--offload",
+        choices=("optimizer", "parameters"),
+        help="what the host holds: the optimizer's state and master weights, which it updates, or the parameters too",
+    )
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
     command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
     command.add_argument("--backward", type=float, default=2.0, help="time of one chunk's backward for one micro-batch")
     command.add_argument("--hop", type=float, default=0.0, help="time to send a tensor to the next rank")
     command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
     command.add_argument("--reduce", type=float, default=0.0, help="time of one chunk's reduction over the data ranks")
+    command.add_argument("--refresh", type=float, default=0.0, help="time of one chunk's gather between nodes")
+    command.add_argument("--combine", type=float, default=0.0, help="time of one chunk's reduction between nodes")
     command.add_argument(
         "--recompute", type=float, default=0.0, help="extra time of a backward whose chunk is recomputed"
     )
+    command.add_argument("--update", type=float, default=0.0, help="time of one chunk's update")
+    command.add_argument("--load", type=float, default=0.0, help="time of one chunk's weights from host to device")
+    command.add_argument("--store", type=float, default=0.0, help="time of one chunk's gradient from device to host")
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
     command.add_argument(
         "--svg", type=Path, metavar="FILE", help="also draw the program beside 1F1B with the same work, as SVG"
@@ -85,6 +115,17 @@ def _add_run_command(commands) -> None:
         "--ranks", type=_count, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"
     )
     command.add_argument("--json", action="store_true", help="with --explain: print JSON")
+    command.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="lay ranks out over the islands of this file: docs/networks.md",
+    )
+    command.add_argument(
+        "--explained",
+        type=Path,
+        metavar="FILE",
+        help="with --cluster: what --explain --json printed for the script, in place of a dry run of the first rank",
+    )
     command.add_argument("script", help="path of the script")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     command.set_defaults(run=_run)
@@ -129,6 +170,14 @@ def _add_checkpoint_command(commands) -> None:
     )
 
 
+def _add_cluster_command(commands) -> None:
+    command = commands.add_parser("cluster", help="describe a cluster of unlike networks")
+    actions = command.add_subparsers(required=True, metavar="ACTION")
+    detect = actions.add_parser("detect", help="measure all nodes of this job, started by torchrun, and write a file")
+    detect.add_argument("file", type=Path, metavar="FILE", help="the cluster file to write on the first node")
+    detect.set_defaults(run=_detect)
+
+
 def _add_env_command(commands) -> None:
     command = commands.add_parser("env", help="print what is installed and whether ds_lgamp can work with it")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -140,6 +189,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("--ranks and --json belong to --explain")
     if options.explain and options.measure is not None:
         parser.error("--explain trains nothing that --measure could measure; remove one of them")
+    if options.explained is not None and (options.cluster is None or options.explain):
+        parser.error("--explained belongs to --cluster, without --explain")
     from ds_lgamp.integrations.megatron.loop import run_script as megatron
 
     try:
@@ -149,15 +200,30 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if config is not None:
         if options.explain or options.measure is not None:
             parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+        if options.explained is not None:
+            parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
+        if options.cluster is not None:
+            from ds_lgamp.cli.run_islands import of_flags, place_ranks
+
+            place_ranks(options.cluster, partial(of_flags, arguments, config))
         # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
         return megatron.run_script(options.script, arguments, config)
+    if options.cluster is not None and not options.explain:
+        from ds_lgamp.cli.run_islands import dry_run, place_ranks
+
+        place_ranks(options.cluster, partial(dry_run, options.script, arguments, options.explained))
     arguments = [*options.launcher_words, *arguments]
     from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
 
     if not options.explain:
         return run_script(options.script, arguments, options.measure)
     with _own_output() as output:
-        return explain_script(options.script, arguments, options.ranks, options.json, output)
+        lay_out = None
+        if options.cluster is not None:
+            from ds_lgamp.cli.run_islands import laid_out_on
+
+            lay_out = partial(laid_out_on, options.cluster)
+        return explain_script(options.script, arguments, options.ranks, options.json, output, lay_out)
 
 
 def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -184,6 +250,16 @@ def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     options.max_shard_size = 5.0 if options.max_shard_size is None else options.max_shard_size
     if not 0 < options.max_shard_size < float("inf"):
         parser.error(f"--max-shard-size is {options.max_shard_size:g}; use a size above 0, in 10^9 bytes")
+
+
+def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from ds_lgamp.cli.cluster import detect
+
+    try:
+        with _own_output() as output:
+            return detect(options.file, output)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -229,8 +305,16 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         return 0
     print(text_gantt(spec, timeline))
     print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
-    exposed = ("exposed_gather_time", "exposed_reduce_time") if options.gather or options.reduce else ()
-    for key in ("gathers", "reduces", *exposed, "peak_live_activations"):
+    counts, exposed = ["gathers", "reduces"], ["exposed_gather_time", "exposed_reduce_time"]
+    if options.node_shards:
+        counts += ["refreshes", "combines"]
+        exposed += ["exposed_refresh_time", "exposed_combine_time"]
+    if not any((options.gather, options.reduce, options.refresh, options.combine)):
+        exposed = []
+    if options.offload:
+        counts += ["loads", "stores"]
+        exposed += ["exposed_load_time", "exposed_store_time"]
+    for key in (*counts, *exposed, "peak_live_activations"):
         print(f"{key.replace('_', ' ')} by rank: {report[key]}")
     return 0
 
@@ -239,6 +323,9 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
     single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
     chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
     placement = options.placement or default_placement(options.schedule)
+    updates = options.updates or ("next_step" if options.offload else "step")
+    # What the host updates is gathered in the next step, and so is what the device updates there.
+    defers = options.zero_stage > 0 and (updates == "next_step" or options.offload is not None)
     micro_batches = options.micro_batches
     group = options.micro_batch_group or micro_batches
     return ProgramSpec(
@@ -248,7 +335,11 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
         micro_batch_group=min(group, micro_batches),
         zero_stage=options.zero_stage,
         resident_chunks=options.resident_chunks,
-        defers_gathers=options.defer_gathers,
+        defers_gathers=options.defer_gathers or defers,
+        updates=updates,
+        # How large a node is does not matter to the program.
+        hierarchy=Hierarchy(2, options.node_shards == "replicated") if options.node_shards else None,
+        offload=Offload(options.offload == "parameters") if options.offload else None,
     )
 
 
@@ -264,7 +355,10 @@ def _count_or_all(text: str) -> int | None:
 
 
 def _durations(options: argparse.Namespace) -> Durations:
-    names = ("forward", "backward", "hop", "gather", "reduce", "recompute")
+    of_network = ("hop", "gather", "reduce", "refresh", "combine")
+    names = ("forward", "backward", *of_network, "recompute", "update", "load", "store")
+    if not options.offload and (options.load or options.store):
+        raise ValueError("--load and --store belong to --offload; add it, or remove them")
     durations = Durations(**{name: getattr(options, name) for name in names})
     for name, duration in durations._asdict().items():
         if not 0 <= duration < float("inf"):
@@ -282,8 +376,16 @@ def _report(program: Program, timeline: Timeline) -> dict:
         "bubble": timeline.bubble,
         "gathers": count(Kind.GATHER),
         "reduces": count(Kind.REDUCE),
+        "refreshes": count(Kind.REFRESH),
+        "combines": count(Kind.COMBINE),
+        "loads": count(Kind.LOAD),
+        "stores": count(Kind.STORE),
         "exposed_gather_time": timeline.exposed(Kind.GATHER),
         "exposed_reduce_time": timeline.exposed(Kind.REDUCE),
+        "exposed_refresh_time": timeline.exposed(Kind.REFRESH),
+        "exposed_combine_time": timeline.exposed(Kind.COMBINE),
+        "exposed_load_time": timeline.exposed(Kind.LOAD),
+        "exposed_store_time": timeline.exposed(Kind.STORE),
         "peak_live_activations": [peak_live_activations(actions) for actions in program],
         "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
     }

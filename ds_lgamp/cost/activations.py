@@ -52,11 +52,13 @@ class ActivationBytes:
     """Whether layers draw random numbers. Every stored input then has random states of its own."""
     recompute: bool = True
     """Whether chunks are recomputed. A last chunk that turns at once never is."""
+    flops: Sequence[int] = ()
+    """Floating-point operations of every chunk's forward; empty if they were not counted."""
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes on one rank by kind, each at its peak in a step."""
+    """Bytes on the device of one rank by kind, each at its peak in a step."""
 
     batch: int
     """Inputs and labels of micro-batches."""
@@ -71,10 +73,8 @@ class ActivationMemory:
     working: int
     """Working memory of the one forward or backward that runs."""
     random_states: int
-
-    @classmethod
-    def of(cls, ledger: Ledger) -> "ActivationMemory":
-        return cls(**{kind.name: ledger.most[kind.name] for kind in fields(cls)})
+    on_host: int = 0
+    """Chunk inputs that wait in the memory of the host or on its disk, which no other number includes."""
 
 
 class ActivationWalk:
@@ -82,6 +82,8 @@ class ActivationWalk:
 
     def __init__(self, actions: Sequence[Action], size: ActivationBytes, ledger: Ledger) -> None:
         self.size, self.ledger = size, ledger
+        self.host = Ledger()
+        """What lies in the memory of the host."""
         self.own = {action.chunk for action in actions if action.kind in COMPUTE}
         self.last = len(size.chunks) - 1
         self.kept = {self.last} if turns_at_once(actions, self.last) else set()
@@ -93,6 +95,11 @@ class ActivationWalk:
             ledger.take("batch", micro_batches * (size.inputs + size.labels))
         if size.recompute:
             ledger.take("random_states", size.random_states)
+
+    def memory(self) -> ActivationMemory:
+        """Returns the peaks of what it has followed."""
+        kinds = {kind.name: self.ledger.most[kind.name] for kind in fields(ActivationMemory)}
+        return ActivationMemory(**kinds | {"on_host": self.host.most["inputs"]})
 
     def follow(self, action: Action) -> None:
         kind, chunk, micro_batch = action
@@ -108,6 +115,14 @@ class ActivationWalk:
             self.send((Kind.FORWARD, chunk, micro_batch))
         elif kind is Kind.SEND_BACKWARD:
             self.send((Kind.BACKWARD, chunk - 1, micro_batch))
+        elif kind is Kind.STORE_INPUT:
+            self.host.take("inputs", self.input_bytes(chunk))
+        elif kind is Kind.WAIT_STORE_INPUT:
+            self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
+        elif kind is Kind.LOAD_INPUT:
+            self.hold((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
+        elif kind is Kind.WAIT_LOAD_INPUT:
+            self.host.free("inputs", self.input_bytes(chunk))
 
     def hold(self, tensor: Tensor, kind: str) -> None:
         """Adds a holder of ``tensor``. A tensor with several holders counts once, under the kind of the first."""

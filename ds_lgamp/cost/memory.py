@@ -19,10 +19,11 @@ of one tied module. Symbols:
 - resident weights, at stage 3 with S > 1: w S m from gather to release. A tied unit stays while any of its users does.
 - master weights: u m if w < u.
 - optimizer state: for the elements that the optimizer owns, at most m.
-- gradients, S > 1: u m from the reduction to the end of the step.
+- gradients, S > 1: u m from the reduction to the end of the step, or to UPDATE. An update that the step left to the
+  next one keeps its u m until then, beside the forwards of lower chunks.
 - gradients, S = 1: g m all the time.
   - If gradients travel in another type: c m more from the reduction on.
-  - If c < u: u m during STEP, in place of those c m.
+  - If c < u: u m during STEP, or from STEP to UPDATE, in place of those c m.
 - gradient buffers, S > 1:
   - g S m from the first backward until the reduction begins.
   - c S m from then until the reduction is awaited. If the types differ, both exist for a moment.
@@ -31,7 +32,34 @@ of one tied module. Symbols:
 - gradient buffers, stage 0 with W > 1, if gradients add up in rank order: c m from the reduction until it is awaited,
   and c m / W at its end.
 - copies of a tied unit: u T m during STEP, one unit after another.
-- temporary memory of the optimizer: for one unit's part after another, or for all parts together.
+- temporary memory of the optimizer: for one unit's part after another, or for all parts together. An UPDATE takes it
+  for one unit. Muon steps on all units together and takes what ``muon.py`` says.
+
+With hierarchical shards over nodes of h ranks, S is W; it is h if nodes are replicas, and for frozen units. A
+rank keeps the weights of n = S m / h elements. The rest is as above, but
+
+- weights: w n.
+- gradient buffers: the reduction inside the node receives c n, or c S m by an all-to-all. Its sum takes u n until it is
+  combined with other nodes' sums. Then c n travel until that is awaited, a copy if c differs from u. Meanwhile c m are
+  received, or c n by an all-to-all; nothing where nodes are replicas, but c n and at the end c n h / W in rank order.
+  At the end u m more, or nothing where what was received or travelled is the sum itself.
+
+With offloading, what follows replaces the rows above.
+
+- weights on the device: w S m at stages 1 and 2, w m at stage 3; none if the host holds the parameters.
+- loaded weights, if the host holds the parameters and S > 1: w m from LOAD to the end of the gather, frozen units too.
+- resident weights, if the host holds the parameters and S = 1: w m from LOAD to release.
+- gradients on the device, S > 1: u m from the reduction to WAIT_STORE.
+- gradients on the device, S = 1: g m from the first backward to STORE, then u m until WAIT_STORE.
+- gradients of what several chunks share: until STEP, which stores them one after another.
+- nothing else of the optimizer on the device.
+- weights on the host: w m where w < u, and of frozen units if the host holds the parameters. Loads copy from there or,
+  where w = u, from the master weights.
+- master weights on the host: u m, also where w = u. Gradients, to which stores copy: u m. Both all the time.
+- optimizer state and its temporary memory on the host: as above. Updates run one after another.
+
+A load moves a unit that is neither gathered nor loaded. A tied unit is loaded with the first of its users that needs
+it, or by its gather if another user held it at the time of the load and has released it since.
 
 The program says when a reduction is awaited. The reduction of a tied unit is awaited with that of its last user, or
 when the backward of another user begins. Stage 1 keeps the gradients of all chunks from the first micro-batch group to
@@ -43,7 +71,8 @@ the last.
   last chunk, takes them.
   - The rank of chunk 0 then keeps the inputs until the backward of chunk 0; without recomputation, until its forward.
   - The rank of the last chunk then keeps the labels until the backward of the last chunk.
-- inputs of chunks, with recomputation: from the forward to the end of the backward.
+- inputs of chunks, with recomputation: from the forward to the end of the backward. If they wait on the host, they are
+  not on the device from WAIT_STORE_A to LOAD_A, and take memory of the host from STORE_A to WAIT_LOAD_A.
 - handed over: results, and gradients of results, from their compute until another chunk of the same rank takes them.
 - receives: from when they are posted until they are taken.
 - sends: from the compute of the tensor until the send is awaited. Two per link and kind stay under way until the end of
@@ -69,67 +98,16 @@ step on, because the first one learns shapes, and while shapes do not change. It
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ActivationWalk
 from ds_lgamp.cost.ledger import Ledger
-from ds_lgamp.cost.storage import part_size
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.cost.offload import HostMemory, OffloadedStateWalk, device_weights, host_memory
+from ds_lgamp.cost.state import ElementBytes, StateWalk, UnitSize
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.simulate import peak_live_activations
-
-_MASTER_BYTES = 4
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
-
-    parameters: int
-    """Elements that its parameters take in its storage, each rounded up by ``storage.aligned``."""
-    trainable: int
-    """How many of these elements the optimizer owns."""
-    chunks: tuple[int, ...]
-    """The chunks of the rank that use the unit; one unless the module is tied."""
-    tied: bool = False
-    copies: int = 1
-    """How many pipeline ranks hold the tied module and sum their gradients."""
-    frozen: bool = False
-    """Whether no parameter has a gradient."""
-
-    def parts(self, zero_stage: int, data_ranks: int) -> int:
-        """Returns how many equal parts the unit is cut into."""
-        return data_ranks if zero_stage > 0 else 1
-
-    def part(self, zero_stage: int, data_ranks: int) -> int:
-        """Returns the elements of one part, including padding."""
-        return part_size(self.parameters, data_ranks) * (data_ranks // self.parts(zero_stage, data_ranks))
-
-
-@dataclass(frozen=True)
-class ElementBytes:
-    """Bytes per element."""
-
-    weights: int = 4
-    gradients: int = 4
-    """Gradients while they accumulate."""
-    optimizer: int | None = 0
-    """Optimizer state, without master weights; None if unknown."""
-    update: int | None = 0
-    """Temporary memory of the optimizer, per element it updates at once; None if unknown."""
-    updates_together: bool = False
-    """Whether the optimizer updates all elements at once (torch's ``foreach``) or one unit after another."""
-    communication: int | None = None
-    """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
-
-    @property
-    def master(self) -> int:
-        """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
-        return max(self.weights, _MASTER_BYTES)
-
-    @property
-    def travelling(self) -> int:
-        """Gradients while they are reduced."""
-        return self.gradients if self.communication is None else self.communication
 
 
 @dataclass(frozen=True)
@@ -139,6 +117,8 @@ class Memory:
     weights: int
     """Held between steps."""
     resident_weights: int
+    loaded_weights: int
+    """Parts that came from the host and are being gathered, with offloaded parameters."""
     master_weights: int
     optimizer_state: int | None
     """On the first data-parallel rank, which has the most; None if unknown."""
@@ -156,6 +136,8 @@ class Memory:
     recomputation so many chunk inputs are stored, except inputs of a last chunk that turns at once."""
     activations: ActivationMemory | None
     """None if shapes are unknown."""
+    host: HostMemory | None = None
+    """What offloading takes on the host; the other numbers are then those of the device. None without offloading."""
 
 
 def rank_memory(
@@ -167,6 +149,9 @@ def rank_memory(
     all_to_all: bool = False,
     activation_bytes: ActivationBytes | None = None,
     in_rank_order: bool = False,
+    hierarchy: Hierarchy | None = None,
+    step: int | None = None,
+    offload: Offload | None = None,
 ) -> Memory:
     """Predicts the memory of a pipeline rank that runs ``actions``, the program of a training step.
 
@@ -174,179 +159,53 @@ def rank_memory(
         units: the units of the rank.
         all_to_all: whether an all-to-all replaces the reduce-scatter, as on gloo.
         activation_bytes: None if shapes are unknown; the peak then excludes activations.
-        in_rank_order: whether gradients add up in rank order at stage 0 too; requires ``all_to_all``.
+        in_rank_order: whether gradients add up in rank order at stage 0 and between nodes too; requires ``all_to_all``.
+        hierarchy: hierarchical shards, as in the program.
+        step: temporary memory of an optimizer that steps on all units together, in place of ``element_bytes.update``.
+        offload: as in the program.
     """
-    size = element_bytes
-    weights = master = trainable = 0
-    for unit in units:
-        part = unit.part(zero_stage, data_ranks)
-        parts = 1 if zero_stage == 3 else unit.parts(zero_stage, data_ranks)
-        weights += size.weights * part * parts
-        master += size.master * part if size.weights < size.master and not unit.frozen else 0
-        trainable += min(part, unit.trainable)
-    optimizer = None if size.optimizer is None else size.optimizer * trainable
-    ledger = Ledger()
-    walks: list[_StateWalk | ActivationWalk] = [
-        _StateWalk(units, zero_stage, data_ranks, size, all_to_all, in_rank_order, ledger)
-    ]
-    if activation_bytes is not None:
-        walks.append(ActivationWalk(actions, activation_bytes, ledger))
+    size, ledger = element_bytes, Ledger()
+    walks: list[StateWalk | ActivationWalk] = []
+    of_sums = all_to_all, in_rank_order
+    if offload is None:
+        weights, master, optimizer = _state(units, zero_stage, data_ranks, size, hierarchy)
+        update_unknown, host = size.update is None and step is None, None
+        walks.append(StateWalk(actions, units, zero_stage, data_ranks, size, *of_sums, hierarchy, ledger, step))
+    else:
+        weights, master, optimizer = device_weights(units, offload, zero_stage, data_ranks, size), 0, 0
+        update_unknown, host = False, host_memory(units, offload, zero_stage, data_ranks, size, step)
+        walks.append(OffloadedStateWalk(offload, actions, units, zero_stage, data_ranks, size, *of_sums, ledger))
+    activations = None if activation_bytes is None else ActivationWalk(actions, activation_bytes, ledger)
+    if activations is not None:
+        walks.append(activations)
     for action in actions:
         for walk in walks:
             walk.follow(action)
     return Memory(
         weights=weights,
         resident_weights=ledger.most["resident"],
+        loaded_weights=ledger.most["loaded"],
         master_weights=master,
         optimizer_state=optimizer,
         gradients=ledger.most["gradients"],
         gradient_buffers=ledger.most["buffers"],
         tied_copies=ledger.most["copies"],
-        update=None if size.update is None else ledger.most["update"],
+        update=None if update_unknown else ledger.most["update"],
         peak=weights + master + (optimizer or 0) + ledger.most_together,
         stored_activations=peak_live_activations(actions),
-        activations=None if activation_bytes is None else ActivationMemory.of(ledger),
+        activations=None if activations is None else activations.memory(),
+        host=host,
     )
 
 
-class _StateWalk:
-    """Takes and frees in a ledger what ``ZeroPartition`` takes and frees in memory."""
-
-    def __init__(
-        self,
-        units: Sequence[UnitSize],
-        zero_stage: int,
-        data_ranks: int,
-        size: ElementBytes,
-        all_to_all: bool,
-        in_rank_order: bool,
-        ledger: Ledger,
-    ) -> None:
-        self.units = [_Unit(unit, zero_stage, data_ranks) for unit in units]
-        self.training = [unit for unit in self.units if not unit.size.frozen]
-        self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
-        self.partitioned = zero_stage > 0 and data_ranks > 1
-        self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
-        # One data-parallel rank alone sends no gradients.
-        self.size = size if data_ranks > 1 else replace(size, communication=None)
-        self.zero_stage, self.all_to_all, self.ledger = zero_stage, all_to_all, ledger
-        self.reducing: dict[int, list[_Unit]] = {}
-        """Units under reduction, by the chunk whose REDUCE launched it."""
-        if not self.partitioned:
-            for unit in self.training:
-                ledger.take("gradients", size.gradients * unit.part)
-
-    def follow(self, action: Action) -> None:
-        using = self.using.get(action.chunk, [])
-        if action.kind is Kind.GATHER:
-            self.gather(using, action.chunk)
-        elif action.kind is Kind.RELEASE:
-            self.release(using, action.chunk)
-        elif action.kind is Kind.BACKWARD and self.partitioned:
-            self.begin_backward(using)
-        elif action.kind is Kind.REDUCE:
-            self.reducing[action.chunk] = self.reduce(using)
-        elif action.kind is Kind.WAIT_REDUCE:
-            for unit in self.reducing.pop(action.chunk):
-                self.finish_reduction(unit)
-        elif action.kind is Kind.STEP:
-            self.step()
-
-    def gather(self, units: Sequence["_Unit"], chunk: int) -> None:
-        for unit in units:
-            if not unit.holders and self.partitioned and self.zero_stage == 3:
-                self.ledger.take("resident", self.size.weights * unit.full)
-            unit.holders.add(chunk)
-
-    def release(self, units: Sequence["_Unit"], chunk: int) -> None:
-        for unit in units:
-            unit.holders.discard(chunk)
-            if not unit.holders and self.partitioned and self.zero_stage == 3:
-                self.ledger.free("resident", self.size.weights * unit.full)
-
-    def begin_backward(self, units: Sequence["_Unit"]) -> None:
-        beginning = [unit for unit in units if not unit.size.frozen and not unit.accumulating]
-        for unit in beginning:
-            # The program waits for this chunk's REDUCE only. Another chunk's REDUCE may still reduce a tied unit.
-            self.finish_reduction(unit)
-        for unit in beginning:
-            self.ledger.take("buffers", self.size.gradients * unit.full)
-            unit.accumulating = True
-
-    def reduce(self, units: Sequence["_Unit"]) -> list["_Unit"]:
-        """Starts the reduction of each unit whose last user is done. Returns the units whose reduction must be
-        finished."""
-        done = []
-        for unit in units:
-            if unit.size.frozen:
-                continue
-            unit.users_done += 1
-            if unit.users_done == len(unit.size.chunks):
-                unit.users_done = 0
-                if self.size.communication is not None:
-                    kind = "buffers" if self.partitioned else "gradients"
-                    self.ledger.take(kind, self.size.communication * unit.full)
-                if self.receives:
-                    self.start_reduction(unit)
-                    done.append(unit)
-        return done
-
-    def start_reduction(self, unit: "_Unit") -> None:
-        unit.accumulating, unit.reducing = False, True
-        if self.size.communication is not None and self.partitioned:
-            self.ledger.free("buffers", self.size.gradients * unit.full)
-        self.ledger.take("buffers", self.received(unit))
-
-    def received(self, unit: "_Unit") -> int:
-        """Returns the bytes that the reduction of ``unit`` receives."""
-        return self.size.travelling * (unit.full if self.all_to_all else unit.part)
-
-    def finish_reduction(self, unit: "_Unit") -> None:
-        if not unit.reducing:
-            return
-        unit.reducing = False
-        done_with = self.received(unit)
-        if not self.partitioned:
-            self.ledger.pass_by("buffers", self.size.travelling * unit.full // self.data_ranks)
-            self.ledger.free("buffers", done_with)
-            return
-        done_with += self.size.travelling * unit.full
-        if self.all_to_all or self.size.travelling != self.size.master:
-            self.ledger.take("buffers", self.size.master * unit.part)
-            done_with += self.size.master * unit.part
-        self.ledger.free("buffers", done_with)
-        if not unit.reduced:
-            # Later groups add their gradients to this one.
-            self.ledger.take("gradients", self.size.master * unit.part)
-        unit.reduced = True
-
-    def step(self) -> None:
-        # Tied units are summed last, one after another.
-        for unit in sorted(self.training, key=lambda unit: unit.size.tied):
-            if not self.partitioned and self.size.travelling != self.size.master:
-                self.ledger.take("gradients", self.size.master * unit.part)
-                self.ledger.free("gradients", (self.size.communication or 0) * unit.part)
-            if unit.size.copies > 1:
-                self.ledger.pass_by("copies", self.size.master * unit.part * unit.size.copies)
-        owned = [min(unit.part, unit.size.trainable) for unit in self.units]
-        at_once = sum(owned) if self.size.updates_together else max(owned, default=0)
-        self.ledger.pass_by("update", (self.size.update or 0) * at_once)
-
-
-class _Unit:
-    """A unit and its state at the current action."""
-
-    def __init__(self, size: UnitSize, zero_stage: int, data_ranks: int) -> None:
-        self.size = size
-        self.part = size.part(zero_stage, data_ranks)
-        self.full = self.part * size.parts(zero_stage, data_ranks)
-        self.holders: set[int] = set()
-        self.users_done = 0
-        self.accumulating = False
-        self.reducing = False
-        """Whether its reduction is under way."""
-        self.reduced = False
-
-
-def _chunks(units: Sequence[UnitSize]) -> set[int]:
-    return {chunk for unit in units for chunk in unit.chunks}
+def _state(
+    units: Sequence[UnitSize], zero_stage: int, data_ranks: int, size: ElementBytes, hierarchy: Hierarchy | None
+) -> tuple[int, int, int | None]:
+    """Returns the bytes of weights, master weights and optimizer state that a device holds between steps."""
+    weights = master = trainable = 0
+    for unit in units:
+        part = unit.part(zero_stage, data_ranks, hierarchy)
+        weights += size.weights * unit.kept(zero_stage, data_ranks, hierarchy)
+        master += size.master * part if size.weights < size.master and not unit.frozen else 0
+        trainable += min(part, unit.trainable)
+    return weights, master, None if size.optimizer is None else size.optimizer * trainable

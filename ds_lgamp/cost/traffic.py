@@ -2,9 +2,14 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ds_lgamp.cost.memory import ElementBytes, UnitSize
+from ds_lgamp.cost.activations import ActivationBytes
+from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.placement import Placement
 
 
 @dataclass
@@ -23,6 +28,10 @@ class Traffic:
     frozen_gathers: int = 0
     """Gathers of frozen parameters, at stage 3 only. Trainable parameters of the same chunk or tied module are gathered
     separately."""
+    refreshes: int = 0
+    """Gathers between nodes, of chunks and tied modules; with hierarchical shards only, like ``combines``."""
+    combines: int = 0
+    """Sums between nodes, of chunks and tied modules."""
 
 
 def predict_traffic(
@@ -47,6 +56,7 @@ def predict_traffic(
     holders: list[set[int]] = [set() for _ in tied_users]
     reduced: list[set[int]] = [set() for _ in tied_users]
     gathered_once: set[int] = set()
+    refreshed: set[int] = set()
     for action in actions:
         using = [index for index, users in enumerate(tied_users) if action.chunk in users]
         if action.kind is Kind.GATHER:
@@ -58,6 +68,10 @@ def predict_traffic(
         elif action.kind is Kind.RELEASE:
             for index in using:
                 holders[index].discard(action.chunk)
+        elif action.kind is Kind.REFRESH:
+            traffic.refreshes += action.chunk in chunks
+            traffic.refreshes += sum(index not in refreshed for index in using)
+            refreshed.update(using)
         elif action.kind is Kind.REDUCE:
             traffic.reduces += action.chunk in chunks
             for index in using:
@@ -67,11 +81,18 @@ def predict_traffic(
                     reduced[index].clear()
         traffic.sends += action.kind in SENDS
         traffic.receives += action.kind in RECEIVES
+    if any(action.kind is Kind.COMBINE for action in actions):
+        traffic.combines = traffic.reduces + traffic.tied_reduces
     return traffic
 
 
 def collective_bytes(
-    actions: Sequence[Action], unit: UnitSize, zero_stage: int, data_ranks: int, size: ElementBytes
+    actions: Sequence[Action],
+    unit: UnitSize,
+    zero_stage: int,
+    data_ranks: int,
+    size: ElementBytes,
+    hierarchy: Hierarchy | None = None,
 ) -> int:
     """Returns the bytes a rank sends for one unit in a step, counted as ``CollectiveCounter`` counts them.
 
@@ -82,23 +103,89 @@ def collective_bytes(
     - An all-reduce sends 2(W-1)/W of the gradient. In rank order, an all-to-all and a gather replace it and send as
       much.
     - The sum of T copies of a tied unit sends T-1 parts.
+
+    With hierarchical shards over nodes of h ranks, h takes the place of W, and :func:`bytes_between_nodes` come on top.
     """
-    moves = [action for action in actions if action.kind in PARTITION]
-    if unit.frozen:
-        traffic = predict_traffic(moves, zero_stage, [], [], [unit.chunks])
-    else:
-        own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
-        traffic = predict_traffic(moves, zero_stage, own, tied)
-    part = unit.part(zero_stage, data_ranks)
-    gather = size.weights * part * (data_ranks - 1)
+    traffic = _traffic_of(actions, unit, zero_stage)
+    part = unit.part(zero_stage, data_ranks, hierarchy)
+    sharers = data_ranks if hierarchy is None else hierarchy.node_ranks
+    others = unit.kept(3, data_ranks, hierarchy) * (sharers - 1)
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (data_ranks - 1) // data_ranks
     else:
-        reduce = size.travelling * part * (data_ranks - 1)
+        reduce = size.travelling * others
     return (
-        (traffic.gathers + traffic.tied_gathers + traffic.frozen_gathers) * gather
+        (traffic.gathers + traffic.tied_gathers + traffic.frozen_gathers) * size.weights * others
         + (traffic.reduces + traffic.tied_reduces) * reduce
         + (unit.copies - 1) * size.master * part
+        + (0 if hierarchy is None else bytes_between_nodes(actions, unit, data_ranks, size, hierarchy))
+    )
+
+
+def bytes_between_nodes(
+    actions: Sequence[Action], unit: UnitSize, data_ranks: int, size: ElementBytes, hierarchy: Hierarchy
+) -> int:
+    """Returns the bytes a rank sends to other nodes for one unit in a step, with hierarchical shards.
+
+    With R nodes:
+
+    - A refresh sends R-1 parts.
+    - What combines the sums of nodes sends R-1 parts, or 2(R-1)/R of what a rank keeps if nodes are replicas.
+    """
+    traffic, nodes = _traffic_of(actions, unit, 3), hierarchy.nodes(data_ranks)
+    part = unit.part(3, data_ranks, hierarchy)
+    combine = 2 * part * (nodes - 1) // nodes if hierarchy.replicated else part * (nodes - 1)
+    return traffic.refreshes * size.weights * part * (nodes - 1) + traffic.combines * size.travelling * combine
+
+
+class BusBytes(NamedTuple):
+    """Bytes of a step over the bus between a rank's device and its host, with offloading."""
+
+    loaded: int = 0
+    stored: int = 0
+
+
+def bus_bytes(
+    actions: Sequence[Action],
+    units: Sequence[UnitSize],
+    offload: Offload,
+    zero_stage: int,
+    data_ranks: int,
+    size: ElementBytes,
+) -> BusBytes:
+    """Returns what a rank loads and stores in a step of its program ``actions``, with parts of m elements:
+
+    - loads: w m for each gather of a unit if the host holds the parameters. Otherwise w m once, without frozen units.
+    - stores: u m once, whatever the number of micro-batches, without frozen units.
+    """
+    loaded = stored = 0
+    trains = any(action.kind is Kind.STEP for action in actions)
+    for unit in units:
+        part = unit.part(zero_stage, data_ranks)
+        updates = trains and not unit.frozen
+        moved = _traffic_of(actions, unit, 3)
+        gathers = moved.gathers + moved.tied_gathers + moved.frozen_gathers
+        loaded += size.weights * part * (gathers if offload.parameters else updates)
+        stored += size.master * part * updates
+    return BusBytes(loaded, stored)
+
+
+def _traffic_of(actions: Sequence[Action], unit: UnitSize, zero_stage: int) -> Traffic:
+    """Returns the traffic of one unit."""
+    moves = [action for action in actions if action.kind in PARTITION]
+    if unit.frozen:
+        return predict_traffic(moves, zero_stage, [], [], [unit.chunks])
+    own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
+    return predict_traffic(moves, zero_stage, own, tied)
+
+
+def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:
+    """Returns the bytes of results that a pipeline rank sends to others in a step. Gradients of as many bytes come
+    back."""
+    return micro_batches * sum(
+        activations.chunks[chunk].result
+        for chunk, (own, following) in enumerate(zip(placement, placement[1:]))
+        if own == rank != following
     )
 
 

@@ -177,7 +177,7 @@ def _leave(message: str, status: int, error: BaseException | None = None) -> NoR
         stream.write(message)
         stream.flush()
     if error is not None:
-        reason = lifeline.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        reason = lifeline.fail(f"{type(error).__name__}: {error}".splitlines()[0], status == _REFUSED)
         # A refusal is a sentence already, and other ranks refuse the same.
         if status != _REFUSED and stream is not None:
             stream.write(reason)

@@ -15,20 +15,28 @@ def missing_names(table: Mapping[str, Sequence[str]]) -> list[str]:
     return [label(owner, name) for owner, names in table.items() for name in names if not hasattr(resolve(owner), name)]
 
 
-def missing_parameters(table: Mapping[str, Sequence[str]]) -> list[str]:
+def missing_parameters(table: Mapping[str, Sequence[str]], optional_rest: bool = False) -> list[str]:
     """The functions of ``table`` that the host lacks or that have other parameters.
 
     Args:
         table: the parameters of each function, in order, by its path.
+        optional_rest: whether a function may have more parameters behind these, if they have defaults.
     """
     missing = []
     for path, names in table.items():
         function = resolve(path)
         if function is None:
             missing.append(path)
-        elif tuple(inspect.signature(function).parameters) != tuple(names):
+        elif not _takes(function, tuple(names), optional_rest):
             missing.append(f"the parameters of {path.rpartition('.')[2]}")
     return missing
+
+
+def _takes(function: Any, names: tuple[str, ...], optional_rest: bool) -> bool:
+    parameters = list(inspect.signature(function).parameters.values())
+    own, rest = parameters[: len(names)], parameters[len(names) :]
+    may_follow = optional_rest and all(parameter.default is not parameter.empty for parameter in rest)
+    return tuple(parameter.name for parameter in own) == names and (not rest or may_follow)
 
 
 def resolve(path: str) -> Any:

@@ -1,6 +1,6 @@
 """Where the parameters of a unit lie: one flat storage, of which every data-parallel rank keeps a shard."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ from torch.nn import Parameter
 from ds_lgamp.cost.storage import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import NotGatheredError, guarded
+from ds_lgamp.partition.host_home import LoadedPart
+from ds_lgamp.partition.host_thread import Job, Work
 from ds_lgamp.partition.policy import ZeroPolicy
 
 
@@ -41,6 +43,14 @@ class FlatStorage:
     At stage 3 it has memory of its own, and the storage is freed between uses: it is resized to nothing and refilled
     in place, so views that autograd saved stay exact. A released parameter has no elements.
 
+    With hierarchical shards, the ranks of a node keep all parameters together. What this rank keeps of them is its
+    **kept part**. The shard, which this rank updates, is a view of it: all of it, or one of as many slices as there are
+    nodes. In the second case the peers gather each other's slices once per step (:meth:`start_refresh`).
+
+    With offloading, the shard lies on the host, whose thread updates it, and the device has a **loaded part** beside
+    it. That is the kept part; with one data-parallel rank it is all of the storage, and a gather moves nothing. If the
+    host holds the parameters, the device frees the loaded part when the gather of it is over.
+
     ``guard.py`` stands before the values of parameters that are not complete and current. Whoever asks for them waits
     for the gather in flight.
 
@@ -53,25 +63,40 @@ class FlatStorage:
         self.parameters = parameters
         self.partitioned = policy.partitioned
         """Whether this rank updates a part of the storage, not all of it."""
-        self.frees_weights = policy.partitioned and policy.zero_stage == 3
+        self.host = policy.host
+        """Holds the shard and updates it; None if the device does."""
+        self.gathers = policy.partitioned or policy.host is not None
+        """Whether full parameters follow the shards only when they are gathered."""
+        frees_part = policy.host is not None and policy.host.parameters
+        self.frees_weights = policy.zero_stage == 3 and (policy.partitioned or frees_part)
         """Whether the full parameters exist only between gather and release."""
         self.stale = False
-        """Whether other ranks have changed their parts of the full parameters since this rank gathered them."""
+        """Whether shards have changed since this rank gathered the full parameters that it holds."""
         self.gathering: dist.Work | None = None
         """The gather in flight."""
-        self._data_group = policy.data_group
+        self.refreshing: dist.Work | None = None
+        """The gather between peers in flight."""
+        self._postponed: Work | None = None
+        """The update of this rank's shard that was left to later."""
+        self._updating: Job | None = None
+        """The same update, which the host has begun."""
+        self._announce: Callable[[], None] | None = None
+        self._gather_group = policy.gather_group
+        self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
+        self._outdated = False
+        """Whether peers have changed their slices of the kept part since this rank gathered them."""
         self._holders: set[Hashable] = set()
-        self._lay_out(self._data_group.size(), self._data_group.rank())
+        self._lay_out(policy)
         kinds = {type(entry.parameter) for entry in parameters}
         guards = {kind: guarded(kind, self._settle) for kind in kinds}
         self._guards = [(entry.parameter, type(entry.parameter), guards[type(entry.parameter)]) for entry in parameters]
         """Each parameter, its class, and its class while its values are not current."""
 
-    def _lay_out(self, ranks: int, rank: int) -> None:
+    def _lay_out(self, policy: ZeroPolicy) -> None:
         first = self.parameters[0].parameter
         *self.offsets, self.end = offsets(entry.parameter.numel() for entry in self.parameters)
-        part = part_size(self.end, ranks)
-        self.flat = first.new_zeros(part * ranks, requires_grad=False)
+        ranks = policy.data_group.size()
+        self.flat = first.new_zeros(part_size(self.end, ranks) * ranks, requires_grad=False)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._released = first.new_empty(0, requires_grad=False)
         self._views = []
@@ -80,10 +105,22 @@ class FlatStorage:
             view.copy_(entry.parameter.detach())
             entry.parameter.data = view
             self._views.append(view)
-        self.shard_start = rank * part if self.partitioned else 0
-        self.shard = self.flat[self.shard_start : self.shard_start + part] if self.partitioned else self.flat
-        if self.frees_weights:
-            self.shard = self.shard.clone()
+        self.shard_start, self.kept, self.shard = 0, self.flat, self.flat
+        if self.partitioned:
+            kept = self.flat.numel() // self._gather_group.size()
+            kept_start = self._gather_group.rank() * kept
+            self.kept = self.flat[kept_start : kept_start + kept]
+            if self.frees_weights:
+                self.kept = self.kept.clone()
+            size = self.flat.numel() // policy.shard_group.size()
+            self.shard_start = policy.shard_index * size
+            self.shard = self.kept[self.shard_start - kept_start :][:size]
+        self._loaded: LoadedPart | None = None
+        if self.host is not None:
+            self._loaded = LoadedPart(self.host, self.kept)
+            self.shard = self._loaded.home
+            if self.partitioned:
+                self._loaded.free()
 
     @property
     def resident(self) -> bool:
@@ -94,10 +131,67 @@ class FlatStorage:
         """Name, shape and optimizer group of the parameters, in the order of the storage."""
         return [(entry.name, list(view.shape), entry.group) for entry, view in zip(self.parameters, self._views)]
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the update of this rank's shard was left to later, and nobody has waited for it."""
+        return self._postponed is not None or self._updating is not None
+
+    def postpone(self, update: Work, announce: Callable[[], None] | None = None) -> None:
+        """Leaves the ``update`` of this rank's shard to :meth:`start_update` or :meth:`catch_up`. All data-parallel
+        ranks do so together, and whoever needs values of the parameters catches up first.
+
+        With offloading, the thread of the host calls ``update``, which changes nothing but the unit's tensors there.
+        When it gets to know of the update, the caller calls ``announce``.
+        """
+        self._postponed, self._announce = update, announce
+        if self._loaded is not None:
+            self._outdate()
+        elif self.resident:
+            self._guard()
+
+    def start_update(self) -> None:
+        """Starts the update that was left to later, if there is one. Without offloading it is over at once."""
+        if self.host is None:
+            self.catch_up()
+        elif self._postponed is not None:
+            update, self._postponed = self._postponed, None
+            if self._announce is not None:
+                self._announce()
+            self._updating = self.host.updates.start(update)
+
+    def catch_up(self) -> None:
+        """Ends the update that was left to later, if there is one. It needs no other rank. Raises what the update
+        raised."""
+        if self.host is not None:
+            self.start_update()
+            updating, self._updating = self._updating, None
+            if updating is not None:
+                updating.wait()
+        elif self._postponed is not None:
+            update, self._postponed = self._postponed, None
+            update()
+            if self.resident and not self.stale:
+                self._unguard()
+
+    def start_load(self) -> None:
+        """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
+        data-parallel ranks call it together."""
+        if self._loaded is not None and (self.stale or not self.resident):
+            self.start_update()
+            if not self.partitioned:
+                self.stale = True
+            self._loaded.start(None if self._updating is None else self._updating.wait)
+
+    def finish_load(self) -> None:
+        """Waits for the load, if one is under way. Raises what the update of the shard raised."""
+        if self._loaded is not None:
+            self._loaded.finish()
+
     def hold(self, who: Hashable) -> None:
         """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any."""
+        self.catch_up()
         self._holders.add(who)
-        if self.gathering is None and self.partitioned and (self.stale or not self.resident):
+        if self.gathering is None and self.gathers and (self.stale or not self.resident):
             self._start_gather()
 
     def drop(self, who: Hashable) -> None:
@@ -108,18 +202,37 @@ class FlatStorage:
 
     def refresh(self) -> None:
         """Launches the gather of stale parameters. All data-parallel ranks call it together."""
+        self.catch_up()
         if self.stale and self.gathering is None:
             self._start_gather()
 
+    def start_refresh(self) -> None:
+        """Launches the gather of the slices that peers changed. All data-parallel ranks call it together."""
+        self.catch_up()
+        if self._outdated and self._peers is not None:
+            self._outdated = False
+            self.refreshing = start_all_gather(self.kept, self.shard, self._peers)
+
+    def finish_refresh(self) -> None:
+        """Waits for the gather between peers, if one is in flight."""
+        if self.refreshing is not None:
+            self.refreshing.wait()
+            self.refreshing = None
+
     def finish_gather(self) -> None:
-        """Waits until the full parameters are there."""
+        """Waits until the full parameters are there, if their gather is in flight."""
+        self.catch_up()
         if self.gathering is None:
             return
         self.gathering.wait()
         self.gathering = None
+        self._complete()
+        if self._loaded is not None:
+            self._loaded.free()
+
+    def _complete(self) -> None:
         self.stale = False
-        for parameter, kind, _ in self._guards:
-            parameter.__class__ = kind
+        self._unguard()
         if self.frees_weights:
             for entry, view in zip(self.parameters, self._views):
                 entry.parameter.data = view
@@ -132,6 +245,8 @@ class FlatStorage:
         self.finish_gather()
         for entry in self.parameters:
             entry.parameter.data = self._released
+        if self._loaded is not None:
+            self._loaded.free()
         self.flat.untyped_storage().resize_(0)
         self.stale = False
         self._guard()
@@ -139,11 +254,25 @@ class FlatStorage:
     def replace_shard(self, values: torch.Tensor) -> None:
         """Sets this rank's shard. All data-parallel ranks do so together: what this rank holds of the others' parts
         is old until the next gather. ``values`` may be the shard itself, changed in place."""
+        self.finish_refresh()
         if values is not self.shard:
             self.shard.copy_(values)
-        if self.partitioned and self.resident:
-            self.stale = True
-            self._guard()
+        self._outdated = True
+        self._outdate()
+
+    def settle_loads(self) -> None:
+        """Blocks the host until no load reads the shard. Called before somebody changes it there."""
+        if self._loaded is not None:
+            self._loaded.settle()
+
+    def replace_slice(self, within: slice, values: torch.Tensor) -> None:
+        """Sets a slice of this rank's shard. All data-parallel ranks call it together. Full parameters that are
+        resident do not follow."""
+        self.finish_refresh()
+        self.shard[within] = values
+        self._outdated = True
+        if self._loaded is not None:
+            self._loaded.outdate()
 
     def replace_full(self, within: slice, values: torch.Tensor) -> None:
         """Sets a slice of the full parameters, which must be resident. All data-parallel ranks do so together, with
@@ -157,18 +286,44 @@ class FlatStorage:
             return
         if not self.stale:
             self._attach_parameters()
-        if self.frees_weights:
+        if self.frees_weights or (self.host is not None and not self.stale):
+            self.finish_refresh()
+            self.settle_loads()
             self.shard[within].copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])
+            self._outdated = True
+            if self._loaded is not None:
+                self._loaded.outdate()
 
     def _start_gather(self) -> None:
+        # A program has awaited the load too.
+        self.start_load()
+        self.finish_load()
+        if not self.partitioned:
+            self._complete()
+            return
         if not self.resident:
             self.flat.untyped_storage().resize_(self._bytes)
-        self.gathering = start_all_gather(self.flat, self.shard, self._data_group)
+        # A program has awaited the refresh; a block or a loaded state has not.
+        self.start_refresh()
+        self.finish_refresh()
+        self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
+
+    def _outdate(self) -> None:
+        """Notes that shards have changed, or will have when their updates are over."""
+        if self._loaded is not None:
+            self._loaded.outdate()
+        if self.gathers and self.resident:
+            self.stale = True
+            self._guard()
 
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Waits for the gather in flight before somebody reads or writes values of ``parameter``, or of an unknown one
-        of the unit. Raises NotGatheredError if no gather is in flight."""
-        if self.gathering is None:
+        of the unit. Raises NotGatheredError if a gather is needed and none is in flight."""
+        self.catch_up()
+        if not self.partitioned and not self.frees_weights:
+            # No other rank is needed.
+            self.refresh()
+        if self.gathering is None and (self.stale or not self.resident):
             names = [entry.name for entry in self.parameters if parameter is None or entry.parameter is parameter]
             lacks = "has old values" if self.resident else "has no elements"
             raise NotGatheredError(
@@ -181,6 +336,10 @@ class FlatStorage:
     def _guard(self) -> None:
         for parameter, _, guard in self._guards:
             parameter.__class__ = guard
+
+    def _unguard(self) -> None:
+        for parameter, kind, _ in self._guards:
+            parameter.__class__ = kind
 
     def _attach_parameters(self) -> None:
         """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the

@@ -38,16 +38,20 @@ class GradientReduction:
         self._storage = storage
         self._master_dtype = master_dtype
         self._tie_group = tie_group
-        self._data_group = policy.data_group
-        self._partitioned = policy.partitioned
+        self._ranks = policy.data_group.size()
+        self._group, self._nodes = policy.gather_group, policy.nodes
+        self._partitioned, self._hosted = policy.partitioned, policy.host is not None
         self._in_rank_order = policy.in_rank_order
         self._dtype = policy.gradient_dtype or storage.flat.dtype
         self._communication_dtype = policy.communication_dtype or self._dtype
         # Sums of fp16 numbers leave its range soon.
-        self._averages_first = self._communication_dtype == torch.float16 and policy.data_group.size() > 1
+        self._averages_first = self._communication_dtype == torch.float16 and self._ranks > 1
         self._users = self._users_done = 0
         self._gradient: torch.Tensor | None = None
         self._reducing: Finish | None = None
+        self._node_sum: torch.Tensor | None = None
+        """What the ranks of this node have summed up, of hierarchical shards, before it is combined with others'."""
+        self._combining: Finish | None = None
         self._prepare_accumulation()
 
     def _prepare_accumulation(self) -> None:
@@ -100,7 +104,8 @@ class GradientReduction:
         self.accumulating = True
 
     def start(self) -> None:
-        """Launches the sum of the gradient over the data-parallel ranks."""
+        """Launches the sum of the gradient over the data-parallel ranks; with hierarchical shards, over those of the
+        node."""
         for entry in self._storage.parameters:
             entry.parameter.grad = None
         self._hooked.clear()
@@ -108,41 +113,76 @@ class GradientReduction:
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self._averages_first:
-            gradient.div_(self._data_group.size())
+            gradient.div_(self._ranks)
         if self._partitioned:
             # In another dtype a copy travels, and the accumulated gradient is freed.
             gradient = self._gradient = gradient.to(self._communication_dtype)
-            self._reducing = start_reduce_scatter(gradient, self._data_group, self._master_dtype, self._in_rank_order)
-        elif self._data_group.size() > 1:
+            self._reducing = start_reduce_scatter(gradient, self._group, self._master_dtype, self._in_rank_order)
+        elif self._ranks > 1:
             gradient = gradient.to(self._communication_dtype)
-            self._reducing = start_all_reduce(gradient, self._data_group, self._in_rank_order)
+            self._reducing = start_all_reduce(gradient, self._group, self._in_rank_order)
         else:
             self._reducing = lambda: gradient
 
-    def finish(self) -> None:
-        """Waits for the sum, if one is under way, and adds it to this rank's shard of the gradient."""
+    def finish_reduction(self) -> None:
+        """Waits for the sum that :meth:`start` launched, if it is under way."""
         if self._reducing is None:
             return
         reduced = self._reducing()
         self._reducing = None
+        if self._partitioned:
+            self._gradient = None
+        if self._nodes is None:
+            self._add(reduced)
+        else:
+            self._node_sum = reduced
+
+    def combine(self) -> None:
+        """Launches the sum, over the nodes, of what each has summed up. It needs hierarchical shards."""
+        if self._node_sum is None or self._nodes is None:
+            return
+        travelling = self._node_sum.to(self._communication_dtype)
+        self._node_sum = None
+        peers, in_rank_order = self._nodes.peers, self._in_rank_order
+        if self._nodes.replicated:
+            self._combining = start_all_reduce(travelling, peers, in_rank_order)
+        else:
+            self._combining = start_reduce_scatter(travelling, peers, self._master_dtype, in_rank_order)
+
+    def finish(self) -> None:
+        """Waits for the sum over all data-parallel ranks, if one is under way, and adds it to this rank's shard of the
+        gradient."""
+        self.finish_reduction()
+        self.combine()
+        if self._combining is not None:
+            combined = self._combining()
+            self._combining = None
+            self._add(combined.to(self._master_dtype))
+
+    def _add(self, reduced: torch.Tensor) -> None:
         if self.shard_gradient is None:
             self.shard_gradient = reduced
         elif self._partitioned:
             self.shard_gradient.add_(reduced)
-        if self._partitioned:
-            self._gradient = None
 
     def final_gradient(self) -> torch.Tensor:
         """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and returns it
         in the dtype of the master weights. Nothing is added to it any more."""
         assert self.shard_gradient is not None, "every unit is reduced before the step"
         gradient = self.shard_gradient = self.shard_gradient.to(self._master_dtype)
-        if self._data_group.size() > 1 and not self._averages_first:
-            gradient.div_(self._data_group.size())
+        if self._ranks > 1 and not self._averages_first:
+            gradient.div_(self._ranks)
         if self._tie_group is not None:
             sum_in_rank_order(gradient, self._tie_group)
         self.is_final = True
+        if self._hosted:
+            # In the dtype of the master weights it may be a copy.
+            self._gradient = None
         return gradient
+
+    def move_to(self, home: torch.Tensor) -> None:
+        """Leaves the final gradient to ``home``, which has its values on the host."""
+        self.shard_gradient = home
 
     def drop_gradient(self) -> None:
         """Frees the shard's gradient after the step."""

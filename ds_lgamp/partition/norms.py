@@ -1,6 +1,7 @@
 """The norm of the gradient over all ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ _ROW = 4096
 _BITS, _CUTS = 22, 3
 """Bits of a cut, and cuts of a square.
 
-:func:`exact_norm` counts 66 bits of every square, from the first bit of the greatest square down, in three cuts of 22
+:func:`exact_norms` counts 66 bits of every square, from the first bit of the greatest square down, in three cuts of 22
 bits. An int64 holds the sum of 2^41 numbers of 22 bits. The bits left out of that many squares add up to less than
 2^-25 of the greatest square.
 """
@@ -23,7 +24,10 @@ small enough that the copy takes little memory.
 
 
 def global_norm(
-    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+    gradients: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the 2-norm of the gradient over all ranks, in fp64. The norms of its rows are rounded to fp32.
 
@@ -34,11 +38,20 @@ def global_norm(
         gradients: the gradients of this rank, flat.
         group: all ranks; None if this rank is alone.
         device: where the norm is computed.
+        beside: a whole number [] in fp64 that is summed over all ranks, in place, by the same message.
     """
-    norms = [norm for gradient in gradients for norm in _norms(gradient)]
+    return norm_of_rows([norm for gradient in gradients for norm in row_norms(gradient)], group, device, beside)
+
+
+def norm_of_rows(
+    norms: list[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns what :func:`global_norm` does, from the :func:`row_norms` of all gradients of this rank."""
     total = torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(total, group=group)
+    _all_reduce(total, dist.ReduceOp.SUM, group, beside)
     return total.sqrt()
 
 
@@ -48,50 +61,71 @@ def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def exact_norm(
-    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+    gradients: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the 2-norm of the gradient over all ranks, in fp64. It is the same to the bit however the gradient is cut
-    and spread over ranks.
-
-    The square of an fp32 number is exact in fp64. Each square is cut into whole numbers of a few fixed units, and whole
-    numbers add up without rounding. The greatest gradient decides the largest unit. After J. Demmel and H. D. Nguyen,
-    "Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015, with integers for their bins.
-
-    Returns NaN if any gradient is inf or NaN.
+    and spread over ranks; NaN if any gradient is inf or NaN.
 
     Args:
         gradients: the gradients of this rank, in fp32 or a smaller dtype.
         group: all ranks; None if this rank is alone.
         device: where the norm is computed.
+        beside: as for :func:`global_norm`.
     """
-    alone = group is None or group.size() == 1
-    greatest = torch.zeros((), dtype=torch.float64, device=device)
-    for block in _blocks(gradients):
-        # NaN does not survive a maximum over ranks.
-        greatest = torch.maximum(greatest, block.abs().max().double().nan_to_num(nan=torch.inf, posinf=torch.inf))
-    if not alone:
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
-    # Without gradients, or with infinite ones, the result does not depend on the unit.
+
+    def over_ranks(values: torch.Tensor, operation: Any) -> None:
+        _all_reduce(values, operation, group, beside if operation == dist.ReduceOp.SUM else None)
+
+    return exact_norms([gradients], over_ranks, device)[0]
+
+
+def exact_norms(
+    vectors: Sequence[Sequence[torch.Tensor]],
+    over_ranks: Callable[[torch.Tensor, Any], None],
+    device: torch.device,
+) -> torch.Tensor:
+    """Returns the 2-norms [vectors] over all ranks, each as :func:`exact_norm` does.
+
+    The square of an fp32 number is exact in fp64. Each square is cut into whole numbers of a few fixed units, and whole
+    numbers add up without rounding. The greatest element decides the largest unit. After J. Demmel and H. D. Nguyen,
+    "Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015, with integers for their bins.
+
+    Args:
+        vectors: the parts of every vector on this rank, in fp32 or a smaller dtype.
+        over_ranks: all-reduces values [vectors, ...] over the ranks that share each vector, with a ReduceOp.
+        device: where the norms are computed.
+    """
+    greatest = torch.zeros(len(vectors), dtype=torch.float64, device=device)
+    for index, parts in enumerate(vectors):
+        for block in _blocks(parts, device):
+            # NaN does not survive a maximum over ranks.
+            own = block.abs().max().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
+            greatest[index] = torch.maximum(greatest[index], own)
+    over_ranks(greatest, dist.ReduceOp.MAX)
+    # Without elements, or with infinite ones, the result does not depend on the unit.
     mantissa = torch.frexp(greatest**2).mantissa
-    unit = torch.where(greatest.isfinite() & (greatest > 0), greatest**2 / mantissa, 1.0)
-    counts = torch.zeros(_CUTS, dtype=torch.int64, device=device)
-    for block in _blocks(gradients):
-        rest = block.double().square_().div_(unit)
-        for cut in range(_CUTS):
-            rest.mul_(2**_BITS)
-            whole = rest.floor()
-            counts[cut] += whole.to(torch.int64).sum()
-            rest.sub_(whole)
-    if not alone:
-        dist.all_reduce(counts, group=group)
+    units = torch.where(greatest.isfinite() & (greatest > 0), greatest**2 / mantissa, 1.0)
+    counts = torch.zeros(len(vectors), _CUTS, dtype=torch.int64, device=device)
+    for index, parts in enumerate(vectors):
+        for block in _blocks(parts, device):
+            rest = block.double().square_().div_(units[index])
+            for cut in range(_CUTS):
+                rest.mul_(2**_BITS)
+                whole = rest.floor()
+                counts[index, cut] += whole.to(torch.int64).sum()
+                rest.sub_(whole)
+    over_ranks(counts, dist.ReduceOp.SUM)
     total = torch.zeros_like(greatest)
     for cut in reversed(range(_CUTS)):
-        total += counts[cut].double() * 2.0 ** (-_BITS * (cut + 1))
-    return torch.where(greatest.isfinite(), (total * unit).sqrt(), torch.nan)
+        total += counts[:, cut].double() * 2.0 ** (-_BITS * (cut + 1))
+    return torch.where(greatest.isfinite(), (total * units).sqrt(), torch.nan)
 
 
-def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Returns the norms of short rows, whose squares add up in the gradient's own dtype with little rounding."""
+def row_norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the norms of short rows, whose squares add up in the gradient's own dtype with little rounding."""
     rows = gradient.numel() // _ROW
     if rows:
         yield torch.linalg.vector_norm(gradient[: rows * _ROW].view(rows, _ROW), dim=1)
@@ -99,6 +133,23 @@ def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
         yield torch.linalg.vector_norm(gradient[rows * _ROW :].view(1, -1), dim=1)
 
 
-def _blocks(gradients: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _all_reduce(
+    values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None, beside: torch.Tensor | None
+) -> None:
+    """Reduces ``values`` over all ranks in place and, in the same message, the number ``beside``."""
+    if group is None or group.size() == 1:
+        return
+    if beside is None:
+        dist.all_reduce(values, operation, group)
+        return
+    message = torch.cat([values.reshape(-1), beside.to(values.dtype).reshape(1)])
+    dist.all_reduce(message, operation, group)
+    values.copy_(message[:-1].view(values.shape))
+    beside.copy_(message[-1])
+
+
+def _blocks(gradients: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yields the gradients in blocks on ``device``."""
     for gradient in gradients:
-        yield from gradient.split(_CPU_BLOCK if gradient.device.type == "cpu" else _BLOCK)
+        for block in gradient.split(_CPU_BLOCK if device.type == "cpu" else _BLOCK):
+            yield block if block.device == device else block.to(device)

@@ -50,7 +50,7 @@ class Part(NamedTuple):
         return next((segment for segment in self.unit.master.segments if segment.start <= start < segment.end), None)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the parameter's shape, copied from the ``part`` [numel] of every rank. All data-parallel
+        """Returns a tensor of the parameter's shape, copied from the ``part`` [numel] of every shard. All data-parallel
         ranks call it together.
 
         It adds up tensors that are zero outside a rank's part: parts differ in length, and for most parameters all but
@@ -61,7 +61,7 @@ class Part(NamedTuple):
             return part.clone().view(self.shape)
         whole = part.new_zeros(self.shape.numel(), device=storage.flat.device)
         whole[self.in_parameter] = part
-        return start_all_reduce(whole, self.unit.policy.data_group)().view(self.shape)
+        return start_all_reduce(whole, self.unit.policy.shard_group)().view(self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part [numel] of a tensor of the parameter's shape."""
@@ -73,7 +73,7 @@ class Part(NamedTuple):
         together: a rank on which the parameter is resident gets the other ranks' parts."""
         storage = self.unit.storage
         self.unit.replace_slice(self.in_shard, part)
-        if storage.partitioned and storage.resident:
+        if storage.gathers and storage.resident:
             storage.replace_full(self.in_flat, self.gather(storage.shard[self.in_shard]).reshape(-1))
 
     @torch.no_grad()

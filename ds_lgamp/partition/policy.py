@@ -5,6 +5,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.partition.host_home import Host
+
+
+class NodeGroups(NamedTuple):
+    """The groups of hierarchical shards (:class:`ds_lgamp.schedule.hierarchy.Hierarchy`)."""
+
+    inside: dist.ProcessGroup
+    """The data-parallel ranks of this rank's node."""
+    peers: dist.ProcessGroup
+    """The data-parallel ranks with the same place in their node."""
+    replicated: bool
+    """Whether peers hold the same shard."""
+
 
 class ZeroPolicy(NamedTuple):
     """How units are spread over ranks, and how their gradients add up."""
@@ -21,6 +34,51 @@ class ZeroPolicy(NamedTuple):
     """Whether gradients add up in the order of data-parallel ranks at every stage and on every backend."""
     tensor_group: dist.ProcessGroup | None = None
     """The tensor-parallel ranks; None if there is one."""
+    nodes: NodeGroups | None = None
+    """The groups of hierarchical shards; None if all data-parallel ranks are alike."""
+    host: Host | None = None
+    """What the host does for the units, at stages 1 to 3; None if everything stays on the device."""
+
+    @property
+    def gather_group(self) -> dist.ProcessGroup:
+        """The ranks that gather parameters, and that scatter gradients, among each other."""
+        return self.data_group if self.nodes is None else self.nodes.inside
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks whose shards are all of a unit, if it is partitioned."""
+        return self.nodes.inside if self.nodes is not None and self.nodes.replicated else self.data_group
+
+    @property
+    def shard_index(self) -> int:
+        """Which of the equal parts of a unit is this rank's shard, if it is partitioned.
+
+        Shards of peers follow one another, so that they are one part of the unit together.
+        """
+        nodes = self.nodes
+        if nodes is None:
+            return self.data_group.rank()
+        return (
+            nodes.inside.rank() if nodes.replicated else nodes.inside.rank() * nodes.peers.size() + nodes.peers.rank()
+        )
+
+    @property
+    def shard_order(self) -> list[int]:
+        """The ranks of :attr:`shard_group` in the order of their shards. Nodes have consecutive data-parallel ranks."""
+        nodes, ranks = self.nodes, range(self.shard_group.size())
+        if nodes is None or nodes.replicated:
+            return list(ranks)
+        size = nodes.inside.size()
+        return sorted(ranks, key=lambda rank: (rank % size, rank // size))
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """Which copy of its shard this rank holds, and how many data-parallel ranks hold one."""
+        if not self.partitioned:
+            return self.data_group.rank(), self.data_group.size()
+        if self.nodes is not None and self.nodes.replicated:
+            return self.nodes.peers.rank(), self.nodes.peers.size()
+        return 0, 1
 
     @property
     def partitioned(self) -> bool:

@@ -29,6 +29,7 @@ class MasterWeights:
     """The weights of this rank's shard as the optimizer updates them.
 
     Half-precision weights that train have master weights in fp32. Otherwise the master weights are the shard itself.
+    They lie where the shard lies: on the device or, with offloading, on the host. There a copy may lie on the disk.
 
     Args:
         storage: where the shard lies.
@@ -41,9 +42,11 @@ class MasterWeights:
         self, storage: FlatStorage, policy: ZeroPolicy, trains: bool, tie_group: dist.ProcessGroup | None
     ) -> None:
         shard = storage.shard
-        self.values = shard.float() if trains and shard.itemsize < 4 else shard
-        self.is_copy = self.values is not shard
+        self.is_copy = trains and shard.itemsize < 4
         """Whether the master weights have memory of their own, beside the shard's."""
+        self.values = shard
+        if self.is_copy:
+            self.values = shard.float() if policy.host is None else policy.host.master_weights(shard)
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
         """Whether this pipeline rank's copy of a tied unit is the one that is counted and saved."""
         self.segments = _segments(storage, self.values)
@@ -58,24 +61,33 @@ class MasterWeights:
             kept = keep_bits & (values.to(shard.dtype) == shard)
             values.copy_(torch.where(kept, values, shard.to(values.dtype)))
 
-    def take_gradient(self, gradient: torch.Tensor) -> None:
-        """Gives every segment its part of the shard's ``gradient``, summed over tensor-parallel ranks where each of
-        them has a part of the sum."""
+    def sum_partial(self, gradient: torch.Tensor) -> None:
+        """Sums the shard's ``gradient`` over tensor-parallel ranks where each of them has a part of the sum."""
         tensor_group = self._policy.tensor_group
         for segment in self.segments:
-            segment.shard.grad = gradient[segment.start : segment.end]
             if segment.partial_gradient and tensor_group is not None:
-                sum_in_rank_order(segment.shard.grad, tensor_group)
+                sum_in_rank_order(gradient[segment.start : segment.end], tensor_group)
+
+    def take_gradient(self, gradient: torch.Tensor) -> None:
+        """Gives every segment its part of the shard's ``gradient``, which is final."""
+        for segment in self.segments:
+            segment.shard.grad = gradient[segment.start : segment.end]
 
     def counted_gradients(self) -> list[torch.Tensor]:
         """The gradients of the segments that this rank counts in the norm: over all ranks, every element of the
         gradient counts once."""
-        policy = self._policy
-        if not self.counts_in_norm or not (policy.partitioned or policy.data_group.rank() == 0):
-            return []
-        first = policy.is_first_tensor_rank
-        gradients = (segment.shard.grad for segment in self.segments if first or segment.sliced)
+        gradients = (segment.shard.grad for segment in self._counted())
         return [gradient for gradient in gradients if gradient is not None]
+
+    def counted_parts(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Does what :meth:`counted_gradients` does, of a ``gradient`` of the shard that the segments do not have."""
+        return [gradient[segment.start : segment.end] for segment in self._counted()]
+
+    def _counted(self) -> list[Segment]:
+        copy, _ = self._policy.copies
+        if not self.counts_in_norm or copy > 0:
+            return []
+        return [segment for segment in self.segments if self._policy.is_first_tensor_rank or segment.sliced]
 
     def drop_gradients(self) -> None:
         for segment in self.segments:

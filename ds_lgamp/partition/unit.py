@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
+from ds_lgamp.partition.host_home import StoredGradient
+from ds_lgamp.partition.norms import row_norms
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights
 
@@ -17,6 +19,9 @@ class Unit:
 
     A unit is frozen if none of its parameters requires a gradient. A frozen unit is gathered and released only, at
     stage 3; it has no gradient and no master weights of its own.
+
+    With offloading, master weights and the final gradient lie on the host. Of a frozen unit the host holds the shard,
+    if it holds the parameters.
 
     Args:
         name: its name in errors and traces.
@@ -42,14 +47,30 @@ class Unit:
         if len(dtypes) != 1:
             raise ValueError(f"{name} has parameters of {' and '.join(sorted(dtypes))}; convert them to one")
         self.name = name
-        self.policy = policy
         self.tied = tied
         self.tie_group = tie_group
         self.trains = any(entry.parameter.requires_grad for entry in parameters)
         """False if the unit is frozen."""
+        if policy.nodes is not None and not self.trains:
+            # Nobody changes a frozen unit, so what the ranks of a node keep of it is all there has to be.
+            policy = policy._replace(nodes=policy.nodes._replace(replicated=True))
+        if policy.host is not None and not (self.trains or policy.host.parameters):
+            policy = policy._replace(host=None)
+        self.policy = policy
         self.storage = FlatStorage(sorted(parameters, key=lambda entry: entry.segment_key), policy)
         self.master = MasterWeights(self.storage, policy, self.trains, tie_group)
         self.reduction = GradientReduction(self.storage, policy, self.master.values.dtype, tie_group)
+        self._stored: StoredGradient | None = None
+        if policy.host is not None and self.trains:
+            master = self.master.values
+            self._stored = StoredGradient(policy.host, master.numel(), master.dtype)
+        self._row_norms: list[torch.Tensor] | None = None
+        """Of a gradient that was stored, from its time on the device."""
+        self.watched: Sequence[slice] = ()
+        """Parts of the shard for which :attr:`part_norms` are taken."""
+        self.part_norms: torch.Tensor | None = None
+        """The norms of the watched parts of the last final gradient, then of the same parts of the weights with which
+        it was computed; without the latter if these are on the host. None if there is no such gradient."""
 
     @torch.no_grad()
     def replace_shard(self, master: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -61,6 +82,7 @@ class Unit:
             weights: values of the shard; by default the master weights rounded to its dtype.
         """
         self.storage.finish_gather()
+        self.storage.settle_loads()
         self.master.values.copy_(master)
         self.storage.replace_shard(self.master.values if weights is None else weights)
 
@@ -68,8 +90,9 @@ class Unit:
     def replace_slice(self, within: slice, master: torch.Tensor) -> None:
         """Sets a slice of this rank's master weights and shard. Full parameters that are resident do not follow."""
         self.storage.finish_gather()
+        self.storage.settle_loads()
         self.master.values[within] = master
-        self.storage.shard[within] = self.master.values[within]
+        self.storage.replace_slice(within, self.master.values[within])
 
     def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
         """Takes the shard and the master weights, or a slice of them, from the full parameters. Where those are
@@ -79,13 +102,80 @@ class Unit:
         self.master.adopt(within, keep_bits)
 
     def finish_gradient(self) -> None:
-        """Hands every segment its part of the final gradient."""
-        self.master.take_gradient(self.reduction.final_gradient())
+        """Hands every segment its part of the final gradient; with offloading, once it is on the host."""
+        if self._stored is not None:
+            self.start_store()
+            self.finish_store()
+            return
+        gradient = self._final_gradient()
+        self.master.take_gradient(gradient)
+
+    def start_store(self) -> None:
+        """Starts to copy the final gradient to the host."""
+        assert self._stored is not None, "the host updates the unit"
+        gradient = self._final_gradient()
+        self._row_norms = [norm for part in self.master.counted_parts(gradient) for norm in row_norms(part)]
+        self._stored.start(gradient)
+
+    def _final_gradient(self) -> torch.Tensor:
+        gradient = self.reduction.final_gradient()
+        self.master.sum_partial(gradient)
+        if self.watched:
+            members = [gradient[part] for part in self.watched]
+            if self._stored is None:
+                members += [self.master.values[part] for part in self.watched]
+            self.part_norms = torch.stack(torch._foreach_norm(members))
+        return gradient
+
+    def finish_store(self) -> None:
+        """Waits for the copy, frees the device's gradient and hands every segment its part on the host."""
+        assert self._stored is not None, "the host updates the unit"
+        home = self._stored.finish()
+        self.reduction.move_to(home)
+        self.master.take_gradient(home)
+
+    @property
+    def stored_gradient(self) -> torch.Tensor:
+        """The home of the gradient."""
+        assert self._stored is not None, "the host updates the unit"
+        return self._stored.values
+
+    def settle_store(self) -> None:
+        """Blocks the host until it may read the gradient."""
+        if self._stored is not None:
+            self._stored.settle()
+
+    def norm_rows(self, may_have_changed: bool) -> list[torch.Tensor]:
+        """Returns the :func:`row_norms` of the gradient, as far as this rank counts it in the norm. Those that were
+        taken on the way to the host do, unless user code ``may_have_changed`` the gradient since."""
+        rows, self._row_norms = self._row_norms, None
+        if rows is not None and not may_have_changed:
+            return rows
+        self.settle_store()
+        own = [norm for gradient in self.master.counted_gradients() for norm in row_norms(gradient)]
+        return own if self._stored is None else [norm.to(self.storage.flat.device) for norm in own]
+
+    def scale_gradient(self, factor: float | torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Multiplies the final gradient, or a ``gradient`` that was read from the disk, by ``factor``."""
+        gradient = self.reduction.shard_gradient if gradient is None else gradient
+        assert gradient is not None, "the gradient is final"
+        if self._stored is not None:
+            self.settle_store()
+            factor = factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor
+        if isinstance(factor, torch.Tensor) or factor != 1:
+            gradient.mul_(factor)
 
     @torch.no_grad()
     def follow_update(self) -> None:
         """Brings the shard up to date after the optimizer changed the master weights."""
         self.storage.replace_shard(self.master.values)
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Rounds the master weights to the shard after the host updated them. The storage knows since it has postponed
+        the update that its full parameters are old."""
+        if self.master.is_copy:
+            self.storage.shard.copy_(self.master.values)
 
     def drop_gradient(self) -> None:
         """Frees the gradient after the step."""

@@ -40,18 +40,42 @@ class ZeroPartition:
             for unit in members:
                 unit.reduction.count_user()
         self.device = device
+        self.host = next((unit.policy.host for unit in self.units if unit.policy.host is not None), None)
+        """What the host does for the units; None if everything stays on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
+        self._shared = {unit for unit in self.units if unit.tie_group is not None or self._users(unit) > 1}
+        """Units that several chunks use, here or on other pipeline ranks."""
+        self._finished: set[Unit] = set()
+        """Units whose gradients are finished ahead of the others'."""
         self._accumulating: set[int] = set()
         """Chunks between their first backward and their REDUCE."""
         self._reducing: dict[int, list[Unit]] = {}
         """Units under reduction, by the chunk whose REDUCE launched it."""
+        self._combining: dict[int, list[Unit]] = {}
+        """The same units, once the reduction inside their nodes is over."""
+        self._storing: dict[int, list[Unit]] = {}
+        """Units whose gradients are under way to the host, by the chunk whose STORE launched it."""
+
+    def _users(self, unit: Unit) -> int:
+        return sum(unit in members for members in self.chunk_units.values())
 
     def gather(self, chunk: int) -> None:
         """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing, as at stages 1
         and 2 before the first step."""
         for unit in self.chunk_units[chunk]:
             unit.storage.hold(chunk)
+
+    def load(self, chunk: int) -> None:
+        """Starts to load what the next gathers of ``chunk`` need from the host. A unit that is complete and current
+        moves nothing."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.start_load()
+
+    def wait_load(self, chunk: int) -> None:
+        """Waits for the loads of ``chunk`` that are under way. Raises what the updates of the units raised."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.finish_load()
 
     def wait_gather(self, chunk: int) -> None:
         """Waits for the gathers of ``chunk`` that are still in flight."""
@@ -105,25 +129,81 @@ class ZeroPartition:
 
     def wait_reduce(self, chunk: int) -> None:
         """Waits for the reductions that :meth:`reduce` of ``chunk`` launched."""
-        for unit in self._reducing.pop(chunk):
+        self._combining[chunk] = self._reducing.pop(chunk)
+        for unit in self._combining[chunk]:
+            unit.reduction.finish_reduction()
+
+    def combine(self, chunk: int) -> None:
+        """Lets the reductions that :meth:`wait_reduce` of ``chunk`` awaited go on between nodes."""
+        for unit in self._combining[chunk]:
+            unit.reduction.combine()
+
+    def wait_combine(self, chunk: int) -> None:
+        """Waits for what :meth:`combine` of ``chunk`` launched."""
+        for unit in self._combining[chunk]:
             unit.reduction.finish()
 
+    def refresh(self, chunk: int) -> None:
+        """Launches, between nodes, the gathers of what the last step updated of the units that ``chunk`` uses."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.start_refresh()
+
+    def wait_refresh(self, chunk: int) -> None:
+        """Waits for those of the gathers between nodes that are still in flight."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.finish_refresh()
+
+    def store(self, chunk: int) -> None:
+        """Starts to copy the gradients of the units that ``chunk`` alone uses to the host, after their reduction."""
+        units = self._storing[chunk] = self._alone(chunk)
+        for unit in units:
+            unit.start_store()
+
+    def wait_store(self, chunk: int) -> None:
+        """Waits for what :meth:`store` of ``chunk`` started. The device frees these gradients."""
+        units = self._storing.pop(chunk)
+        for unit in units:
+            unit.finish_store()
+        self._finished.update(units)
+
     def finish_gradients(self) -> None:
-        """Gives every segment its gradient, averaged over the data-parallel ranks, after all reductions."""
+        """Gives every segment its gradient, averaged over the data-parallel ranks, after all reductions. Leaves out
+        what :meth:`finish_gradients_of` finished."""
         # In the order of names: all pipeline ranks sum the copies of tied units in the same order.
         for unit in sorted(self.units, key=lambda unit: unit.name):
-            if unit.trains:
+            if unit.trains and unit not in self._finished:
                 unit.finish_gradient()
+        self._finished.clear()
+
+    def finish_gradients_of(self, chunk: int) -> list[Unit]:
+        """Does what :meth:`finish_gradients` does for the units that ``chunk`` alone uses, after their reduction, and
+        unless they were stored. Returns them."""
+        units = self._alone(chunk)
+        for unit in units:
+            if unit not in self._finished:
+                unit.finish_gradient()
+        self._finished.update(units)
+        return units
+
+    def _alone(self, chunk: int) -> list[Unit]:
+        return [unit for unit in self.chunk_units[chunk] if unit.trains and unit not in self._shared]
+
+    def start_updates(self, chunk: int) -> None:
+        """Starts the updates that a step left to later, of the units that ``chunk`` uses. Without offloading they are
+        over at once."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.start_update()
+
+    def catch_up(self, chunk: int | None = None) -> None:
+        """Runs the updates that a step left to later: of the units that ``chunk`` uses, by default of all."""
+        for unit in self.units if chunk is None else self.chunk_units[chunk]:
+            unit.storage.catch_up()
 
     def counted_gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that this rank counts in the norm: over all ranks, every element counts once."""
-        return [gradient for unit in self.units for gradient in unit.master.counted_gradients()]
-
-    def scale_gradients(self, factor: torch.Tensor) -> None:
         for unit in self.units:
-            gradient = unit.reduction.shard_gradient
-            if gradient is not None:
-                gradient.mul_(factor)
+            unit.settle_store()
+        return [gradient for unit in self.units for gradient in unit.master.counted_gradients()]
 
     def follow_update(self) -> None:
         """Brings the shards up to date after the optimizer changed the master weights. Gathered parameters are old
@@ -133,9 +213,9 @@ class ZeroPartition:
                 unit.follow_update()
 
     def after_update(self) -> None:
-        """Frees the gradients after the step."""
+        """Frees the gradients after the step, except those of updates that it left to later."""
         for unit in self.units:
-            if unit.trains:
+            if unit.trains and not unit.storage.is_overdue:
                 unit.drop_gradient()
 
     def gather_stale(self) -> None:

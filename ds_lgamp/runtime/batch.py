@@ -8,7 +8,10 @@ import torch
 
 from ds_lgamp.runtime.chunk import Buffers, Tensors
 from ds_lgamp.runtime.saved_tensors import SavedTensors
-from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.actions import Action, Kind
+
+LoadMicroBatch = Callable[[int], tuple[Any, Any]]
+"""Returns a micro-batch by its number, as (inputs of the first chunk, labels)."""
 
 
 class Graph(NamedTuple):
@@ -30,18 +33,20 @@ class BatchState:
     """One batch while it runs.
 
     Args:
-        micro_batches: the number of micro-batches.
-        load: returns a micro-batch by its number, as (inputs of the first chunk, labels). The executor calls it once
-            per micro-batch, on ranks that own an end of the model.
+        micro_batches: by how many the loss is averaged: the number of micro-batches on a data-parallel rank, or the
+            mean of these numbers if they differ.
+        load: loads a micro-batch. The executor calls it once for each, on ranks that own an end of the model.
         training: whether backward passes follow.
         turns_at_once: whether each backward of the last chunk directly follows its forward. Recomputing that chunk
             would then save no memory.
+        program: the actions of this rank, which say what it waits for where it stands still.
     """
 
     micro_batches: int
-    load: Callable[[int], tuple[Any, Any]]
+    load: LoadMicroBatch
     training: bool = True
     turns_at_once: bool = False
+    program: Sequence[Action] = ()
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     """Graphs whose backward is still to come, by chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)

@@ -53,6 +53,7 @@ class Chunk:
         before_layer: called with (layer index in the model, micro-batch) before every layer, for seeding.
         between_layers: applied to the input of every layer and to the result of the last one; None leaves them
             unchanged.
+        after_layer: called with (layer index in the model, micro-batch, result) after every layer.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Chunk:
         first_layer: int = 0,
         before_layer: Callable[[int, int], None] | None = None,
         between_layers: Callable[[Any], Any] | None = None,
+        after_layer: Callable[[int, int, Any], None] | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.before_layer = before_layer
         self.between_layers = between_layers
+        self.after_layer = after_layer
         modules = [module for layer in self.layers if isinstance(layer, Module) for module in layer.modules()]
         self._owners = [module for module in modules if module._buffers]
         self._modes: list[bool] = []
@@ -105,6 +108,8 @@ class Chunk:
             if self.between_layers is not None:
                 inputs = self.between_layers(inputs)
             inputs = layer(inputs)
+            if self.after_layer is not None:
+                self.after_layer(index, micro_batch, inputs)
         return inputs if self.between_layers is None else self.between_layers(inputs)
 
 

@@ -12,36 +12,21 @@ from torch.autograd import profiler
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
-from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
+from ds_lgamp.runtime.graph import backpropagate, begin_graph, checked_loss, end_graph, own_loss
 from ds_lgamp.runtime.links import Links
+from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.saved_tensors import SavedTensors
 from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.stored_inputs import StoredInputs
+from ds_lgamp.runtime.whereabouts import Place, here
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
+from ds_lgamp.schedule.standing import Neighbours
 
 
 class ActionError(RuntimeError):
     """An action failed. The message names the rank and the action."""
-
-
-class Partition(Protocol):
-    """Holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism."""
-
-    def gather(self, chunk: int) -> None:
-        """Launches the gather of a chunk's parameters."""
-
-    def wait_gather(self, chunk: int) -> None: ...
-
-    def release(self, chunk: int) -> None: ...
-
-    def begin_backward(self, chunk: int) -> None:
-        """Prepares a chunk's gradients for a backward pass. The executor calls it before each one."""
-
-    def reduce(self, chunk: int) -> None:
-        """Launches the reduction of a chunk's final gradients."""
-
-    def wait_reduce(self, chunk: int) -> None: ...
 
 
 class Timing(Protocol):
@@ -69,6 +54,7 @@ class Executor:
         loss_function: returns the loss from (output of the last chunk, labels); None if the last chunk returns the
             loss.
         step: finishes gradients and steps the optimizer, after the last reduction.
+        update: updates a chunk by itself; None if the programs leave all updates to the step.
         random_sources: generators whose states recomputation restores.
         recompute: whether the backward pass computes chunks again, from their stored input and random states. Otherwise
             autograd keeps what it saved in the forward pass. A last chunk that turns at once is never recomputed.
@@ -77,6 +63,8 @@ class Executor:
             micro-batches). The backward pass starts from it.
         timing: records where the time goes.
         owns: tells whether a tensor is a view of a chunk's parameters; None if parameters are never released.
+        stored_inputs: moves inputs to the host and back; None if the programs leave them on the device.
+        alike: the global ranks with the same chunks, this one among them.
     """
 
     def __init__(
@@ -94,6 +82,9 @@ class Executor:
         loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss,
         timing: Timing | None = None,
         owns: Callable[[int, torch.Tensor], bool] | None = None,
+        update: Callable[[int], None] | None = None,
+        stored_inputs: StoredInputs | None = None,
+        alike: Sequence[int] = (),
     ) -> None:
         self.placement, self.rank = placement, rank
         self.chunks, self.partition, self.links = chunks, partition, links
@@ -103,8 +94,20 @@ class Executor:
         self.trace = trace
         self.loss_gradient = loss_gradient
         self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
-        self._owns = owns
+        self._owns, self._update = owns, update
+        self._stored_inputs = stored_inputs
         self.current: Action | None = None
+        """The action that runs; None between actions."""
+        self.program: Sequence[Action] = ()
+        """The actions of the current batch. What stands here and in the next attributes is for another thread to read
+        (:mod:`ds_lgamp.runtime.whereabouts`)."""
+        self.row = -1
+        """The index of the last action that began; the length of the program once only sends are left."""
+        self.doing = ""
+        """What the current action does, as it is timed."""
+        self.neighbours = Neighbours(*links.neighbours, tuple(alike))
+        self.begun: set[bool] = set()
+        """Whether batches for training, and others, have run."""
         self._batch: BatchState
         """The current batch; between batches, the last one."""
         self._last_chunk = len(placement) - 1
@@ -120,21 +123,27 @@ class Executor:
             raise ActionError("an earlier batch failed, and its communication cannot be undone; restart the run")
         self.links.broken = True
         self._batch = batch
-        self.current = None
+        self.current, self.program, self.row = None, batch.program, -1
+        here.place = Place.BATCH
         try:
             yield
-            self.current = None
-            with self.timing.time("send"):
+            self.current, self.row = None, len(self.program)
+            with self._doing("send"):
                 self.links.drain()
             self.links.broken = False
         except Exception as error:
             batch.graphs.clear()
             batch.results.clear()
+            if self._stored_inputs is not None:
+                self._stored_inputs.clear()
             action = "the end of the batch" if self.current is None else str(self.current)
+            label = f" of {here.label}" if here.label else ""
             raise ActionError(
-                f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}: "
+                f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from error
+        finally:
+            here.place = Place.SCRIPT
 
     @property
     def losses(self) -> list[torch.Tensor]:
@@ -159,6 +168,8 @@ class Executor:
     def execute(self, action: Action) -> None:
         """Executes one action. While a profiler of torch records, the action is one of its ranges."""
         self.current = action
+        self.row += 1
+        self.doing = ""
         if self.trace is not None:
             self.trace.append(str(action))
         if profiler._is_profiler_enabled:
@@ -166,6 +177,11 @@ class Executor:
                 _EXECUTE[action.kind](self, action)
         else:
             _EXECUTE[action.kind](self, action)
+
+    def _doing(self, kind: str) -> AbstractContextManager[Any]:
+        """Times the block as ``kind``, and says that this rank does that. Passes do both by themselves: a call less."""
+        self.doing = kind
+        return self.timing.time(kind)
 
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
@@ -186,6 +202,7 @@ class Executor:
                 saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
+        self.doing = "forward"
         with self.timing.time("forward"), torch.set_grad_enabled(batch.training), hooks:
             result = self._compute(chunk, micro_batch, inputs)
             if chunk == self._last_chunk:
@@ -208,11 +225,13 @@ class Executor:
         graph = batch.graphs.pop((chunk, micro_batch))
         buffers: Buffers = []
         if graph.saved is not None:
+            self.doing = "backward"
             with self.timing.time("backward"):
                 buffers = self._recompute(chunk, micro_batch, graph, graph.saved)
         if chunk == self._last_chunk:
             batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
+        self.doing = "backward"
         with self.timing.time("backward"):
             backpropagate(graph.ends, gradients)
         # The buffers change back only now, because autograd may have saved them for the backward pass.
@@ -224,7 +243,7 @@ class Executor:
 
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
-        with self.timing.time("send"):
+        with self._doing("send"):
             result = self._batch.results.pop((Kind.FORWARD, chunk, micro_batch))
             self.links.send_activations(chunk, micro_batch, result, answered=self._batch.training)
 
@@ -232,28 +251,36 @@ class Executor:
         self.links.post_activations(action.chunk, action.micro_batch)
 
     def send_backward(self, action: Action) -> None:
-        with self.timing.time("send"):
+        with self._doing("send"):
             self.links.send_gradients(self._batch.results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
 
     def receive_backward(self, action: Action) -> None:
         self.links.post_gradients(action.chunk, action.micro_batch)
 
-    def gather(self, action: Action) -> None:
-        self.partition.gather(action.chunk)
+    def update(self, action: Action) -> None:
+        assert self._update is not None, "programs with UPDATE come with an update"
+        with self._doing("step"):
+            self._update(action.chunk)
 
-    def release(self, action: Action) -> None:
-        self.partition.release(action.chunk)
+    def store_input(self, action: Action) -> None:
+        _, chunk, micro_batch = action
+        self._inputs_on_host.store(chunk, micro_batch, self._batch.graphs[chunk, micro_batch].beginning)
 
-    def reduce(self, action: Action) -> None:
-        self.partition.reduce(action.chunk)
+    def load_input(self, action: Action) -> None:
+        self._inputs_on_host.load(action.chunk, action.micro_batch)
 
-    def wait_gather(self, action: Action) -> None:
-        with self.timing.time("gather"):
-            self.partition.wait_gather(action.chunk)
+    def wait_store_input(self, action: Action) -> None:
+        with self._doing("store"):
+            self._inputs_on_host.wait_store(action.chunk, action.micro_batch)
 
-    def wait_reduce(self, action: Action) -> None:
-        with self.timing.time("reduce"):
-            self.partition.wait_reduce(action.chunk)
+    def wait_load_input(self, action: Action) -> None:
+        with self._doing("load"):
+            self._inputs_on_host.wait_load(action.chunk, action.micro_batch)
+
+    @property
+    def _inputs_on_host(self) -> StoredInputs:
+        assert self._stored_inputs is not None, "programs with STORE_A come with stored inputs"
+        return self._stored_inputs
 
     def step(self, action: Action) -> None:
         self._step()
@@ -268,7 +295,7 @@ class Executor:
                 return first_input
         if self.placement[chunk - 1] == self.rank:
             return batch.results.pop((Kind.FORWARD, chunk - 1, micro_batch))
-        with self.timing.time("activation"):
+        with self._doing("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
     def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
@@ -309,19 +336,30 @@ class Executor:
         """Returns the gradients of the chunk's result. The caller recomputes first, so that gradients travel
         meanwhile."""
         if chunk == self._last_chunk:
-            return [self.loss_gradient(_checked_loss(ends[0]), self._batch.micro_batches)]
+            return [self.loss_gradient(checked_loss(ends[0]), self._batch.micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._batch.results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
-        with self.timing.time("gradient"):
+        with self._doing("gradient"):
             return self.links.take_gradients(chunk, micro_batch)
 
 
-def _checked_loss(result: Any) -> torch.Tensor:
-    if not isinstance(result, torch.Tensor) or result.numel() != 1:
-        raise ValueError("the loss is not a tensor with one element; the loss function must return one")
-    if not result.requires_grad:
-        raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
-    return result
+def _does(name: str) -> Callable[[Executor, Action], None]:
+    """Returns what lets the partition's method ``name`` act on an action's chunk."""
+
+    def act(executor: Executor, action: Action) -> None:
+        getattr(executor.partition, name)(action.chunk)
+
+    return act
+
+
+def _waits(name: str, kind: str) -> Callable[[Executor, Action], None]:
+    """Returns what lets the partition's method ``name`` wait for an action's chunk, and times it as ``kind``."""
+
+    def wait(executor: Executor, action: Action) -> None:
+        with executor._doing(kind):
+            getattr(executor.partition, name)(action.chunk)
+
+    return wait
 
 
 _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
@@ -331,11 +369,24 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.RECV_FORWARD: Executor.receive_forward,
     Kind.SEND_BACKWARD: Executor.send_backward,
     Kind.RECV_BACKWARD: Executor.receive_backward,
-    Kind.GATHER: Executor.gather,
-    Kind.RELEASE: Executor.release,
-    Kind.REDUCE: Executor.reduce,
-    Kind.WAIT_GATHER: Executor.wait_gather,
-    Kind.WAIT_REDUCE: Executor.wait_reduce,
+    Kind.GATHER: _does("gather"),
+    Kind.RELEASE: _does("release"),
+    Kind.REDUCE: _does("reduce"),
+    Kind.WAIT_GATHER: _waits("wait_gather", "gather"),
+    Kind.WAIT_REDUCE: _waits("wait_reduce", "reduce"),
+    Kind.REFRESH: _does("refresh"),
+    Kind.COMBINE: _does("combine"),
+    Kind.WAIT_REFRESH: _waits("wait_refresh", "gather"),
+    Kind.WAIT_COMBINE: _waits("wait_combine", "reduce"),
+    Kind.LOAD: _does("load"),
+    Kind.WAIT_LOAD: _waits("wait_load", "load"),
+    Kind.STORE: _does("store"),
+    Kind.WAIT_STORE: _waits("wait_store", "store"),
+    Kind.STORE_INPUT: Executor.store_input,
+    Kind.LOAD_INPUT: Executor.load_input,
+    Kind.WAIT_STORE_INPUT: Executor.wait_store_input,
+    Kind.WAIT_LOAD_INPUT: Executor.wait_load_input,
+    Kind.UPDATE: Executor.update,
     Kind.STEP: Executor.step,
 }
 """Functions, because bound methods would form a reference cycle with the executor that only the garbage collector

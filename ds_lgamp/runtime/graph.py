@@ -55,14 +55,23 @@ def own_loss(loss: Any) -> Any:
     return loss.clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 
+def checked_loss(result: Any) -> torch.Tensor:
+    """Returns the ``result`` of the last chunk. Raises ValueError if no backward pass can start from it."""
+    if not isinstance(result, torch.Tensor) or result.numel() != 1:
+        raise ValueError("the loss is not a tensor with one element; the loss function must return one")
+    if not result.requires_grad:
+        raise ValueError("the loss needs no gradient; it must depend on the model's parameters")
+    return result
+
+
 def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not member.is_floating_point():
-        return _placeholder(member), member
+        return placeholder(member), member
     leaf = member.detach().requires_grad_()
     # To autograd this is not a view, so layers may change it in place. Its gradient passes through unchanged.
     follower = torch.ops.aten._unsafe_view(leaf, leaf.shape)
     # The graph needs only the leaf's shape and gradient.
-    leaf.data = _placeholder(member)
+    leaf.data = placeholder(member)
     return leaf, follower
 
 
@@ -72,6 +81,6 @@ def _edge(member: torch.Tensor) -> GradientEdge:
     return get_gradient_edge(member.view_as(member))
 
 
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the shape of ``tensor`` and memory for one element."""
     return tensor.new_empty(()).expand(tensor.shape)

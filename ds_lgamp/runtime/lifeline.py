@@ -4,14 +4,16 @@ gloo notices a dead rank, because its connections end. Kernels of NCCL wait for 
 Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
 without a goodbye, its rank is dead. The hub tells all others which rank it was, so they end after two hops, in a job of
 any size. When the hub itself dies, all see it. A hub that leaves well hands its connections over to the lowest rank
-that is left. The thread sleeps until something happens, so a step has no extra work.
+that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.runtime.stalls`), and
+otherwise it sleeps until something happens.
 
-The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. A rank whose main thread keeps it for ever
-is left to the launcher.
+The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever,
+a timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`).
 """
 
 import json
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -22,13 +24,18 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_lgamp.runtime.before_init import attempt
+from ds_lgamp.runtime.last_resort import dump_flight_recorder
 from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join, listen, own_address
+from ds_lgamp.runtime.stalls import TICK, StallTalk
+from ds_lgamp.runtime.whereabouts import here
 
 logger = logging.getLogger(__name__)
 _GRACE = 3.0
@@ -43,8 +50,10 @@ _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
+_RECORDER = 5.0
+"""Seconds to wait for the record of NCCL."""
 _FAILED = 1
-_HERE, _GOODBYE, _VERDICT = "here", "goodbye", "verdict"
+_HERE, _GOODBYE, _VERDICT, _REFUSAL = "here", "goodbye", "verdict", "refusal"
 
 
 class Lifeline:
@@ -54,17 +63,22 @@ class Lifeline:
         own: this rank.
         listener: takes the connections of other ranks.
         token: what a rank must present.
+        world: the number of ranks.
     """
 
-    def __init__(self, own: Member, listener: socket.socket, token: str) -> None:
+    def __init__(self, own: Member, listener: socket.socket, token: str, world: int) -> None:
         self._own, self._listener, self._token = own, listener, token
         self._neighbours: dict[Connection, Member] = {}
         self._watched: set[Connection] = set()
         """The neighbours that have not said goodbye."""
+        self._hub: Connection | None = None
+        """The connection to the hub; None if this rank is the hub."""
+        self._stalls = StallTalk(own, world, _say, self._stalled)
         self._newcomers: dict[Connection, float] = {}
         """Connections that have not shown the token, and when they began."""
         self._verdict: str | None = None
         self._judged, self._leaving = threading.Event(), threading.Event()
+        self._said, self._speaking = False, threading.Lock()
         self._alarm, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._await(listener, self._accept)
@@ -85,14 +99,17 @@ class Lifeline:
             self._alarm.send(b"!")
         self._thread.join(_STAY + _FAREWELL + PATIENCE)
 
-    def fail(self, cause: str) -> str:
+    def fail(self, cause: str, refused: bool = False) -> str:
         """Tells the others why this rank is about to end, unless another rank's end is known to be the reason.
 
-        Returns the sentence that says so; "" if there is none.
+        Args:
+            refused: whether the others are about to refuse the same, and need not be told why.
+
+        Returns the sentence that names the other rank; "" if there is none, or if it was said already.
         """
         if self._judged.wait(_NEWS):
-            return self._sentence()
-        self._spread(f"{self._own.name} failed ({cause})")
+            return self._last_words()
+        self._spread(_REFUSAL if refused else _VERDICT, f"{self._own.name} failed ({cause})")
         return ""
 
     def let_go(self) -> None:
@@ -107,24 +124,36 @@ class Lifeline:
 
     def _watch(self) -> None:
         try:
-            self._serve(self._leaving.is_set)
+            self._serve(self._leaving.is_set, looks=True)
+            self._stalls.finish()
             self._serve(lambda: len(self._neighbours) < 2, _STAY)
         finally:
             self._say_goodbye()
             self._serve(lambda: not self._neighbours, _FAREWELL)
             self.let_go()
 
-    def _serve(self, over: Callable[[], bool], seconds: float | None = None) -> None:
-        """Answers what happens until ``over``, for ``seconds`` at most."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+    def _serve(self, over: Callable[[], bool], seconds: float = math.inf, looks: bool = False) -> None:
+        """Answers what happens until ``over``, for ``seconds`` at most. ``looks`` whether this rank stands still."""
+        deadline, next_look = time.monotonic() + seconds, time.monotonic()
         while not over():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 return
-            for key, _ in self._selector.select(left):
+            if looks and now >= next_look:
+                self._look()
+                next_look = now + TICK
+            left = min(deadline, next_look if looks else math.inf) - now
+            for key, _ in self._selector.select(max(0.0, left)):
                 # What an earlier event did may have closed this one's connection.
                 if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
                     key.data(key.fileobj)
+
+    def _look(self) -> None:
+        try:
+            self._stalls.look(self._neighbours, self._hub)
+        except Exception:
+            # A fault there must not take with it what watches for deaths.
+            logger.exception(f"ds_lgamp: {self._own.name} cannot tell whether ranks stand still")
 
     def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
         self._selector.register(source, selectors.EVENT_READ, answer)
@@ -165,12 +194,15 @@ class Lifeline:
             kind, _, content = line.partition(" ")
             if kind == _HERE:
                 self._watched.add(neighbour)
-            elif kind == _VERDICT:
-                self._judge(content, neighbour)
+            elif kind in (_VERDICT, _REFUSAL):
+                self._judge(content, neighbour, kind)
             elif kind == _GOODBYE:
+                self._stalls.note_goodbye(self._neighbours[neighbour])
                 self._drop(neighbour)
                 self._follow([Member(*heir) for heir in json.loads(content)])
                 return
+            else:
+                self._stalls.hear(kind, content, neighbour)
         if ended:
             died, member = neighbour in self._watched, self._neighbours[neighbour]
             self._drop(neighbour)
@@ -181,6 +213,8 @@ class Lifeline:
         self._selector.unregister(neighbour)
         del self._neighbours[neighbour]
         self._watched.discard(neighbour)
+        if neighbour is self._hub:
+            self._hub = None
         neighbour.close()
 
     def _join(self, member: Member) -> None:
@@ -190,6 +224,7 @@ class Lifeline:
         neighbour.send(_HERE)
         self._neighbours[neighbour] = member
         self._watched.add(neighbour)
+        self._hub = neighbour
         self._await(neighbour, self._hear)
 
     def _follow(self, heirs: list[Member]) -> None:
@@ -213,38 +248,65 @@ class Lifeline:
 
     # The end
 
-    def _judge(self, verdict: str, source: Connection) -> None:
-        """Passes the first ``verdict`` on, and ends this rank soon, unless it leaves."""
+    def _stalled(self, verdict: str, stack: str) -> None:
+        """Ends the job, because a rank stands still."""
+        if stack:
+            _say(f"ds_lgamp: the last calls of the rank that stands still:\n{stack}")
+        self._judge(verdict, None)
+
+    def _judge(self, verdict: str, source: Connection | None, kind: str = _VERDICT) -> None:
+        """Passes the first ``verdict`` on, and ends this rank soon, unless it leaves. Says so at once, because a
+        launcher may be faster; a rank that is about to refuse the same has a moment to do so itself."""
         if self._verdict is not None:
             return
         self._verdict = verdict
-        self._watched.discard(source)
-        self._spread(verdict)
+        if source is not None:
+            self._watched.discard(source)
+        self._spread(kind, verdict)
+        if kind == _VERDICT and not self._leaving.is_set():
+            _say(self._last_words())
         self._judged.set()
         if not self._leaving.wait(_GRACE):
-            _end(self._sentence())
+            _end(self._last_words(), self._own.rank)
 
-    def _spread(self, verdict: str) -> None:
+    def _spread(self, kind: str, verdict: str) -> None:
         for neighbour in list(self._watched):
-            neighbour.send(f"{_VERDICT} {verdict}")
+            neighbour.send(f"{kind} {verdict}")
         # Whoever knows the verdict ends too, without a goodbye.
         self._watched.clear()
 
+    def _last_words(self) -> str:
+        """Returns the sentence with which this rank ends; "" from the second time on."""
+        with self._speaking:
+            said, self._said = self._said, True
+        return "" if said else self._sentence()
+
     def _sentence(self) -> str:
-        return f"ds_lgamp: {self._verdict}; this rank, {self._own.rank}, ends\n"
+        return f"ds_lgamp: {self._verdict}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"
 
 
-def _end(sentence: str) -> None:
+def _end(sentence: str, rank: int) -> None:
     """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
-
-    def last_words() -> None:
-        os.write(2, sentence.encode())
-        sys.stdout.flush()
-
-    speaker = threading.Thread(target=last_words, daemon=True)
-    speaker.start()
-    speaker.join(1)
+    _say(sentence)
+    for last, seconds in ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER)):
+        _try(last, seconds)
     os._exit(_FAILED)
+
+
+def _say(text: str) -> None:
+    _try(lambda: os.write(2, text.encode()), 1.0)
+
+
+def _try(act: Callable[[], Any], seconds: float) -> None:
+    """Acts, but does not wait for longer than ``seconds``."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            act()
+
+    actor = threading.Thread(target=attempt, daemon=True)
+    actor.start()
+    actor.join(seconds)
 
 
 # The one lifeline of a process
@@ -271,13 +333,14 @@ def start() -> None:
     _starts += 1
     store, rank = _get_default_store(), dist.get_rank()
     # Later default groups may have the same store: those of this process, and those of a job that torchrun restarts.
-    key = f"ds_lgamp/lifeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_starts}"
-    listener = listen()
-    own = Member(rank, socket.gethostname(), own_address(store), listener.getsockname()[1])
+    key = f"ds_lgamp/lifeline/{attempt()}/{_starts}"
+    address = own_address(store)
+    listener = listen(address, os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size()))
+    own = Member(rank, socket.gethostname(), address, listener.getsockname()[1])
     if rank == 0:
         store.set(key, json.dumps([secrets.token_hex(16), *own]))
     token, *hub = json.loads(store.get(key))
-    lifeline = Lifeline(own, listener, token)
+    lifeline = Lifeline(own, listener, token, dist.get_world_size())
     try:
         lifeline.start(None if rank == 0 else Member(*hub))
     except OSError as error:
@@ -299,9 +362,9 @@ def leave() -> None:
         _leave()
 
 
-def fail(cause: str) -> str:
+def fail(cause: str, refused: bool = False) -> str:
     """See :meth:`Lifeline.fail`. Returns "" without a lifeline."""
-    return "" if _current is None else _current.fail(cause)
+    return "" if _current is None else _current.fail(cause, refused)
 
 
 def _leave() -> None:

@@ -289,6 +289,11 @@ class Links:
         self._gradients_in = Incoming(gradients_in, device, None, dynamic, on_arrival)
         self._gradients_out = Outgoing(gradients_out, headers_out, dynamic, on_arrival, advice)
 
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """The global ranks before and after this one in the ring."""
+        return self._activations_in.endpoint.peer, self._activations_out.endpoint.peer
+
     def post_activations(self, chunk: int, micro_batch: int) -> None:
         self._activations_in.post(chunk, micro_batch)
 

@@ -42,7 +42,8 @@ class CollectiveCounter(TorchDispatchMode):
     A rank with W ranks in its group sends these bytes, as in the usual algorithms:
 
     - all-gather: W-1 shards.
-    - reduce-scatter and all-to-all: (W-1)/W of the input.
+    - reduce-scatter: (W-1)/W of the input.
+    - all-to-all: the input without the rank's own part.
     - all-reduce: 2(W-1)/W of the input.
     - broadcast and reduce: (W-1)/W of the input, on average.
     - send: the whole tensor.
@@ -54,14 +55,17 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.log: list[tuple[str, int]] = []
         """Kind and bytes sent of every call, in order."""
+        self._groups: list[str] = []
+        """The name of the group of every call."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         namespace, name = function._schema.name.split("::")
         if namespace == "c10d":
-            ranks = _group_size(args)
-            if ranks > 1:
+            group = _group_of(args)
+            if group is not None and group.size() > 1:
                 kind = _KINDS.get(name, name)
-                self.log.append((kind, _bytes_sent(kind, args, ranks)))
+                self.log.append((kind, _bytes_sent(kind, args, group.size())))
+                self._groups.append(group.group_name)
         return function(*args, **(kwargs or {}))
 
     @property
@@ -76,6 +80,10 @@ class CollectiveCounter(TorchDispatchMode):
         for kind, amount in self.log:
             sent[kind] += amount
         return sent
+
+    def calls_in(self, group: dist.ProcessGroup) -> list[tuple[str, int]]:
+        """Returns kind and bytes sent of every call in ``group``, in order."""
+        return [call for call, name in zip(self.log, self._groups) if name == group.group_name]
 
     def collectives(self) -> int:
         """Returns the number of calls, without point-to-point messages."""
@@ -94,15 +102,24 @@ def _bytes_sent(kind: str, args: tuple, ranks: int) -> int:
         return total // (ranks + 1) * (ranks - 1)
     if kind == "all_to_all":
         # The outputs come first. As many inputs follow.
-        return sum(map(_nbytes, tensors[len(tensors) // 2 :])) * (ranks - 1) // ranks
+        own, parts = _parts(args, ranks)
+        return sum(map(_nbytes, tensors[len(tensors) // 2 :])) * (parts - own) // max(1, parts)
     return (2 if kind == "all_reduce" else 1) * total * (ranks - 1) // ranks
 
 
-def _group_size(args: tuple) -> int:
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            return dist.ProcessGroup.unbox(argument).size()
-    return 1
+def _parts(args: tuple, ranks: int) -> tuple[int, int]:
+    """Returns the size of the part of an all-to-all's input that stays on this rank, and that of the whole input. If
+    parts are unequal, their sizes follow those of the output's."""
+    group, lists = _group_of(args), [argument for argument in args if isinstance(argument, list)]
+    assert group is not None, "an all-to-all has a group"
+    sizes = [sizes for sizes in lists if sizes and all(type(size) is int for size in sizes)]
+    parts = sizes[-1] if sizes else [1] * ranks
+    return parts[group.rank()], sum(parts)
+
+
+def _group_of(args: tuple) -> dist.ProcessGroup | None:
+    groups = (argument for argument in args if isinstance(argument, torch.ScriptObject))
+    return next(map(dist.ProcessGroup.unbox, groups), None)
 
 
 class PeakMemory(TorchDispatchMode):

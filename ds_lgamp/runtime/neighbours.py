@@ -76,11 +76,26 @@ class Connection:
         self._peer.close()
 
 
-def listen() -> socket.socket:
-    """Returns a socket that takes connections at a free port of every interface."""
+def listen(address: str, alone: bool) -> socket.socket:
+    """Returns a socket that takes connections at a free port of the interface with this rank's ``address``.
+
+    Args:
+        address: what :func:`own_address` returns.
+        alone: whether all ranks are on this machine.
+    """
+    # A name may be unknown here, or may be that of another machine, which cannot be bound.
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        if alone or not _is_loopback(str(place[0])):
+            return socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+    # Other machines know by that name an interface of this one, and this one does not know which.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def own_address(store: dist.Store) -> str:
@@ -97,7 +112,7 @@ def own_address(store: dist.Store) -> str:
         # Connecting a datagram socket sends nothing.
         probe.connect(target)
         own = str(probe.getsockname()[0])
-    return store.host if own.startswith("127.") or own == "::1" else own
+    return store.host if _is_loopback(own) else own
 
 
 def join(member: Member, token: str, own: Member) -> Connection:

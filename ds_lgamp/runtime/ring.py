@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.partition.groups import own_of_disjoint
 from ds_lgamp.runtime.links import RESET, Endpoint, Links
 
 _KINDS = ("activations", "gradients")
@@ -86,33 +88,18 @@ def _edge_groups(pipelines: Sequence[Sequence[int]], device: torch.device) -> di
     kind therefore has a group of its own. All edges of a colour open at once, so that the time does not grow with the
     number of ranks.
     """
-    own = dist.get_rank()
+    own, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    timeout = _timeout(world, device)
     groups = {}
     for edges in edge_colours(pipelines):
         for kind in _KINDS:
-            group = _group_of_pair(edges, device)
+            group = own_of_disjoint(edges, timeout, partial(link_options, timeout))
             for edge in edges:
                 if group is not None and own in edge:
                     _open_communicator(group, edge if kind == "activations" else edge[::-1], device)
                     groups[edge, kind] = group
     return groups
-
-
-def _group_of_pair(edges: Sequence[Edge], device: torch.device) -> dist.ProcessGroup | None:
-    """Makes a group of every edge of one colour. Returns this rank's; None if it has no such edge.
-
-    If the default group is bound to a device, torch splits communicators, and every split is collective over all ranks.
-    One split then makes all groups. Otherwise ``new_group`` costs no communication, and only members connect.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
-    timeout = _timeout(world, device)
-    if world.bound_device_id is not None:
-        ranks = [sorted(edge) for edge in edges]
-        return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=link_options(timeout))
-    # Each group gets options of its own, because torch writes the group's name into them.
-    groups = {edge: dist.new_group(list(edge), timeout=timeout, pg_options=link_options(timeout)) for edge in edges}
-    return next((group for edge, group in groups.items() if dist.get_rank() in edge), None)
 
 
 def link_options(timeout: timedelta | None) -> Any:

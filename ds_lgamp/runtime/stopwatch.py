@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-EXPOSED_WAITS = ("data", "gather", "reduce", "activation", "gradient", "send")
+EXPOSED_WAITS = ("data", "gather", "reduce", "activation", "gradient", "send", "load", "store")
 """What each wait is for: micro-batches (data), parameters (gather), the end of reductions (reduce), results of
-neighbours (activation, gradient) and sends (send)."""
+neighbours (activation, gradient), sends (send), and copies between host and device (load, store)."""
 COMPUTE = ("forward", "backward", "step")
 
 _OFF: AbstractContextManager[None] = nullcontext()

@@ -1,9 +1,16 @@
 """The actions of a program, and their text form.
 
 Each action runs on the pipeline rank that owns its chunk. ``GATHER3`` and ``REDUCE3`` launch a collective;
-``WAIT_GATHER3`` and ``WAIT_REDUCE3`` wait for it. ``SEND_F3.5`` sends the result of ``F3.5`` to the rank of chunk 4,
-where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that ``B3.5`` computed to the rank of chunk 2,
-where ``RECV_B2.5`` posts the receive.
+``WAIT_GATHER3`` and ``WAIT_REDUCE3`` wait for it. With hierarchical shards these two stay inside a node. ``REFRESH3``
+then brings the updated parts of the node's shard from other nodes, and ``COMBINE3`` sums over the nodes what
+``REDUCE3`` summed inside each; ``WAIT_REFRESH3`` and ``WAIT_COMBINE3`` wait for them.
+
+``UPDATE3`` is the optimizer's update of one chunk, where ``STEP`` does not update all. With offloading, it runs on the
+host, beside the program. Once it is over, ``LOAD3`` copies this rank's part of the weights from the host to the device;
+``STORE3`` copies the gradient back. ``WAIT_LOAD3`` and ``WAIT_STORE3`` wait for them. ``STORE_A3.5`` takes the input of
+``F3.5`` to the host and ``LOAD_A3.5`` brings it back for ``B3.5``; they have waits, too. ``SEND_F3.5`` sends the result
+of ``F3.5`` to the rank of chunk 4, where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that
+``B3.5`` computed to the rank of chunk 2, where ``RECV_B2.5`` posts the receive.
 """
 
 import re
@@ -23,8 +30,21 @@ class Kind(str, Enum):
     GATHER = "GATHER"
     RELEASE = "RELEASE"
     REDUCE = "REDUCE"
+    REFRESH = "REFRESH"
+    COMBINE = "COMBINE"
     WAIT_GATHER = "WAIT_GATHER"
     WAIT_REDUCE = "WAIT_REDUCE"
+    WAIT_REFRESH = "WAIT_REFRESH"
+    WAIT_COMBINE = "WAIT_COMBINE"
+    LOAD = "LOAD"
+    STORE = "STORE"
+    WAIT_LOAD = "WAIT_LOAD"
+    WAIT_STORE = "WAIT_STORE"
+    STORE_INPUT = "STORE_A"
+    LOAD_INPUT = "LOAD_A"
+    WAIT_STORE_INPUT = "WAIT_STORE_A"
+    WAIT_LOAD_INPUT = "WAIT_LOAD_A"
+    UPDATE = "UPDATE"
     STEP = "STEP"
 
     # Programs have millions of actions and look each one up by kind. str hashes in C, Enum in slower Python.
@@ -34,12 +54,32 @@ class Kind(str, Enum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
-COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
-WAITS = frozenset({Kind.WAIT_GATHER, Kind.WAIT_REDUCE})
-PARTITION = COLLECTIVES | WAITS | {Kind.RELEASE}
+AWAITED = {
+    Kind.WAIT_GATHER: Kind.GATHER,
+    Kind.WAIT_REDUCE: Kind.REDUCE,
+    Kind.WAIT_REFRESH: Kind.REFRESH,
+    Kind.WAIT_COMBINE: Kind.COMBINE,
+    Kind.WAIT_LOAD: Kind.LOAD,
+    Kind.WAIT_STORE: Kind.STORE,
+    Kind.WAIT_STORE_INPUT: Kind.STORE_INPUT,
+    Kind.WAIT_LOAD_INPUT: Kind.LOAD_INPUT,
+}
+"""The kind of action that each kind of wait waits for."""
+COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE})
+WAITS = frozenset(AWAITED)
+OF_INPUTS = frozenset({Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.WAIT_STORE_INPUT, Kind.WAIT_LOAD_INPUT})
+"""What storing the inputs of chunks on the host adds to a program."""
+TRANSFERS = frozenset({Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT})
+"""Copies between host and device."""
+OFFLOADING = frozenset({Kind.LOAD, Kind.STORE, Kind.WAIT_LOAD, Kind.WAIT_STORE, Kind.UPDATE})
+"""What offloading of optimizer state and parameters adds to a program."""
+BETWEEN_NODES = frozenset({Kind.REFRESH, Kind.COMBINE})
+"""Collectives of hierarchical shards that travel between nodes."""
+PARTITION = (COLLECTIVES | TRANSFERS | WAITS | {Kind.RELEASE, Kind.UPDATE}) - OF_INPUTS
 
 _TEXT = re.compile(
-    r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|F|B)(\d+)\.(\d+)|(GATHER|RELEASE|REDUCE|WAIT_GATHER|WAIT_REDUCE)(\d+)|(STEP))"
+    r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B)(\d+)\.(\d+)"
+    r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|LOAD|STORE)|UPDATE)(\d+)|(STEP))"
 )
 
 
@@ -102,5 +142,5 @@ def send_matching(receive: Action) -> Action:
 
 
 def awaited_by(wait: Action) -> Action:
-    """Returns the gather or reduction that ``wait`` waits for."""
-    return Action(Kind.GATHER if wait.kind is Kind.WAIT_GATHER else Kind.REDUCE, wait.chunk)
+    """Returns the action that ``wait`` waits for."""
+    return Action(AWAITED[wait.kind], wait.chunk, wait.micro_batch)

@@ -1,31 +1,76 @@
 """Lowering passes. Each takes the actions of a pipeline rank and returns them with new actions added."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from ds_lgamp.schedule import offload, stored_inputs
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, send_of
 from ds_lgamp.schedule.receives import receive_posts
-from ds_lgamp.schedule.residency import chunk_visits, current_chunks, resident_windows
+from ds_lgamp.schedule.residency import chunk_visits, next_distinct, updated_windows
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.waits import Waits
 
 
+class Window(NamedTuple):
+    """What must have started when a visit begins: chunks in the order of need."""
+
+    refreshed: list[int]
+    """Chunks whose REFRESH has started."""
+    resident: list[int]
+    """Chunks whose GATHER has started, and that are not released."""
+
+
 def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds GATHER and RELEASE before each visit of a chunk. Stage 3 ends by releasing every resident chunk."""
+    """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. Stage 3 ends by releasing every resident chunk."""
     windows = windows_of(spec, actions)
-    resident = current_of(spec, actions)
+    refreshed, resident = started_of(spec, actions)
     lowered: list[Action] = []
     visited = None
     for action in actions:
         if action.chunk != visited:
             visited = action.chunk
             window = next(windows)
-            lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(set(resident) - set(window)))
-            lowered.extend(Action(Kind.GATHER, chunk) for chunk in window if chunk not in resident)
-            resident = window
+            lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(set(resident) - set(window.resident)))
+            lowered.extend(Action(Kind.REFRESH, chunk) for chunk in window.refreshed if chunk not in refreshed)
+            lowered.extend(Action(Kind.GATHER, chunk) for chunk in window.resident if chunk not in resident)
+            refreshed, resident = window
         lowered.append(action)
     if spec.zero_stage == 3:
         lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
     return lowered
+
+
+def add_postponed_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+    """Adds each UPDATE that the step before left to this one, ahead of the first gather or forward of its chunk."""
+    if spec.forward_only or spec.updates_on_device != "next_step":
+        return list(actions)
+    lowered: list[Action] = []
+    updated: set[int] = set()
+    for action in actions:
+        if action.chunk not in updated:
+            updated.add(action.chunk)
+            lowered.append(Action(Kind.UPDATE, action.chunk))
+        lowered.append(action)
+    return lowered
+
+
+def add_loads(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+    """Adds LOAD and its waits, where the host holds what a GATHER needs."""
+    return list(actions) if spec.offload is None else offload.add_loads(spec.offload, actions)
+
+
+def add_stores(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+    """Adds STORE, its wait, and UPDATE, where the host updates the chunks."""
+    if spec.offload is None or spec.forward_only:
+        return list(actions)
+    return offload.add_stores(spec.updates, spec.end_of_reduction, actions)
+
+
+def add_stored_inputs(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+    """Adds STORE_A, LOAD_A and their waits, where the host holds the inputs of chunks."""
+    if not spec.stores_inputs or spec.forward_only:
+        return list(actions)
+    return stored_inputs.add_stored_inputs(actions)
 
 
 def add_receives(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
@@ -66,16 +111,15 @@ def add_reductions(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> l
 
 
 def add_step(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Ends a training program with STEP and the gathers that stages 1 and 2 do not defer."""
+    """Ends a training program with STEP and what brings its update to other ranks, unless that is deferred."""
     if spec.forward_only:
         return list(actions)
-    gathers = [Action(Kind.GATHER, chunk) for chunk in current_of(spec, actions)]
-    return [*actions, Action(Kind.STEP), *gathers]
+    return [*actions, Action(Kind.STEP), *behind_step(spec, actions)]
 
 
 def add_waits(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds the waits for gathers and reductions, as late as possible."""
-    waits = Waits(spec, current_of(spec, actions))
+    """Adds the waits for collectives, as late as possible, and COMBINE behind the wait for a reduction inside nodes."""
+    waits = Waits(spec, behind_step(spec, actions))
     lowered: list[Action] = []
     for action in actions:
         lowered.extend(waits.before(action))
@@ -83,15 +127,49 @@ def add_waits(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[A
     return lowered
 
 
-def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[list[int]]:
-    """Returns the resident chunks of each visit, in the order of the visits."""
+def add_final_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+    """Adds each UPDATE that need not wait for STEP, behind the end of its chunk's last reduction."""
+    if spec.forward_only or spec.updates_on_device != "reduction":
+        return list(actions)
+    last = {action.chunk: row for row, action in enumerate(actions) if action.kind is spec.end_of_reduction}
+    lowered: list[Action] = []
+    for row, action in enumerate(actions):
+        lowered.append(action)
+        if last.get(action.chunk) == row:
+            lowered.append(Action(Kind.UPDATE, action.chunk))
+    return lowered
+
+
+def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[Window]:
+    """Returns what must have started at each visit, in the order of the visits.
+
+    Deferred collectives cover one visit more than those that need them: at stages 1 and 2 the compute, at stage 3 the
+    gathers inside a node.
+    """
     visits = chunk_visits(_computes(actions))
-    return iter(resident_windows(visits, spec.zero_stage, spec.resident_chunks, spec.defers_gathers))
+    nothing: list[list[int]] = [[] for _ in visits]
+    refreshed = resident = nothing
+    if spec.zero_stage == 3:
+        resident = next_distinct(visits, spec.resident_chunks)
+    if spec.updated_by is Kind.GATHER:
+        resident = updated_windows(visits, 1, spec.defers_gathers)
+    elif spec.updated_by is Kind.REFRESH:
+        refreshed = updated_windows(visits, spec.resident_chunks, spec.defers_gathers)
+    return map(Window, refreshed, resident)
 
 
-def current_of(spec: ProgramSpec, actions: Iterable[Action]) -> list[int]:
-    """Returns the chunks whose gathers the previous step has launched."""
-    return current_chunks(chunk_visits(_computes(actions)), spec.zero_stage, spec.defers_gathers)
+def started_of(spec: ProgramSpec, actions: Iterable[Action]) -> Window:
+    """Returns what the previous step has started."""
+    chunks = [action.chunk for action in behind_step(spec, actions)]
+    return Window(chunks, []) if spec.updated_by is Kind.REFRESH else Window([], chunks)
+
+
+def behind_step(spec: ProgramSpec, actions: Iterable[Action]) -> list[Action]:
+    """Returns the collectives that stand behind STEP, in the order in which the next step needs them."""
+    kind = spec.updated_by
+    if kind is None or spec.defers_gathers:
+        return []
+    return [Action(kind, chunk) for chunk in dict.fromkeys(chunk_visits(_computes(actions)))]
 
 
 def _computes(actions: Iterable[Action]) -> list[Action]:

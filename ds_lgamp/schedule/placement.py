@@ -115,3 +115,43 @@ def split_automatic(layer_types: Sequence[Hashable]) -> list[int]:
     frequent, _ = Counter(layer_types).most_common(1)[0]
     starts = [index for index, layer_type in enumerate(layer_types) if layer_type == frequent]
     return [0, *starts[1:], len(layer_types)]
+
+
+def shares_by_speed(items: int, speeds: Sequence[float], least: int = 1) -> list[int]:
+    """Returns how many of ``items`` alike pieces of work each worker takes, so that the last one is done early.
+
+    Every item goes to the worker that would be done with it first; of several to the one with the fewest, then to the
+    first. So no other shares have a smaller maximum of share / speed (D'Hondt's method), and equal speeds share evenly.
+
+    Args:
+        speeds: the relative speed of each worker, greater than 0. ``[6, 2]`` shares 8 items as 6 and 2, and 4 as 3 and
+            1.
+        least: what each worker takes at least; ``items`` are enough for that.
+    """
+    shares = [least] * len(speeds)
+    for _ in range(items - least * len(speeds)):
+        first = min(range(len(speeds)), key=lambda worker: ((shares[worker] + 1) / speeds[worker], shares[worker]))
+        shares[first] += 1
+    return shares
+
+
+def split_by_speed(layers: int, placement: Placement, speeds: Sequence[float]) -> list[int]:
+    """Returns chunk bounds for which ranks of unlike speeds are done at the same time, as near as whole layers allow.
+
+    A rank's layers follow its speed (:func:`shares_by_speed`). Its chunks share them evenly. So a fast rank has larger
+    chunks, not more of them: a chunk of any rank takes about as long as any other, and no rank waits for a slow one.
+
+    Args:
+        layers: the number of alike layers, at least one for every chunk.
+        speeds: the relative speed of each rank.
+    """
+    counts = Counter(placement)
+    shares = shares_by_speed(layers, speeds, max(counts.values()))
+    sizes = {rank: iter(_even_sizes(shares[rank], counts[rank])) for rank in counts}
+    return [0, *accumulate(next(sizes[rank]) for rank in placement)]
+
+
+def _even_sizes(items: int, parts: int) -> list[int]:
+    """Returns the sizes of parts that differ by at most one. Larger ones are spread evenly."""
+    bounds = [(2 * part * items + parts) // (2 * parts) for part in range(parts + 1)]
+    return [end - start for start, end in zip(bounds, bounds[1:])]

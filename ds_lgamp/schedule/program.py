@@ -2,15 +2,46 @@
 
 Around each compute, actions stand in this order: RELEASE, GATHER, RECV (posted ahead of use), WAIT_GATHER and
 WAIT_REDUCE, the compute, its SEND, and REDUCE if the chunk's gradient is final. The program ends with the last
-WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer.
+WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one,
+UPDATE stands behind the end of a reduction or ahead of a GATHER. :mod:`ds_lgamp.schedule.offload` says where LOAD and
+STORE stand.
 """
 
-from ds_lgamp.schedule.actions import Action, Program
-from ds_lgamp.schedule.passes import add_receives, add_reductions, add_residency, add_sends, add_step, add_waits
+from collections.abc import Callable, Iterable, Sequence
+
+from ds_lgamp.schedule.actions import COLLECTIVES, Action, Program
+from ds_lgamp.schedule.passes import (
+    add_final_updates,
+    add_loads,
+    add_postponed_updates,
+    add_receives,
+    add_reductions,
+    add_residency,
+    add_sends,
+    add_step,
+    add_stored_inputs,
+    add_stores,
+    add_waits,
+)
 from ds_lgamp.schedule.spec import ProgramSpec
 
-PASSES = (add_residency, add_receives, add_sends, add_reductions, add_step, add_waits)
+Pass = Callable[[ProgramSpec, int, Sequence[Action]], list[Action]]
+"""Adds actions to those of one pipeline rank."""
+PASSES = (
+    add_residency,
+    add_postponed_updates,
+    add_receives,
+    add_sends,
+    add_reductions,
+    add_step,
+    add_waits,
+    add_final_updates,
+    add_loads,
+    add_stores,
+    add_stored_inputs,
+)
 """In the order they apply. All schedules share them."""
+_TIMED_PASSES = tuple(add for add in PASSES if add not in (add_receives, add_sends))
 
 
 def build_program(spec: ProgramSpec) -> Program:
@@ -18,9 +49,32 @@ def build_program(spec: ProgramSpec) -> Program:
     return [build_rank_program(spec, rank) for rank in range(spec.pipeline_ranks)]
 
 
-def build_rank_program(spec: ProgramSpec, rank: int) -> list[Action]:
+def build_timed_program(spec: ProgramSpec) -> Program:
+    """Builds the programs of all pipeline ranks without SEND and RECV, for the clock alone: ``simulate(...,
+    sends_at_once=True)``.
+
+    The clock takes posts for free, and each SEND stands directly behind its compute. So it gets the same times as from
+    :func:`build_program`, sooner.
+    """
+    return [build_rank_program(spec, rank, _TIMED_PASSES) for rank in range(spec.pipeline_ranks)]
+
+
+def build_rank_program(spec: ProgramSpec, rank: int, passes: Iterable[Pass] = PASSES) -> list[Action]:
     """Builds the program of one pipeline rank: applies every pass to its compute order."""
     actions = list(spec.computes(rank))
-    for add in PASSES:
+    for add in passes:
         actions = add(spec, rank, actions)
     return actions
+
+
+def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:
+    """Whether data-parallel ranks with these programs gather and reduce the same chunks in the same order. They have
+    the same placement, but may have different numbers of micro-batches."""
+    first, *others = set(replicas)
+    return all(_collectives(other) == _collectives(first) for other in others)
+
+
+def _collectives(spec: ProgramSpec) -> Program:
+    """Returns the gathers and reductions of every pipeline rank. Waits add none, and change no order."""
+    program = (build_rank_program(spec, rank, (add_residency, add_reductions)) for rank in range(spec.pipeline_ranks))
+    return [[action for action in actions if action.kind in COLLECTIVES] for actions in program]

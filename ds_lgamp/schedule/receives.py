@@ -18,7 +18,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind, receive_of, send_of
+from ds_lgamp.schedule.actions import Action, Kind, receive_of
 from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -96,14 +96,7 @@ class _Clock(NamedTuple):
 @lru_cache(maxsize=1)
 def _clock(spec: ProgramSpec) -> _Clock:
     """Runs the computes and sends of all ranks on the clock. The programs of all ranks share the result."""
-    program = [
-        [
-            action
-            for compute in spec.computes(rank)
-            for action in ((compute, send_of(compute)) if spec.sends_output(compute) else (compute,))
-        ]
-        for rank in range(spec.pipeline_ranks)
-    ]
-    spans = simulate(spec, program).spans
+    program = [list(spec.computes(rank)) for rank in range(spec.pipeline_ranks)]
+    spans = simulate(spec, program, sends_at_once=True).spans
     starts = [[span.start for span in of_rank] for of_rank in spans]
     return _Clock(starts, {span.action: span.end for of_rank in spans for span in of_rank})

@@ -1,25 +1,23 @@
 """The project's only clock: runs a program on paper.
 
-- Forwards, backwards and hops take time. Posts and sends are free.
-- A hop delays only the receiver. A rank's messages leave one after another; each keeps the link busy for
-  :attr:`Durations.message`.
+- Forwards, backwards, hops, collectives and updates take time. Posts and sends are free.
+- A hop delays only the receiver. A rank's messages leave one after another.
 - The gathers and reductions of a rank run one after another, as on one communicator, beside its compute. The program
-  says when they are launched and awaited.
-- The simulated step is one of many. The gathers behind STEP count as those of the previous step and start at time 0.
+  says when they are launched and awaited. They may share a network card with its messages
+  (:mod:`ds_lgamp.schedule.card`). With hierarchical shards, so do the collectives between nodes, beside those inside.
+- With offloading, loads, stores and updates on the host run beside all that, each kind one after another.
+- The simulated step is one of many. What stands behind STEP counts as of the previous step and starts at time 0. The
+  step ends with the last update on the host if that follows a reduction: the next step waits for it first.
 - All data-parallel ranks behave alike.
-- Tied modules travel beside chunks and take no time.
+- Tied modules travel beside chunks. Only the sum of their copies is a cost of its own.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import (
     COLLECTIVES,
-    COMPUTE,
-    RECEIVES,
-    SENDS,
+    TRANSFERS,
     WAITS,
     Action,
     Kind,
@@ -27,45 +25,15 @@ from ds_lgamp.schedule.actions import (
     awaited_by,
     receive_matching,
 )
+from ds_lgamp.schedule.card import Card, SharedCard, Span, Wait
+from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, Durations, uniform_costs
 from ds_lgamp.schedule.spec import ProgramSpec
 
-
-class Durations(NamedTuple):
-    """How long each thing takes, in one unit of time."""
-
-    forward: float = 1.0
-    """One chunk's forward for one micro-batch."""
-    backward: float = 2.0
-    """One chunk's backward for one micro-batch, without recomputation."""
-    hop: float = 0.0
-    """The way of a message to the next rank."""
-    gather: float = 0.0
-    """The gather of one chunk."""
-    reduce: float = 0.0
-    """The reduction of one chunk."""
-    message: float = 0.0
-    """How long one message keeps the sender's link busy."""
-    recompute: float = 0.0
-    """Added to the backward of a recomputed chunk. A last chunk that turns at once is not recomputed."""
-
-
-UNIT_DURATIONS = Durations()
-
-
-class Span(NamedTuple):
-    """An action that takes time, and when it ran."""
-
-    start: float
-    end: float
-    action: Action
-
-
-class Wait(NamedTuple):
-    """A WAIT_GATHER or WAIT_REDUCE, and when it ran. It takes no time if the collective was done."""
-
-    start: float
-    end: float
-    action: Action
+# A module's names are faster than the members of an Enum, and programs have millions of actions.
+_FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
+_SEND_FORWARD, _SEND_BACKWARD = Kind.SEND_FORWARD, Kind.SEND_BACKWARD
+_RECV_FORWARD, _RECV_BACKWARD = Kind.RECV_FORWARD, Kind.RECV_BACKWARD
+_UPDATE = Kind.UPDATE
 
 
 @dataclass
@@ -75,23 +43,27 @@ class Timeline:
     spans: list[list[Span]]
     """Compute actions."""
     collectives: list[list[Span]]
-    """Gathers and reductions."""
+    """Gathers, reductions and what goes on between nodes; with offloading, also transfers and updates on the host."""
     waits: list[list[Wait]]
     """In the order they ran."""
+    updates: list[list[Span]]
+    """The optimizer's updates: UPDATE of single chunks, and STEP, which begins with the sum of tied modules. Empty if
+    they take no time."""
     ideal: float
     """Compute time of a rank if work were spread evenly and no rank waited."""
     step_time: float = field(init=False)
-    """When the last compute or wait ends."""
+    """When the last compute, wait or update ends, on the host too."""
     bubble: float = field(init=False)
     """(step_time - ideal) / ideal."""
 
     def __post_init__(self) -> None:
-        ends = [spans[-1].end for spans in self.spans if spans] + [waits[-1].end for waits in self.waits if waits]
-        self.step_time = max(ends, default=0.0)
+        on_host = [[span for span in spans if span.action.kind is _UPDATE] for spans in self.collectives]
+        lists: list[list[Span] | list[Wait]] = [*self.spans, *self.waits, *self.updates, *on_host]
+        self.step_time = max((entries[-1].end for entries in lists if entries), default=0.0)
         self.bubble = (self.step_time - self.ideal) / self.ideal if self.ideal else 0.0
 
     def exposed(self, kind: Kind) -> list[float]:
-        """Returns how long each rank stood still for its collectives of one ``kind``, GATHER or REDUCE."""
+        """Returns how long each rank stood still for its collectives of one ``kind``."""
         return [
             sum(wait.end - wait.start for wait in waits if awaited_by(wait.action).kind is kind) for waits in self.waits
         ]
@@ -106,28 +78,42 @@ class DeadlockError(RuntimeError):
 
 
 def simulate(
-    spec: ProgramSpec, program: Program, durations: Durations = UNIT_DURATIONS, blocking_sends: bool = False
+    spec: ProgramSpec,
+    program: Program,
+    costs: Durations | Costs = UNIT_DURATIONS,
+    blocking_sends: bool = False,
+    sends_at_once: bool = False,
 ) -> Timeline:
     """Runs ``program`` and returns its timeline.
 
     Args:
         blocking_sends: whether each SEND waits until its RECV is posted, as the validator assumes. The engine's sends
             wait only if several of a link are under way.
+        sends_at_once: whether a compute sends its result without a SEND. The clock then runs a program that lacks SEND
+            and RECV, as :func:`ds_lgamp.schedule.program.build_timed_program` builds it.
 
-    Raises DeadlockError if no rank can advance.
+    Raises DeadlockError if no rank can advance, and ValueError if ``costs`` do not fit ``spec``.
     """
-    run = _Run(spec, program, durations, blocking_sends)
+    if isinstance(costs, Durations):
+        costs = uniform_costs(spec, costs)
+    else:
+        costs.check(spec)
+    run = _Run(spec, program, costs, blocking_sends, sends_at_once)
     run.to_the_end()
-    lanes = run.lanes
-    return Timeline(run.spans, [lane.spans for lane in lanes], [lane.waits for lane in lanes], _ideal(spec, durations))
+    cards = run.cards
+    for card in cards:
+        card.finish()
+    return Timeline(
+        run.spans, [card.spans for card in cards], [card.waits for card in cards], run.steps(), _ideal(spec, costs)
+    )
 
 
-def _ideal(spec: ProgramSpec, durations: Durations) -> float:
+def _ideal(spec: ProgramSpec, costs: Costs) -> float:
     """Returns the compute time of a rank if work were spread evenly and no rank waited."""
-    cost = spec.chunks * durations.forward
+    cost = sum(costs.forward)
     if not spec.forward_only:
         recomputed = spec.chunks - spec.turns_at_once
-        cost += spec.chunks * durations.backward + recomputed * durations.recompute
+        cost += sum(costs.backward) + sum(costs.recompute[:recomputed])
     return cost * spec.micro_batches / spec.pipeline_ranks
 
 
@@ -143,134 +129,165 @@ def peak_live_activations(actions: Sequence[Action]) -> int:
     return peak
 
 
-class _Lane:
-    """The collectives of one rank, which run one after another, and the waits for them."""
+class _Way:
+    """One direction of a chunk: what it costs, and when its inputs arrive."""
 
-    def __init__(self, durations: Durations) -> None:
-        self.cost = {Kind.GATHER: durations.gather, Kind.REDUCE: durations.reduce}
-        self.spans: list[Span] = []
-        self.waits: list[Wait] = []
-        self.free = 0.0
-        """When the last launched collective ends."""
-        self.under_way: dict[Action, Span] = {}
+    __slots__ = ("arrivals", "cost", "crosses", "latency", "message", "owner", "target")
 
-    def launch(self, action: Action, now: float) -> None:
-        start = max(now, self.free)
-        self.free = start + self.cost[action.kind]
-        self.under_way[action] = span = Span(start, self.free, action)
-        self.spans.append(span)
+    def __init__(self, owner: int, cost: float, micro_batches: int) -> None:
+        self.owner, self.cost = owner, cost
+        self.arrivals: list[float | None] = [None] * micro_batches
+        """When the input of each micro-batch is there; None while nobody knows."""
+        self.target: _Way | None = None
+        """What consumes the results."""
+        self.crosses = False
+        """Whether results go to another rank."""
+        self.message = self.latency = 0.0
+        """How long a result keeps the card busy, and how much longer it takes to arrive."""
 
-    def wait(self, action: Action, now: float) -> float:
-        """Returns when ``action`` ends if it begins at ``now``. An evaluation finds its gathers done."""
-        span = self.under_way.pop(awaited_by(action), None)
-        if span is None:
-            return now
-        end = max(now, span.end)
-        self.waits.append(Wait(now, end, action))
-        return end
+    def lead_to(self, target: "_Way", costs: Costs) -> None:
+        link = self.owner, target.owner
+        self.target, self.crosses = target, self.owner != target.owner
+        if self.crosses:
+            self.message = costs.message[link]
+            self.latency = costs.hop[link] - self.message
+
+
+def _ways(spec: ProgramSpec, costs: Costs) -> dict[Kind, list[_Way]]:
+    """Connects forwards to the next chunk, the last forward to its own backward, and backwards to the chunk before."""
+    backward = [cost + again for cost, again in zip(costs.backward, costs.recompute)]
+    if not spec.forward_only and spec.turns_at_once:
+        backward[-1] = costs.backward[-1]
+    forwards, backwards = (
+        [_Way(owner, cost, spec.micro_batches) for owner, cost in zip(spec.placement, by_chunk)]
+        for by_chunk in (costs.forward, backward)
+    )
+    forwards[0].arrivals = [0.0] * spec.micro_batches
+    path = [*forwards, *reversed(backwards)]
+    for way, target in zip(path, path[1:]):
+        way.lead_to(target, costs)
+    return {_FORWARD: forwards, _BACKWARD: backwards, _SEND_FORWARD: forwards, _SEND_BACKWARD: backwards}
 
 
 class _Run:
     """Advances each rank until it waits for another rank, which later wakes it."""
 
-    def __init__(self, spec: ProgramSpec, program: Program, durations: Durations, blocking_sends: bool) -> None:
-        self.spec = spec
-        self.program = program
-        self.hop, self.message = durations.hop, durations.message
-        self.durations = durations
-        self.last_chunk = spec.chunks - 1
-        self.lanes = [_Lane(durations) for _ in program]
+    def __init__(
+        self, spec: ProgramSpec, program: Program, costs: Costs, blocking_sends: bool, sends_at_once: bool
+    ) -> None:
+        self.spec, self.program, self.costs = spec, program, costs
+        self.blocking_sends, self.sends_at_once = blocking_sends, sends_at_once
+        self.ways = _ways(spec, costs)
+        self.launched = COLLECTIVES | TRANSFERS | ({_UPDATE} if spec.offload is not None else set())
+        """Kinds of actions that run beside compute."""
+        self.cards = [(SharedCard if costs.shares_card else Card)(costs) for _ in program]
         self.ends = [_end_of_step(actions) for actions in program]
         """The row behind each rank's STEP. Collectives from there on run when the next step begins."""
-        for lane, actions, end in zip(self.lanes, program, self.ends):
+        for card, actions, end in zip(self.cards, program, self.ends):
             for action in actions[end:]:
-                if action.kind in COLLECTIVES:
-                    lane.launch(action, 0.0)
-        self.blocking_sends = blocking_sends
+                if action.kind in self.launched:
+                    card.launch(action, 0.0)
         self.position = [0] * len(program)
         self.now = [0.0] * len(program)
-        self.link_free = [0.0] * len(program)
-        """When each rank's link is free for the next message."""
         self.spans: list[list[Span]] = [[] for _ in program]
-        self.finished: dict[Action, float] = {}
-        """When the consumer can use the result of each compute."""
-        self.stored: set[tuple[int, int]] = set()
-        """(chunk, micro-batch) of the forwards that ran. A backward needs the forward of its own rank."""
+        self.updates: list[list[Span]] = [[] for _ in program]
+        self.awaited: list[tuple[_Way, int] | None] = [None] * len(program)
+        """The input that each rank waits for: of which chunk and direction, and of which micro-batch."""
         self.posted: set[Action] = set()
-        self.waiting: dict[Action, list[int]] = defaultdict(list)
+        self.blocked: dict[Action, int] = {}
+        """The rank whose SEND waits for a RECV."""
 
     def to_the_end(self) -> None:
         runnable = list(range(len(self.program)))
         while runnable:
-            runnable.extend(self.advance(runnable.pop()))
+            rank = runnable.pop()
+            runnable.extend(self.advance(rank))
         if any(position < len(actions) for position, actions in zip(self.position, self.program)):
             raise DeadlockError(self.position)
 
     def advance(self, rank: int) -> list[int]:
         """Runs ``rank`` as far as it gets. Returns the ranks that this wakes."""
         woken: list[int] = []
-        actions = self.program[rank]
-        while self.position[rank] < len(actions):
-            action = actions[self.position[rank]]
-            kind = action.kind
-            if kind in COMPUTE:
-                if not self.compute(rank, action, woken):
+        actions, card, spans, launched = self.program[rank], self.cards[rank], self.spans[rank], self.launched
+        row, now = self.position[rank], self.now[rank]
+        self.awaited[rank] = None
+        while row < len(actions):
+            action = actions[row]
+            kind, chunk, micro_batch = action
+            if kind is _FORWARD or kind is _BACKWARD:
+                way = self.ways[kind][chunk]
+                start = way.arrivals[micro_batch]
+                if start is None:
+                    self.awaited[rank] = way, micro_batch
                     break
-            elif kind in SENDS:
-                receive = receive_matching(action)
-                if self.blocking_sends and receive not in self.posted:
-                    self.waiting[receive].append(rank)
+                if now > start:
+                    start = now
+                now = start + way.cost
+                spans.append(Span(start, now, action))
+                if not way.crosses:
+                    self.deliver(way, micro_batch, now, woken)
+                elif self.sends_at_once:
+                    self.deliver(way, micro_batch, card.send(now, way.message) + way.latency, woken)
+            elif kind is _SEND_FORWARD or kind is _SEND_BACKWARD:
+                if self.blocking_sends and not self.is_posted(rank, action):
                     break
-                start = max(self.now[rank], self.link_free[rank])
-                self.link_free[rank] = start + self.message
-                self.finish(self.sent_compute(action), start + self.hop, woken)
-            elif kind in RECEIVES:
-                self.posted.add(action)
-                woken.extend(self.waiting.pop(action, ()))
-            elif kind in COLLECTIVES and self.position[rank] < self.ends[rank]:
-                self.lanes[rank].launch(action, self.now[rank])
+                way = self.ways[kind][chunk]
+                self.deliver(way, micro_batch, card.send(now, way.message) + way.latency, woken)
+            elif kind is _RECV_FORWARD or kind is _RECV_BACKWARD:
+                if self.blocking_sends:
+                    self.post(action, woken)
             elif kind in WAITS:
-                self.now[rank] = self.lanes[rank].wait(action, self.now[rank])
-            self.position[rank] += 1
+                now = card.wait(action, now)
+            elif kind in launched:
+                if row < self.ends[rank]:
+                    card.launch(action, now)
+            elif kind is _UPDATE:
+                now += self.costs.update[chunk]
+                if self.costs.update[chunk]:
+                    self.updates[rank].append(Span(now - self.costs.update[chunk], now, action))
+            row += 1
+        self.position[rank], self.now[rank] = row, now
         return woken
 
-    def compute(self, rank: int, action: Action, woken: list[int]) -> bool:
-        if action.kind is Kind.BACKWARD and (action.chunk, action.micro_batch) not in self.stored:
-            return False
-        available = 0.0
-        source = self.spec.source_chunk(action)
-        if source is not None:
-            needed = Action(action.kind, source, action.micro_batch)
-            if needed not in self.finished:
-                self.waiting[needed].append(rank)
-                return False
-            available = self.finished[needed]
-        start = max(self.now[rank], available)
-        end = self.now[rank] = start + self.cost(action)
-        self.spans[rank].append(Span(start, end, action))
-        if action.kind is Kind.FORWARD:
-            self.stored.add((action.chunk, action.micro_batch))
-        if not self.spec.sends_output(action):
-            self.finish(action, end, woken)
-        return True
+    def deliver(self, way: _Way, micro_batch: int, time: float, woken: list[int]) -> None:
+        """Tells the consumer of a result when it has it."""
+        target = way.target
+        if target is None:
+            return
+        target.arrivals[micro_batch] = time
+        awaited = self.awaited[target.owner]
+        if awaited is not None and awaited[0] is target and awaited[1] == micro_batch:
+            woken.append(target.owner)
 
-    def cost(self, compute: Action) -> float:
-        if compute.kind is Kind.FORWARD:
-            return self.durations.forward
-        kept = compute.chunk == self.last_chunk and self.spec.turns_at_once
-        return self.durations.backward + (0.0 if kept else self.durations.recompute)
+    def is_posted(self, rank: int, send: Action) -> bool:
+        """Whether the RECV of a SEND is posted. If it is not, posting it wakes ``rank``."""
+        receive = receive_matching(send)
+        if receive in self.posted:
+            return True
+        self.blocked[receive] = rank
+        return False
 
-    def finish(self, compute: Action, end: float, woken: list[int]) -> None:
-        self.finished[compute] = end
-        woken.extend(self.waiting.pop(compute, ()))
+    def post(self, receive: Action, woken: list[int]) -> None:
+        self.posted.add(receive)
+        if receive in self.blocked:
+            woken.append(self.blocked.pop(receive))
 
-    @staticmethod
-    def sent_compute(send: Action) -> Action:
-        kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
-        return Action(kind, send.chunk, send.micro_batch)
+    def steps(self) -> list[list[Span]]:
+        """Returns the updates of each rank, with STEP if it takes time. The ranks with copies of tied modules begin
+        STEP together."""
+        tied, update = self.costs.tied, [0.0] * len(self.program)
+        if self.spec.updates == "step":
+            for chunk, rank in enumerate(self.spec.placement):
+                update[rank] += self.costs.update[chunk]
+        together = max((now for now, sums in zip(self.now, tied) if sums), default=0.0)
+        for rank, (actions, end) in enumerate(zip(self.program, self.ends)):
+            if actions and actions[end - 1].kind is Kind.STEP and tied[rank] + update[rank] > 0:
+                start = together if tied[rank] else self.now[rank]
+                self.updates[rank].append(Span(start, start + tied[rank] + update[rank], actions[end - 1]))
+        return self.updates
 
 
 def _end_of_step(actions: Sequence[Action]) -> int:
     """Returns the row behind STEP, or behind the last action if there is no STEP."""
-    steps = (row for row, action in enumerate(actions) if action.kind is Kind.STEP)
+    steps = (row for row in reversed(range(len(actions))) if actions[row].kind is Kind.STEP)
     return next(steps, len(actions) - 1) + 1

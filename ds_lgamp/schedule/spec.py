@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import (
     SCHEDULES,
     SINGLE_CHUNK_SCHEDULES,
@@ -17,6 +19,16 @@ from ds_lgamp.schedule.placement import Placement, place_chunks
 SENDS_IN_FLIGHT = 2
 """How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank that posts
 receives ahead has more of them posted, so the wait is short."""
+
+
+UPDATES = ("step", "reduction", "next_step")
+"""When the optimizer updates a chunk:
+
+- step: at STEP, with all other chunks.
+- reduction: as soon as its gradient is final. STEP updates what several chunks share.
+- next_step: during the next step, ahead of the chunk's first gather, or of its first forward at stage 0. STEP decides
+  whether and how. With offloading, the host begins directly behind STEP.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,21 @@ class ProgramSpec:
     full gradients are held."""
     forward_only: bool = False
     defers_gathers: bool = False
-    """Whether stages 1 and 2 gather updated weights during the next step, each chunk one visit ahead, instead of behind
-    the step that updated them."""
+    """Whether what a step updated is gathered during the next step, each chunk one visit ahead, instead of behind the
+    step: weights at stages 1 and 2, the shards of nodes at stage 3."""
+    updates: str = "step"
+    """One of :data:`UPDATES`."""
     receives_on_arrival: bool = False
     """Whether a rank posts a receive when its message has been sent, as streams that share hardware queues require,
     instead of well ahead (:mod:`ds_lgamp.schedule.receives`)."""
+    hierarchy: Hierarchy | None = None
+    """How stage 3 spreads its shards over nodes; None if it spreads all over all data-parallel ranks."""
+    offload: Offload | None = None
+    """What the host holds and updates; None if everything stays on the device. ``updates`` is then "reduction" or
+    "next_step", and the updates run beside the program."""
+
+    stores_inputs: bool = False
+    """Whether the inputs of recomputed chunks wait for their backward on the host."""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
@@ -47,6 +69,14 @@ class ProgramSpec:
         _require(self.micro_batch_group >= 1, "micro_batch_group", self.micro_batch_group, "use at least 1")
         _require(self.zero_stage in (0, 1, 2, 3), "zero_stage", self.zero_stage, "use 0, 1, 2 or 3")
         _require(self.resident_chunks >= 1, "resident_chunks", self.resident_chunks, "use at least 1")
+        _require(
+            self.hierarchy is None or self.zero_stage == 3, "zero_stage", self.zero_stage, "hierarchical shards need 3"
+        )
+        _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
+        if self.offload is not None:
+            self._require_offloadable(self.offload)
+        if self.updates == "next_step" and self.updated_by is not None:
+            _require(self.defers_gathers, "updates", self.updates, "nothing is updated yet to gather; defer gathers")
         if self.schedule == "interleaved_1f1b":
             self._require_interleaved()
         if self.schedule in SINGLE_CHUNK_SCHEDULES:
@@ -64,6 +94,15 @@ class ProgramSpec:
                 self.micro_batch_group,
                 f"groups belong to the layered schedule; remove it or replace schedule '{self.schedule}'",
             )
+
+    def _require_offloadable(self, offload: Offload) -> None:
+        _require(self.zero_stage > 0, "zero_stage", self.zero_stage, "offloading needs 1, 2 or 3")
+        if offload.parameters:
+            _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "offloading of parameters needs 3")
+        _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes cannot be offloaded")
+        _require(self.updates != "step", "updates", self.updates, 'offloading needs "reduction" or "next_step"')
+        if self.zero_stage < 3:
+            _require(self.defers_gathers, "defers_gathers", False, "nothing is loaded yet to gather; defer gathers")
 
     def _require_interleaved(self) -> None:
         ranks = self.pipeline_ranks
@@ -90,6 +129,14 @@ class ProgramSpec:
     @property
     def chunks(self) -> int:
         return len(self.placement)
+
+    @property
+    def updated_by(self) -> Kind | None:
+        """The kind of collective that brings other ranks' updates once per step; None if every use gathers them, or if
+        there are none."""
+        if self.zero_stage == 3:
+            return Kind.REFRESH if self.hierarchy is not None and not self.hierarchy.replicated else None
+        return Kind.GATHER if self.zero_stage > 0 else None
 
     @property
     def loss_rank(self) -> int:
@@ -125,6 +172,16 @@ class ProgramSpec:
     def turns_at_once(self) -> bool:
         """Whether each backward of the last chunk directly follows its forward. The chunk is then not recomputed."""
         return turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
+
+    @property
+    def end_of_reduction(self) -> Kind:
+        """The kind of wait behind which a rank has the reduced gradient of a chunk."""
+        return Kind.WAIT_REDUCE if self.hierarchy is None else Kind.WAIT_COMBINE
+
+    @property
+    def updates_on_device(self) -> str:
+        """When the device updates a chunk: ``updates``, unless the host does it."""
+        return self.updates if self.offload is None else "step"
 
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action.

@@ -1,10 +1,19 @@
 """Proves a program sound before it runs: complete, ordered, matched, free of deadlock, within its resident chunks."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, WAITS, Action, Kind, Program, receive_matching, send_of
-from ds_lgamp.schedule.passes import current_of, windows_of
+from ds_lgamp.schedule import offload, stored_inputs
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Program, receive_matching, send_of
+from ds_lgamp.schedule.passes import (
+    Window,
+    add_loads,
+    add_stored_inputs,
+    add_stores,
+    behind_step,
+    started_of,
+    windows_of,
+)
 from ds_lgamp.schedule.queues import run_in_one_queue
 from ds_lgamp.schedule.receives import receive_posts
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
@@ -12,9 +21,10 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.waits import Waits
 
 _ROWS_SHOWN = 4
-_BEFORE_COMPUTE = ({Kind.RELEASE}, {Kind.GATHER}, RECEIVES, {Kind.WAIT_GATHER}, {Kind.WAIT_REDUCE})
+_GATHERS = {Kind.WAIT_REFRESH, Kind.GATHER}
+_REDUCTIONS = {Kind.WAIT_REDUCE, Kind.COMBINE, Kind.WAIT_COMBINE}
+_BEFORE_COMPUTE = ({Kind.RELEASE}, {Kind.REFRESH}, _GATHERS, RECEIVES, {Kind.WAIT_GATHER}, _REDUCTIONS)
 """Kinds that may stand before a compute, in this order."""
-_PLACE = {kind: place for place, kinds in enumerate(_BEFORE_COMPUTE) for kind in kinds}
 
 
 class ProgramError(ValueError):
@@ -35,7 +45,10 @@ def validate(spec: ProgramSpec, program: Program) -> None:
     if len(program) != spec.pipeline_ranks:
         raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
     for rank, actions in enumerate(program):
-        _RankCheck(spec, rank, actions).run()
+        if spec.offload is None and not spec.stores_inputs:
+            _RankCheck(spec, rank, actions).run()
+        else:
+            _check_with_host(spec, rank, actions)
     _check_channels(spec, program)
     try:
         if spec.receives_on_arrival:
@@ -48,39 +61,77 @@ def validate(spec: ProgramSpec, program: Program) -> None:
         raise ProgramError(f"deadlock: {program[rank][row]} waits forever", rank, row, program[rank]) from None
 
 
+def _check_with_host(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> None:
+    """Checks that no transfer or update can come too early or too late, then the rest of the program, then that every
+    transfer and update has its one place."""
+    fault = _fault_on_host(spec, actions)
+    if fault is None:
+        expected = stored_inputs.without_stored_inputs(actions)
+        if spec.offload is not None:
+            expected = offload.without_transfers(expected)
+        _RankCheck(spec, rank, expected).run()
+        for add in (add_loads, add_stores, add_stored_inputs):
+            expected = add(spec, rank, expected)
+        fault = offload.misplaced(actions, expected)
+    if fault is not None:
+        raise ProgramError(fault[1], rank, min(fault[0], len(actions) - 1), actions)
+
+
+def _fault_on_host(spec: ProgramSpec, actions: Sequence[Action]) -> tuple[int, str] | None:
+    """Returns the row of the first transfer or update that comes too early or too late, and the fault."""
+    fault = None if spec.offload is None else offload.fault_of(spec.offload, actions)
+    if fault is None and spec.stores_inputs:
+        fault = stored_inputs.fault_of(actions)
+    return fault
+
+
 class _RankCheck:
     """Compares the actions of one rank with the compute order of its schedule.
 
-    Between two computes, actions stand in this order: SEND and REDUCE of the first; then RELEASE, GATHER, RECV and the
-    waits of the second.
+    Between two computes, actions stand in this order: SEND and REDUCE of the first; then RELEASE, REFRESH, GATHER, RECV
+    and the waits of the second. ``spec.updates_on_device`` says whether an UPDATE stands with the gathers or with the
+    waits for reductions. What offloading adds is checked by itself.
     """
 
     def __init__(self, spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> None:
         self.spec, self.rank, self.actions = spec, rank, actions
         self.row = 0
-        self.resident: list[int] = []
+        self.started = Window([], [])
+        """What was refreshed, and what is resident."""
+        self.updated: set[int] = set()
+        """Chunks whose update stands ahead."""
+        self.backwards: Counter[int] = Counter()
+        """How many of each chunk stand ahead."""
+        self.gathers = Kind.REFRESH if spec.updated_by is Kind.REFRESH else Kind.GATHER
+        """What a postponed update stands with."""
+        beside = {"reduction": Kind.WAIT_REDUCE, "next_step": self.gathers}.get(spec.updates_on_device)
+        self.before_compute = [{*kinds, Kind.UPDATE} if beside in kinds else kinds for kinds in _BEFORE_COMPUTE]
+        """Kinds that may stand before a compute, in this order."""
 
     def run(self) -> None:
         spec = self.spec
         computes = list(spec.computes(self.rank))
         posts = receive_posts(spec, self.rank, computes)
         windows = windows_of(spec, computes)
-        self.current = current_of(spec, computes)
-        self.waits = Waits(spec, self.current)
-        self.resident = list(self.current)
+        self.behind_step = behind_step(spec, computes)
+        self.waits = Waits(spec, self.behind_step)
+        self.started = started_of(spec, computes)
         visited = None
         for compute, receives in zip(computes, posts):
             preparation = self.preparation_rows()
             if compute.chunk != visited:
                 visited = compute.chunk
-                self.check_partition(preparation, next(windows))
+                self.check_partition(preparation, next(windows), compute.chunk)
             else:
-                self.check_partition(preparation, self.resident)
-            if spec.zero_stage > 0 and compute.chunk not in self.resident:
+                self.check_partition(preparation, self.started, compute.chunk)
+            if spec.zero_stage > 0 and compute.chunk not in self.started.resident:
                 raise self.fault(f"{compute} needs chunk {compute.chunk}, which is not gathered")
             self.check_same(preparation, RECEIVES, receives, "posts", "the receives to post here are")
-            self.check_same(preparation, WAITS, self.waits.before(compute), "waits", "the waits that stand here are")
+            waits = self.with_updates(self.waits.before(compute))
+            kinds = {Kind.WAIT_GATHER, *self.before_compute[-1]}
+            self.check_same(preparation, kinds, waits, "waits", "the waits that stand here are")
             self.expect(compute, "the schedule's next compute is")
+            self.backwards[compute.chunk] += compute.kind is Kind.BACKWARD
             if spec.sends_output(compute):
                 self.expect(send_of(compute), "the result must be sent at once by")
             if spec.is_final_backward(compute):
@@ -89,32 +140,71 @@ class _RankCheck:
 
     def preparation_rows(self) -> list[Action]:
         """Returns the actions up to the next compute. Raises ProgramError if one does not belong there."""
+        places = {kind: place for place, kinds in enumerate(self.before_compute) for kind in kinds}
         start, place = self.row, 0
         while self.row < len(self.actions) and self.actions[self.row].kind not in COMPUTE:
             action = self.actions[self.row]
-            if action.kind not in _PLACE:
+            if action.kind not in places:
                 raise self.fault(f"{action} does not belong here")
-            if _PLACE[action.kind] < place:
-                order = ", ".join(" and ".join(sorted(kinds)) for kinds in _BEFORE_COMPUTE)
+            if places[action.kind] < place:
+                order = ", ".join(" and ".join(sorted(kinds)) for kinds in self.before_compute)
                 raise self.fault(f"{action} is out of order: {order} stand in this order")
-            place = _PLACE[action.kind]
+            place = places[action.kind]
             self.row += 1
         return list(self.actions[start : self.row])
 
-    def check_partition(self, preparation: list[Action], window: list[int]) -> None:
-        releases = [action.chunk for action in preparation if action.kind is Kind.RELEASE]
-        gathers = [action.chunk for action in preparation if action.kind is Kind.GATHER]
-        if releases != sorted(set(self.resident) - set(window)):
+    def check_partition(self, preparation: list[Action], window: Window, visited: int) -> None:
+        refreshed, resident = self.started
+        releases, refreshes, gathers = (
+            [action.chunk for action in preparation if action.kind is kind]
+            for kind in (Kind.RELEASE, Kind.REFRESH, Kind.GATHER)
+        )
+        if releases != sorted(set(resident) - set(window.resident)):
             raise self.fault(
-                f"releases {releases}; with {sorted(self.resident)} resident, {sorted(window)} must remain"
+                f"releases {releases}; with {sorted(resident)} resident, {sorted(window.resident)} must remain"
             )
-        if gathers != [chunk for chunk in window if chunk not in self.resident]:
-            raise self.fault(f"gathers {gathers}; with {sorted(self.resident)} resident, {window} must be")
-        self.resident = [chunk for chunk in self.resident if chunk not in releases] + gathers
-        for chunk in gathers:
-            self.waits.before(Action(Kind.GATHER, chunk))
-        if self.spec.zero_stage == 3 and len(self.resident) > self.spec.resident_chunks:
-            raise self.fault(f"{len(self.resident)} chunks are resident; at most {self.spec.resident_chunks} may be")
+        if refreshes != [chunk for chunk in window.refreshed if chunk not in refreshed]:
+            raise self.fault(f"refreshes {refreshes}; with {refreshed} refreshed, {window.refreshed} must be")
+        if gathers != [chunk for chunk in window.resident if chunk not in resident]:
+            raise self.fault(f"gathers {gathers}; with {sorted(resident)} resident, {window.resident} must be")
+        if self.spec.updates_on_device == "next_step":
+            self.check_postponed_updates(preparation, visited)
+        for chunk in refreshes:
+            self.waits.before(Action(Kind.REFRESH, chunk))
+        launches = [Action(Kind.GATHER, chunk) for chunk in gathers]
+        launches = [each for launch in launches for each in (*self.waits.before(launch), launch)]
+        self.check_same(preparation, _GATHERS, launches, "gathers by", "each gather follows its wait:")
+        resident = [chunk for chunk in resident if chunk not in releases] + gathers
+        self.started = Window(refreshed + refreshes, resident)
+        if self.spec.zero_stage == 3 and len(resident) > self.spec.resident_chunks:
+            raise self.fault(f"{len(resident)} chunks are resident; at most {self.spec.resident_chunks} may be")
+
+    def check_postponed_updates(self, preparation: list[Action], visited: int) -> None:
+        """Checks that each chunk is updated once, directly ahead of its first gather, or else of its first visit."""
+        launches = [action for action in preparation if action.kind is self.gathers]
+        expected: list[Action] = []
+        for action in [*launches, Action(Kind.FORWARD, visited)]:
+            if action.chunk not in self.updated and not self.spec.forward_only:
+                self.updated.add(action.chunk)
+                expected.append(Action(Kind.UPDATE, action.chunk))
+            if action.kind is self.gathers:
+                expected.append(action)
+        kinds = {Kind.UPDATE, self.gathers}
+        self.check_same(preparation, kinds, expected, "updates and gathers", "the updates and gathers here are")
+
+    def with_updates(self, waits: list[Action]) -> list[Action]:
+        """Returns ``waits`` with the updates that follow reductions. A chunk is updated once: when all its backwards
+        are done, directly behind the end of its reduction."""
+        if self.spec.updates_on_device != "reduction":
+            return waits
+        expected = []
+        for wait in waits:
+            expected.append(wait)
+            is_final = wait.kind is self.spec.end_of_reduction and self.backwards[wait.chunk] == self.spec.micro_batches
+            if is_final and wait.chunk not in self.updated:
+                self.updated.add(wait.chunk)
+                expected.append(Action(Kind.UPDATE, wait.chunk))
+        return expected
 
     def check_same(
         self, preparation: list[Action], kinds: Collection[Kind], expected: list[Action], does: str, must: str
@@ -125,15 +215,17 @@ class _RankCheck:
 
     def check_end(self) -> None:
         if self.spec.zero_stage == 3:
-            for chunk in sorted(self.resident):
+            for chunk in sorted(self.started.resident):
                 self.expect(Action(Kind.RELEASE, chunk), "after the last compute follows")
         if not self.spec.forward_only:
             step = Action(Kind.STEP)
-            for wait in self.waits.before(step):
-                self.expect(wait, "the step needs all gradients; next must be")
+            for action in self.with_updates(self.waits.before(step)):
+                self.expect(action, "the step needs all gradients; next must be")
+            if self.spec.updates_on_device != "step" and self.backwards.keys() != self.updated:
+                raise self.fault(f"chunks {sorted(self.backwards.keys() - self.updated)} are not updated before {step}")
             self.expect(step, "after the last compute follows")
-            for chunk in self.current:
-                self.expect(Action(Kind.GATHER, chunk), "what the step updated is gathered next by")
+            for launch in self.behind_step:
+                self.expect(launch, "what the step updated is gathered next by")
         if self.row < len(self.actions):
             raise self.fault(f"{self.actions[self.row]} follows the end of the program")
 

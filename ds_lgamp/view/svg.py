@@ -6,10 +6,11 @@ from html import escape
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import Durations, Timeline, simulate
+from ds_lgamp.schedule.simulate import Timeline, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 
 WIDTH, LEFT, TOP = 960, 64, 34
@@ -17,7 +18,7 @@ WIDTH, LEFT, TOP = 960, 64, 34
 ROW, BAR, GAP = 24, 20, 18
 """Pixels: from one rank to the next, the height of its bar, the space below a panel."""
 # These greys and hues stand out from white and from black: a picture cannot know the page's background.
-TEXT, IDLE = "#768390", "#8b949e"
+TEXT, IDLE, UPDATE = "#768390", "#8b949e", "#2f9e62"
 HUES = {Kind.FORWARD: (0.59, 0.75), Kind.BACKWARD: (0.08, 0.88)}
 """Hue and saturation: blue and orange, which colour-blind readers tell apart."""
 LIGHTEST, DARKEST = 0.74, 0.42
@@ -47,7 +48,7 @@ def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> 
 def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
     ranks = spec.pipeline_ranks
     length = spec.chunks / ranks
-    names = ("forward", "backward", "gather", "reduce", "recompute")
+    names = ("forward", "backward", "gather", "reduce", "recompute", "update")
     longer = durations._replace(**{name: getattr(durations, name) * length for name in names})
     plain = ProgramSpec(
         placement=place_chunks("contiguous", ranks, ranks),
@@ -71,7 +72,7 @@ def svg_gantt(panels: Sequence[Panel]) -> str:
     """An SVG picture of ``panels``, one above the other, with a legend.
 
     Each pipeline rank has a bar, with time from left to right. Forwards are blue, backwards orange, and later chunks of
-    the rank darker. Grey is idle time: the bubble and waits for collectives.
+    the rank darker. Green are updates. Grey is idle time: the bubble and waits for collectives.
     """
     longest = max(panel.timeline.step_time for panel in panels)
     scale = (WIDTH - LEFT - 1) / longest if longest else 0.0
@@ -80,7 +81,7 @@ def svg_gantt(panels: Sequence[Panel]) -> str:
     for panel in panels:
         lines.extend(_panel(panel, top, scale))
         top += TOP + len(panel.timeline.spans) * ROW + GAP
-    lines.extend(_legend(top))
+    lines.extend(_legend(top, any(any(panel.timeline.updates) for panel in panels)))
     height = top + BAR + 4
     return "\n".join(
         [
@@ -105,6 +106,8 @@ def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
         bar = top + TOP + rank * ROW
         yield f'<text x="0" y="{bar + 15}">rank {rank}</text>'
         yield _bars(IDLE, [(0.0, step)], bar, scale, opacity=0.3)
+        if timeline.updates[rank]:
+            yield _bars(UPDATE, [(span.start, span.end) for span in timeline.updates[rank]], bar, scale)
         chunks = chunks_of(panel.spec.placement, rank)
         for kind in HUES:
             for index, chunk in enumerate(chunks):
@@ -130,7 +133,7 @@ def _shade(kind: Kind, index: int, chunks: int) -> str:
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def _legend(top: float) -> Iterator[str]:
+def _legend(top: float, with_updates: bool) -> Iterator[str]:
     """What the colours mean."""
     left = LEFT
     for kind, word in ((Kind.FORWARD, "forward"), (Kind.BACKWARD, "backward")):
@@ -140,3 +143,6 @@ def _legend(top: float) -> Iterator[str]:
         left += 320
     yield f'<rect x="{left}" y="{top}" width="40" height="{BAR}" fill="{IDLE}" fill-opacity="0.3"/>'
     yield f'<text x="{left + 48}" y="{top + 15}">idle</text>'
+    if with_updates:
+        yield f'<rect x="{left + 104}" y="{top}" width="40" height="{BAR}" fill="{UPDATE}"/>'
+        yield f'<text x="{left + 152}" y="{top + 15}">update</text>'

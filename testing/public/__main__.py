@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from testing.public import deepspeed_examples, deepspeed_tests, megatron_deepspeed, megatron_lm
+from testing.public import deepspeed_examples, deepspeed_tests, megatron_deepspeed, megatron_lm, transformers_scripts
 from testing.public.outcome import Case, Outcome, markdown, outcomes, to_json
 
-PACKAGES = ("torch", "deepspeed", "megatron-core")
+PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "accelerate")
 
 
 class Part(NamedTuple):
@@ -40,6 +40,18 @@ PARTS = {
         "Megatron-DeepSpeed's pretrain_gpt.py", "MEGATRON_DEEPSPEED_PATH", "pretrain_gpt.py", megatron_deepspeed.cases
     ),
     "megatron-lm": Part("Megatron-LM's pretrain_gpt.py", "MEGATRON_LM_PATH", "pretrain_gpt.py", megatron_lm.cases),
+    "transformers": Part(
+        "transformers' run_clm.py and run_mlm.py",
+        "TRANSFORMERS_PATH",
+        "examples/pytorch/language-modeling/run_clm.py",
+        transformers_scripts.trainer_cases,
+    ),
+    "accelerate": Part(
+        "Accelerate's deepspeed_with_config_support.py",
+        "ACCELERATE_PATH",
+        "examples/by_feature/deepspeed_with_config_support.py",
+        transformers_scripts.loop_cases,
+    ),
 }
 
 

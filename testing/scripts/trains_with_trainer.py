@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     HfArgumentParser,
@@ -22,6 +23,8 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def tiny(name: str):
+    if Path(name).is_dir():
+        return AutoModelForCausalLM.from_pretrained(name)
     if name == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, **NO_DROPOUT))
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
@@ -39,10 +42,15 @@ def accuracy(predictions) -> dict[str, float]:
     return {"accuracy": float((guesses == predictions.label_ids[:, 1:]).mean())}
 
 
+def mean_logit(outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+    return outputs.logits.mean()
+
+
 def main(words: list[str]) -> Trainer:
     parser = HfArgumentParser(TrainingArguments)
-    parser.add_argument("--model", default="llama")
+    parser.add_argument("--model", default="llama", help="llama, gpt2 or a folder that save_pretrained wrote")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--own_loss", action="store_true")
     arguments, rest = parser.parse_args_into_dataclasses(words)
     set_seed(arguments.seed)
     model = tiny(rest.model)
@@ -52,7 +60,14 @@ def main(words: list[str]) -> Trainer:
         model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear"))
     data, unseen = examples(92, 0), examples(10, 1)
     metrics = None if arguments.prediction_loss_only else accuracy
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=unseen, compute_metrics=metrics)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=unseen,
+        compute_metrics=metrics,
+        compute_loss_func=mean_logit if rest.own_loss else None,
+    )
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():

@@ -13,7 +13,21 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu_day import PARTS, Part, command, equality, killed, layouts, ranks, speed, trace, waits
+from benchmarks.gpt.sizes import SIZES, TINY
+from benchmarks.gpu_day import (
+    PARTS,
+    Part,
+    command,
+    equality,
+    killed,
+    largest,
+    layouts,
+    offload,
+    ranks,
+    speed,
+    trace,
+    waits,
+)
 from benchmarks.gpu_day.runner import FAILED, NOT_RUN, PASSED, as_table, run_parts
 from benchmarks.gpu_day.wheels import THERE, WANTED, closure
 from benchmarks.record import OURS, Record
@@ -317,6 +331,35 @@ def test_only_runs_of_ours_can_fail_the_speed():
     assert [failure["contender"] for failure in found["failures"]] == ["DeepSpeed ZeRO-0", "ds_lgamp, ZeRO-3"]
 
 
+def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory(monkeypatch):
+    size = SIZES[TINY]
+    run = {"losses": [4.0, 2.0], "seconds": [2.0, 4.0, 3.0], "peak": 7}
+    monkeypatch.setattr(offload, "measure", lambda *_: {"full": run})
+    ours, peer = offload.CONTENDERS[1], offload.CONTENDERS[3]
+    found = offload.measured(ours, size, 0.0, [4.0, 2.0])
+    assert found == {"tokens per second": size.tokens / 3, "peak bytes": 7, "losses": [4.0, 2.0]}
+    assert "in step 2" in offload.measured(ours, size, 0.0, [4.0, 2.1])["failure"]
+    assert "in step 2" in offload.measured(peer, size, 0.0, [4.0, 2.1])["outcome"]
+    monkeypatch.setattr(offload, "measure", lambda *_: {"full": {"failure": "out of memory"}})
+    assert offload.measured(ours, size, 0.0, None) == {"failure": "out of memory"}
+    assert offload.measured(peer, size, 0.0, None) == {"outcome": "out of memory"}
+
+
+def test_what_trained_before_memory_was_over_is_kept(monkeypatch):
+    def run_on_ranks(_, work, contender, results, **__):
+        results.write_text('[{"layers": 8}]')
+        raise AssertionError("rank 0 failed:\nTraceback\nOutOfMemoryError: 80 GB\n")
+
+    monkeypatch.setattr(largest, "run_on_ranks", run_on_ranks)
+    found = dict(largest.run(Path()))
+    assert all(each == {"trained": [{"layers": 8}], "ended by": "OutOfMemoryError: 80 GB"} for each in found.values())
+    monkeypatch.setattr(largest, "run_on_ranks", lambda *_, **__: [None])
+    found = dict(largest.run(Path()))
+    assert {name for name, each in found.items() if "failure" in each} == {
+        contender.name for contender in offload.CONTENDERS if contender.name.startswith(OURS)
+    }
+
+
 def event(category, name, begin, end):
     return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin}
 
@@ -377,5 +420,8 @@ def test_a_dry_run_passes_and_does_every_parts_work(tmp_path):
         assert all(seconds is not None for seconds in found["seconds"])
         assert sorted(found["exit status"]) == [-9] + [1] * (len(found["seconds"]) - 1)
     assert "failures" not in results["speed"]["record"]
+    for name in ("offload", "largest"):
+        assert not any("outcome" in found for found in results[name].values())
+    assert all([each["layers"] for each in found["trained"]] == [2, 4] for found in results["largest"].values())
     assert results["trace"]["step"]["file"] == "trace_tiny.json.gz"
     assert (tmp_path / "trace_tiny.json.gz").stat().st_size < trace.LARGEST

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import NAMES, ON_ACCELERATOR
+from benchmarks import IN_PARTS, NAMES, ON_ACCELERATOR, islands, unlike
 from benchmarks.__main__ import main
 from benchmarks.communication import compare, count_deviations, predicted
 from benchmarks.communication import run as run_communication
@@ -19,7 +19,7 @@ from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import Counted, Step, check_losses
 from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
-from benchmarks.record import OURS, RESULTS, ROOT, TYPICAL, Record, finish, is_recorded, machine, read
+from benchmarks.record import OURS, PART, PARTS, RESULTS, ROOT, TYPICAL, Record, finish, is_recorded, machine, read
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ON_ACCELERATOR or is_recorded(name)])
@@ -33,8 +33,8 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     for target in content["targets"]:
         assert list(target) == ["text", "value", "limit", "met"]
         assert target["met"] == (target["value"] <= target["limit"])
-    # The gather benchmark compares two modes of ds_lgamp and has no target.
-    assert content["rows"] and (content["targets"] or name == "gathers")
+    # These compare modes of ds_lgamp and have no target.
+    assert content["rows"] and (content["targets"] or name in ("gathers", "updates"))
 
 
 def test_a_record_survives_its_file(results):
@@ -46,6 +46,27 @@ def test_a_record_survives_its_file(results):
     again = read("sample")
     assert again == record and "load_after" in again.machine
     assert (again.rows[0].median, again.rows[0].spread, again.targets[0].met) == (2.0, 2.0, False)
+
+
+def test_a_part_takes_its_own_place_and_leaves_the_others(results):
+    def measured(part, seconds):
+        record = Record("unlike", machine())
+        record.add("ds_lgamp", {PART: part}, "step", [seconds], "s")
+        record.aim(f"{part}: step", seconds, 2.0)
+        record.fail("peer", {PART: part}, "out of memory")
+        finish(record, part)
+
+    for part, seconds in (("one", 1.0), ("two", 2.0), ("one", 3.0)):
+        measured(part, seconds)
+    again = read("unlike")
+    assert {row.config[PART]: row.median for row in again.rows} == {"two": 2.0, "one": 3.0}
+    assert [target.met for target in again.targets] == [True, False] and len(again.failures) == 2
+    assert list(again.machine[PARTS]) == ["two", "one"] and "commit" in again.machine[PARTS]["two"]
+
+
+def test_the_parts_of_a_benchmark_are_those_that_it_measures():
+    for name, benchmark in {"unlike": unlike, "islands": islands}.items():
+        assert IN_PARTS[name] == tuple(place.part for place in benchmark.PLACES)
 
 
 def test_a_machine_without_git_and_sh_is_described_too(monkeypatch):

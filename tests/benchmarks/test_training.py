@@ -24,7 +24,7 @@ def test_everybody_trains_what_one_process_does(layout, held, recompute):
     contenders = in_training(layout, recompute)[held]
     found = compete({held: contenders}, layout, MICRO_BATCHES, repetitions=2)[held]
     assert list(found) == [contender.name for contender in contenders]
-    assert all(len(each) == 2 and min(map(min, each)) > 0 for each in found.values())
+    assert all(len(each) == 2 and min(step.wall for step in each) > 0 for each in found.values())
 
 
 class HalfTheBatch(Bare):
@@ -131,5 +131,5 @@ def test_the_faster_of_ours_meets_the_target(competitions):
 
 
 def test_a_step_lasts_from_the_first_start_to_the_last_end_on_the_cpus_of_all_ranks():
-    ranks = [training.Step(1.0, 3.0, 0.5, None), training.Step(1.5, 4.0, 0.25, 2.0)]
-    assert training._duration(ranks) == (3.0, 0.75)
+    ranks = [training.Step(1.0, 3.0, 0.5, None, 10), training.Step(1.5, 4.0, 0.25, 2.0)]
+    assert training._duration(ranks) == Duration(3.0, 0.75, metered=10)

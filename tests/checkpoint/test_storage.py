@@ -133,6 +133,16 @@ def test_a_missing_file_is_named(checkpoint):
         verify(checkpoint)
 
 
+def test_a_file_that_cannot_be_read_is_named(checkpoint):
+    for path in (items_file(checkpoint), tensors_folder(checkpoint) / ".metadata", checkpoint / "state.json"):
+        path.rename(path.with_suffix(".away"))
+        path.mkdir()
+        with pytest.raises(CheckpointError, match=f"{path.name} cannot be read .Is a directory.; restore it"):
+            verify(checkpoint)
+        path.rmdir()
+        path.with_suffix(".away").rename(path)
+
+
 def test_bytes_that_nobody_wrote_are_found(checkpoint):
     path = items_file(checkpoint)
     path.write_bytes(path.read_bytes() + b"more")

@@ -3,6 +3,7 @@
 import importlib.metadata
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -10,11 +11,13 @@ import deepspeed
 import pytest
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from megatron.core import parallel_state
 
 from ds_lgamp.cli.environment import run_env
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.seams import TESTED_VERSION, all_seams, check_seams, missing_seams
+from ds_lgamp.integrations.megatron.loop.seams import TESTED_VERSIONS
 
 
 def report():
@@ -57,6 +60,24 @@ def test_missing_seams_are_named(monkeypatch):
     assert "missing: PipelineEngine._train_schedule" in text
     assert f"not ready: deepspeed {deepspeed.__version__} lacks deepspeed.DualPipeVEngine, PipelineEngine._t" in text
     assert text.endswith(f"; ds_lgamp is tested with {TESTED_VERSION}, install deepspeed=={TESTED_VERSION}\n")
+
+
+def test_versions_that_were_not_tested_are_told(monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "megatron-core" else version(name))
+    status, text = report()
+    assert status == 0
+    assert [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("untested")] == [
+        f"megatron-core 9.9, but {', '.join(TESTED_VERSIONS)} were tested"
+    ]
+
+
+def test_a_megatron_core_without_a_seam_is_not_ready(monkeypatch):
+    monkeypatch.delattr(parallel_state, "set_virtual_pipeline_model_parallel_world_size")
+    status, text = report()
+    assert status == 1
+    assert re.search("^Megatron seams +1 missing$", text, re.MULTILINE)
+    assert "not ready: megatron-core" in text and "lacks megatron.core.parallel_state.set_virtual_pipeline" in text
 
 
 def test_every_override_of_the_engine_is_a_seam():

@@ -95,3 +95,63 @@ def test_gathers_run_behind_the_step_or_one_chunk_ahead(capsys):
     behind, deferred = (report(capsys, *one_rank, *more)["program"]["0"] for more in ([], ["--defer-gathers"]))
     assert behind[-3:] == ["STEP", "GATHER0", "GATHER1"]
     assert deferred[:3] == ["GATHER0", "GATHER1", "WAIT_GATHER0"] and deferred[-1] == "STEP"
+
+
+@pytest.mark.parametrize(
+    ("updates", "row"),
+    [
+        ("step", "~~00112CC2CCBBBB~~AAAA~~~~~~~~uuuuuu"),
+        ("reduction", "~~00112CC2CCBBBB~~uuAAAAuu~~~~uu"),
+        ("next_step", "uuuu00uu112CC2CCBBBB~~AAAA~~~~~~~~"),
+    ],
+)
+def test_updates_are_drawn_where_they_run(capsys, tmp_path, updates, row):
+    one_rank = ["--pipeline-ranks", "1", "--chunks-per-rank", "3", "--micro-batches", "2", "--zero-stage", "1"]
+    times = ["--gather", "2", "--reduce", "6", "--update", "2", "--updates", updates]
+    if updates == "step":
+        times.append("--defer-gathers")
+    assert report(capsys, *one_rank, *times)["step_time"] == len(row)
+    assert main(["schedule", *one_rank, *times, "--svg", str(tmp_path / "picture.svg")]) == 0
+    assert f"|{row}|" in (output := capsys.readouterr().out) and "u: update of one chunk" in output
+    assert ">update</text>" in (tmp_path / "picture.svg").read_text()
+
+
+def test_offloading_is_drawn_and_told(capsys):
+    """Loads follow updates, and a chunk's first forward its load. Stores follow reductions one compute later."""
+    one_rank = ["--pipeline-ranks", "1", "--chunks-per-rank", "3", "--micro-batches", "2"]
+    times = ["--offload", "parameters", "--load", "2", "--store", "3", "--update", "1"]
+    assert main(["schedule", *one_rank, *times]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "rank 0   |~~~~~00112CC2CCBBBBAAAA~~~~|",
+        "loads    |.001122..00................|",
+        "stores   |.................CCC.BBBAAA|",
+        "updates  |ABC........................|",
+    ]
+    assert lines[5].startswith("loads: weights of the chunk from the host")
+    assert {"loads by rank: [4]", "stores by rank: [3]", "exposed load time by rank: [5.0]"} <= set(lines)
+    told = report(capsys, *one_rank, *times)
+    assert told["loads"] == [4] and told["stores"] == [3] and told["exposed_store_time"] == [4] and told["valid"]
+    assert told["program"]["0"][-3:] == ["UPDATE0", "UPDATE1", "UPDATE2"]
+    behind = report(capsys, *one_rank, *times, "--updates", "reduction")["program"]["0"]
+    assert behind[-3:] == ["WAIT_STORE0", "UPDATE0", "STEP"]
+
+
+def test_stages_1_and_2_offload_the_optimizer_only(capsys):
+    told = report(capsys, "--offload", "optimizer", "--zero-stage", "2", "--pipeline-ranks", "1")
+    assert told["loads"] == [4] and told["program"]["0"][:3] == ["LOAD0", "LOAD1", "WAIT_LOAD0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--load", "1"], "--load and --store belong to --offload"),
+        (["--offload", "parameters", "--zero-stage", "2"], "offloading of parameters needs 3"),
+        (["--offload", "optimizer", "--updates", "step"], 'offloading needs "reduction" or "next_step"'),
+        (["--offload", "optimizer", "--node-shards", "refreshed"], "shards of nodes cannot be offloaded"),
+    ],
+)
+def test_impossible_offloading_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["schedule", *arguments])
+    assert message in capsys.readouterr().err

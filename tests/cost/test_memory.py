@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
-from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
+from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.schedule.program import build_program, build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import live_micro_batches, program_specs
@@ -157,6 +158,14 @@ def test_an_all_to_all_receives_a_whole_gradient_and_sums_it(all_to_all, receive
     units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
     told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, FP32, all_to_all)
     assert told.gradient_buffers == 4 * (64 + received)
+
+
+def test_gradients_that_travel_in_another_type_are_freed_where_they_accumulated():
+    """Both exist for a moment. After it, those that travel stay, and a part arrives and becomes fp32 at the end."""
+    unit = UnitSize(64, 64, (0, 1))
+    element = ElementBytes(weights=2, gradients=4, communication=2)
+    told = rank_memory(two_chunks(1, 0, 2, 3, 1), [unit], 3, 2, element)
+    assert told.gradient_buffers == (4 + 2) * 64
 
 
 def test_in_rank_order_an_all_reduce_receives_whole_gradients_until_the_step():

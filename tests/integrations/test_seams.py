@@ -8,7 +8,8 @@ import deepspeed
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.integrations.deepspeed.hook.seams import ATTRIBUTES, LOOKUPS
-from ds_lgamp.integrations.megatron.loop.seams import TRAINING_LOOKUPS
+from ds_lgamp.integrations.megatron.loop.seams import TRAINING_LOOKUPS, VALIDATING
+from ds_lgamp.integrations.megatron.loop.sharded.seams import TRAINING_LOOKUPS as SHARDING_LOOKUPS
 from ds_lgamp.integrations.seams import resolve
 from testing.pretraining import megatron_tree
 
@@ -76,10 +77,14 @@ def test_a_deepspeed_whose_methods_no_longer_set_an_attribute_is_noticed(monkeyp
 
 def test_the_functions_of_megatron_lm_look_up_what_install_replaces():
     """Reads the sources, because Megatron-LM's training loop cannot be imported on a machine without CUDA."""
-    tree, lacking = megatron_tree(), []
-    for path, names in TRAINING_LOOKUPS.items():
-        module, _, function = path.rpartition(".")
-        file = tree / (module.replace(".", "/") + ".py")
-        functions = {code.co_name: code for code in code_inside(compile(file.read_text(), str(file), "exec"))}
-        lacking += [f"{path}: {name}" for name in missing(names, names_in(functions[function]))]
-    assert lacking == []
+    tables = [*TRAINING_LOOKUPS.items(), *SHARDING_LOOKUPS.items()]
+    assert [f"{path}: {name}" for path, names in tables for name in missing(names, looked_up(path))] == []
+    assert any("validate_args" in looked_up(path) for path in VALIDATING)
+
+
+def looked_up(path: str) -> set[str]:
+    """Returns the names that a function of the tree looks up; none if the tree has no such function."""
+    module, _, function = path.rpartition(".")
+    file = megatron_tree() / (module.replace(".", "/") + ".py")
+    functions = {code.co_name: code for code in code_inside(compile(file.read_text(), str(file), "exec"))}
+    return set(names_in(functions[function])) if function in functions else set()

@@ -1,4 +1,4 @@
-"""launch/torchrun.sh, deepspeed.sh and slurm.sh: the commands they would run, their refusals, and one real run."""
+"""The commands that torchrun.sh, elastic.sh, deepspeed.sh and slurm.sh would run, their refusals, and one real run."""
 
 import json
 import os
@@ -77,6 +77,13 @@ DRY_RUNS = [
         {**SEVERAL, "NODE_RANK": 0},
         "torchrun --nnodes 3 --node_rank 0 --master_addr first --master_port 29500 --nproc_per_node 8",
     ),
+    ("elastic", {"GPUS_PER_NODE": 4}, "torchrun --max-restarts 10 --standalone --nproc_per_node 4"),
+    (
+        "elastic",
+        {"GPUS_PER_NODE": 8, "NNODES": "2:4", "MASTER_ADDR": "first", "RESTARTS": 3, "GATHERING": 5},
+        "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --nnodes 2:4 --rdzv_backend c10d "
+        "--rdzv_endpoint first:29500 --rdzv_id ds_lgamp --rdzv_conf last_call_timeout=5 --nproc_per_node 8",
+    ),
     ("deepspeed", {"GPUS_PER_NODE": 4, "MASTER_PORT": 1234}, "deepspeed --num_gpus 4 --master_port 1234"),
     ("slurm", SLURM, "--rdzv_endpoint gpu03:21234 --rdzv_id 431234 --nproc_per_node 8"),
     (
@@ -154,6 +161,7 @@ def test_where_there_is_slurm_it_names_the_nodes(script, tmp_path):
     ("launcher", "program_name", "settings"),
     [
         ("torchrun", "torchrun", {"GPUS_PER_NODE": 4}),
+        ("elastic", "torchrun", {"GPUS_PER_NODE": 4}),
         ("deepspeed", "deepspeed", {"GPUS_PER_NODE": 4, "MASTER_PORT": 1234}),
         ("slurm", "srun", SLURM),
     ],
@@ -176,6 +184,11 @@ OWN_REFUSALS = [
     ("torchrun", "GPUS_PER_NODE is not set and torch sees no GPU; ", {}),
     ("torchrun", "NNODES is 0; ", {"NNODES": 0}),
     ("torchrun", "MASTER_ADDR is not set; with 2 nodes it names one", {"NNODES": 2, "GPUS_PER_NODE": 1}),
+    ("elastic", "NNODES is 2-4; set it to the fewest and most nodes, as 2:4", {"NNODES": "2-4"}),
+    ("elastic", "NNODES is 4:2; the fewest nodes come first", {"NNODES": "4:2"}),
+    ("elastic", "RESTARTS is often; ", {"RESTARTS": "often", "GPUS_PER_NODE": 1}),
+    ("elastic", "GATHERING is 0; ", {"GATHERING": 0, "GPUS_PER_NODE": 1}),
+    ("elastic", "MASTER_ADDR is not set; with 1:2 nodes it names one", {"NNODES": "1:2", "GPUS_PER_NODE": 1}),
     ("deepspeed", "GPUS_PER_NODE is not set and torch sees no GPU; ", {}),
     ("deepspeed", "there is no hostfile nowhere; write one line NAME slots=GPUS", {"HOSTFILE": "nowhere"}),
     ("deepspeed", "NNODES is 2, but HOSTFILE is not set", {"NNODES": 2, "GPUS_PER_NODE": 1}),
@@ -187,7 +200,7 @@ OWN_REFUSALS = [
 @pytest.mark.parametrize(
     ("launcher", "message", "words", "settings"),
     [
-        *((launcher, *refusal) for launcher in ("torchrun", "deepspeed", "slurm") for refusal in REFUSALS),
+        *((launcher, *refusal) for launcher in ("torchrun", "elastic", "deepspeed", "slurm") for refusal in REFUSALS),
         *((launcher, message, [EXAMPLE], settings) for launcher, message, settings in OWN_REFUSALS),
     ],
 )
@@ -200,7 +213,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(launcher, message, words, set
     assert line.startswith(f"{launcher}.sh: {message}")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", "elastic", "deepspeed", "slurm"])
 def test_help_is_the_header(launcher):
     done = start(launcher, "--help")
     assert done.returncode == 0

@@ -53,6 +53,7 @@ def test_plain_sums_of_squares_depend_on_cuts():
         ([3e38, 3e38], math.hypot(float(torch.tensor(3e38)), float(torch.tensor(3e38)))),
         ([1e-45], float(torch.tensor(1e-45))),
         ([1.0, float("nan")], math.nan),
+        ([1.0, float("nan"), float("nan")], math.nan),
         ([1.0, float("inf")], math.nan),
     ],
 )
@@ -61,14 +62,19 @@ def test_special_values(values, norm):
     assert exact_norm(gradients, None, CPU).item() == pytest.approx(norm, rel=1e-15, nan_ok=True)
 
 
-def norm_on_a_rank():
-    """Returns the norm of numbers that are spread unevenly over ranks. The first rank has the greatest."""
-    parts = cut(numbers(6), 7, 1)
-    return exact_norm(parts[:5] if dist.get_rank() == 0 else parts[5:], dist.group.WORLD, CPU).item()
+def norms_on_a_rank():
+    """Returns the norm of numbers that are spread unevenly over ranks, and the norms if one rank or the other has a
+    NaN. The first rank has the greatest numbers."""
+    rank, parts = dist.get_rank(), cut(numbers(6), 7, 1)
+    mine = parts[:5] if rank == 0 else parts[5:]
+    faulty = [[*mine, torch.tensor([math.nan if rank == where else 1.0])] for where in (0, 1)]
+    return [exact_norm(gradients, dist.group.WORLD, CPU).item() for gradients in (mine, *faulty)]
 
 
-def test_ranks_have_the_norm_of_one():
-    assert run_on_ranks(2, norm_on_a_rank) == [exact_norm([numbers(6)], None, CPU).item()] * 2
+def test_ranks_have_the_norm_of_one_and_a_nan_of_one_is_told_to_all():
+    for norm, *faulty in run_on_ranks(2, norms_on_a_rank):
+        assert norm == exact_norm([numbers(6)], None, CPU).item()
+        assert all(map(math.isnan, faulty))
 
 
 @pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 1 << 23])
@@ -89,3 +95,32 @@ def test_the_usual_norm_copies_no_gradient():
     with torch.profiler.profile(profile_memory=True) as profile:
         global_norm([values], None, CPU)
     assert 0 < max(event.cpu_memory_usage for event in profile.events()) < values.nbytes / 100
+
+
+def norms_beside_a_number():
+    """Returns whether a number that travels with a norm changes it, the number's sum, and the messages of both ways."""
+    rank, group, messages = dist.get_rank(), dist.group.WORLD, []
+    gradients = [torch.full((3,), float(rank + 1))]
+    stock = dist.all_reduce
+
+    def counting(tensor, *arguments, **options):
+        messages[-1] += 1
+        return stock(tensor, *arguments, **options)
+
+    dist.all_reduce = counting
+    found = []
+    for norm in (global_norm, exact_norm):
+        number = torch.tensor(float(rank + 1), dtype=torch.float64)
+        messages.append(0)
+        alone = norm(gradients, group, CPU).item()
+        messages.append(0)
+        beside = norm(gradients, group, CPU, number).item()
+        found.append((alone == beside, number.item()))
+    dist.all_reduce = stock
+    return found, messages
+
+
+def test_a_number_is_summed_over_the_ranks_by_the_messages_of_the_norm():
+    for found, messages in run_on_ranks(2, norms_beside_a_number):
+        assert found == [(True, 3.0)] * 2
+        assert messages == [1, 1, 2, 2]

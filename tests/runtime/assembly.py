@@ -2,20 +2,25 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.agreement import host_group
+from ds_lgamp.partition.agreement import everyone, host_group
+from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.groups import node_groups
+from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.random_state import default_sources
 from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.runtime.stored_inputs import StoredInputs
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.runtime.models import Model, loss_function
 
@@ -30,6 +35,7 @@ class Grid(NamedTuple):
     data_group: dist.ProcessGroup
     tie_groups: dict[tuple[int, int], dist.ProcessGroup]
     links: Callable[[], Links]
+    nodes: Callable[[Hierarchy], NodeGroups]
 
     @property
     def pipeline_rank(self) -> int:
@@ -43,8 +49,9 @@ class Grid(NamedTuple):
 def build_grid(pipeline_ranks: int, data_ranks: int, dynamic: bool = False) -> Grid:
     pipelines = [[pipe * data_ranks + data for pipe in range(pipeline_ranks)] for data in range(data_ranks)]
     own = divmod(dist.get_rank(), data_ranks)
+    alike = [[pipe * data_ranks + data for data in range(data_ranks)] for pipe in range(pipeline_ranks)]
     for pipe in range(pipeline_ranks):
-        group = dist.new_group([pipe * data_ranks + data for data in range(data_ranks)])
+        group = dist.new_group(alike[pipe])
         if pipe == own[0]:
             data_group = group
     tie_groups = {}
@@ -56,7 +63,12 @@ def build_grid(pipeline_ranks: int, data_ranks: int, dynamic: bool = False) -> G
                     tie_groups[first, second] = group
     hosts = host_group()
     return Grid(
-        pipeline_ranks, data_ranks, data_group, tie_groups, lambda: ring_links(pipelines, DEVICE, hosts, dynamic)
+        pipeline_ranks,
+        data_ranks,
+        data_group,
+        tie_groups,
+        lambda: ring_links(pipelines, DEVICE, hosts, dynamic),
+        lru_cache(lambda hierarchy: node_groups(hierarchy, alike)),
     )
 
 
@@ -102,7 +114,11 @@ def assemble(
         parameters,
         tied,
         ZeroPolicy(
-            grid.data_group, spec.zero_stage, communication_dtype=communication_dtype, in_rank_order=in_rank_order
+            grid.data_group,
+            spec.zero_stage,
+            communication_dtype=communication_dtype,
+            in_rank_order=in_rank_order,
+            nodes=grid.nodes(spec.hierarchy) if spec.hierarchy is not None else None,
         ),
         DEVICE,
     )
@@ -125,6 +141,8 @@ def assemble(
         recompute,
         trace,
         owns=partition.owns if partition.frees_weights else None,
+        stored_inputs=StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
+        alike=dist.get_process_group_ranks(grid.data_group),
     )
     return Assembled(executor, partition, [users] if users else [], [chunk for chunk in own if parameters[chunk]])
 
@@ -138,10 +156,8 @@ def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tens
             # A frozen unit has no gradient.
             continue
         if unit.storage.partitioned:
-            data_group = unit.policy.data_group
-            parts = [torch.empty_like(full) for _ in range(data_group.size())]
-            dist.all_gather(parts, full.contiguous(), group=data_group)
-            full = torch.cat(parts)
+            parts = dict(everyone((unit.policy.shard_index, full), unit.policy.data_group))
+            full = torch.cat([parts[index] for index in sorted(parts)])
         for (name, shape, _), start in zip(unit.storage.contents(), unit.storage.offsets):
             tensors[name] = full[start : start + math.prod(shape)].view(shape).clone()
     return tensors

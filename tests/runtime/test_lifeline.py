@@ -73,7 +73,7 @@ def assert_ended(ranks, folder, verdicts, among):
         ranks[rank].join(max(0, deadline - time.monotonic()))
         assert ranks[rank].exitcode == 1, f"rank {rank} ends with {ranks[rank].exitcode}"
         lines = (folder / str(rank)).read_text().splitlines()
-        said = [line for line in lines if line.endswith(f"; this rank, {rank}, ends")]
+        said = [line for line in lines if f"; this rank, {rank} on {HOST}, ends " in line]
         assert len(said) == 1 and any(said[0].startswith(f"ds_lgamp: {verdict};") for verdict in verdicts), lines
 
 
@@ -191,7 +191,7 @@ def one_is_killed_at_the_second_start(folder, restarted):
     if restarted:
         # As in the new processes of torchrun: nothing is left but what the store keeps.
         lifeline._starts = 0
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
     if rank == 0:
         time.sleep(0.5)
     for _ in range(2):
@@ -287,9 +287,9 @@ def test_a_rank_says_no_goodbye_while_it_handles_an_error():
 @pytest.fixture
 def hub():
     """A rank in this process that others can join."""
-    listener = neighbours.listen()
+    listener = neighbours.listen("localhost", alone=True)
     member = Member(0, HOST, "localhost", listener.getsockname()[1])
-    own = Lifeline(member, listener, TOKEN)
+    own = Lifeline(member, listener, TOKEN, 2)
     own.start(None)
     yield member
     own.leave()
@@ -324,6 +324,34 @@ def test_a_machine_that_vanishes_is_noticed_within_a_minute(hub):
     connection.close()
     alive, silence, every, probes = options
     assert alive and silence + every * probes <= 60
+
+
+@pytest.mark.parametrize(
+    ("address", "alone", "bound"),
+    [
+        ("localhost", True, {"127.0.0.1", "::1"}),
+        ("127.0.0.2", True, {"127.0.0.2"}),
+        ("127.0.0.2", False, {"0.0.0.0", "::"}),
+        ("203.0.113.1", False, {"0.0.0.0", "::"}),
+        ("nowhere.invalid", False, {"0.0.0.0", "::"}),
+    ],
+)
+def test_ranks_listen_at_the_interface_of_the_job_where_they_know_it(address, alone, bound):
+    """203.0.113.1 is no address of any machine."""
+    with neighbours.listen(address, alone) as listener:
+        assert listener.getsockname()[0] in bound
+
+
+def test_ranks_listen_at_an_address_of_this_machine():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing.
+            probe.connect(("203.0.113.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        own = probe.getsockname()[0]
+    with neighbours.listen(own, alone=False) as listener:
+        assert listener.getsockname()[0] == own
 
 
 def test_ranks_name_the_interface_through_which_they_reach_the_store():

@@ -45,7 +45,7 @@ def trace_waits(trace):
         setattr(owner, method, await_collective)
 
     tracing(FlatStorage, "finish_gather", "gathering", AWAITED[Kind.WAIT_GATHER])
-    tracing(GradientReduction, "finish", "_reducing", AWAITED[Kind.WAIT_REDUCE])
+    tracing(GradientReduction, "finish_reduction", "_reducing", AWAITED[Kind.WAIT_REDUCE])
 
 
 def compare_traces(pipeline_ranks, data_ranks):

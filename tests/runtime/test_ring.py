@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_lgamp.partition import groups
 from ds_lgamp.runtime import ring
 from ds_lgamp.runtime.ring import MAX_BLOCKS, edge_colours, link_options, ring_links
 
@@ -85,7 +86,8 @@ def test_no_rank_has_two_edges_of_one_colour(pipeline_ranks, data_ranks):
 def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
     """Two colours of edges and two kinds of messages. A split is collective over all ranks; 8192 would take minutes."""
     stand_in = StandIn(rank, splits=True)
-    monkeypatch.setattr(ring, "dist", stand_in)
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(64, 64), torch.device("cpu"))
     assert stand_in.calls == {"split_group": 4}
     assert len(stand_in.messages) == 4
@@ -95,7 +97,8 @@ def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
 def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
     """``new_group`` then only enters names; members connect when they send."""
     stand_in = StandIn(64, splits=False)
-    monkeypatch.setattr(ring, "dist", stand_in)
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(64, 64), torch.device("cpu"))
     assert stand_in.calls == {"new_group": 2 * 64 * 64}
     assert {group for _, _, group in stand_in.messages} == {(0, 64), (64, 128)}
@@ -106,7 +109,8 @@ def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
 def test_every_communicator_of_a_link_takes_few_multiprocessors(monkeypatch, splits):
     """Torch writes the name of a group into its options, so no two groups may share them."""
     stand_in = StandIn(0, splits)
-    monkeypatch.setattr(ring, "dist", stand_in)
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(4, 2), torch.device("cpu"))
     assert {options.config.max_ctas for options in stand_in.options} == {MAX_BLOCKS}
     assert len({id(options) for options in stand_in.options}) == stand_in.calls.total()
@@ -126,14 +130,16 @@ def test_links_have_no_options_without_nccl(monkeypatch, backend, lacking):
     stand_in.get_backend = lambda: backend
     if lacking:
         stand_in.ProcessGroupNCCL = None
-    monkeypatch.setattr(ring, "dist", stand_in)
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
     assert link_options(TIMEOUT) is None
 
 
 def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
     """Activations flow from rank 0 to 1 to 2, gradients back; even links open before odd ones."""
     stand_in = StandIn(1, splits=True)
-    monkeypatch.setattr(ring, "dist", stand_in)
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(4, 1), torch.device("cpu"))
     assert stand_in.messages == [
         ("recv", 0, (0, 1)),
@@ -146,7 +152,8 @@ def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
 def test_two_ranks_share_no_group_between_their_two_edges(monkeypatch):
     """The ring of two ranks leads there and back: 2 edges x 2 kinds of messages are 4 groups."""
     stand_in = StandIn(0, splits=False)
-    monkeypatch.setattr(ring, "dist", stand_in)
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(2, 1), torch.device("cpu"))
     assert stand_in.calls == {"new_group": 4}
     assert stand_in.messages == [("send", 1, (0, 1)), ("recv", 1, (0, 1)), ("recv", 1, (0, 1)), ("send", 1, (0, 1))]

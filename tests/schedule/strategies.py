@@ -2,8 +2,12 @@
 
 from hypothesis import strategies as st
 
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
+
+HIERARCHIES = [Hierarchy(2, replicated=False), Hierarchy(2, replicated=True)]
 
 
 @st.composite
@@ -22,17 +26,31 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
     elif schedule == "interleaved_1f1b":
         chunks = ranks * draw(st.integers(1, max_chunks_per_rank))
         micro_batches = group = ranks * draw(st.integers(1, 3))
+    zero_stage, updates = draw(st.integers(0, 3)), draw(st.sampled_from(UPDATES))
+    hierarchy = draw(st.sampled_from([None, *HIERARCHIES])) if zero_stage == 3 else None
+    offload = draw(offloads(zero_stage, updates)) if hierarchy is None else None
+    gathers_updates = zero_stage in (1, 2) or (hierarchy is not None and not hierarchy.replicated)
     return ProgramSpec(
         placement=place_chunks(placement, chunks, ranks),
         schedule=schedule,
         micro_batches=micro_batches,
         micro_batch_group=group,
-        zero_stage=draw(st.integers(0, 3)),
+        zero_stage=zero_stage,
         resident_chunks=draw(st.integers(1, max_chunks_per_rank + 1)),
         forward_only=draw(st.booleans()),
-        defers_gathers=draw(st.booleans()),
+        defers_gathers=(gathers_updates and (updates == "next_step" or offload is not None)) or draw(st.booleans()),
+        updates=updates,
         receives_on_arrival=draw(st.booleans()),
+        hierarchy=hierarchy,
+        offload=offload,
     )
+
+
+def offloads(zero_stage: int, updates: str) -> st.SearchStrategy[Offload | None]:
+    """Draws what the host may hold under a stage and a way to update."""
+    if zero_stage == 0 or updates == "step":
+        return st.none()
+    return st.sampled_from([None, Offload(), Offload(parameters=True)] if zero_stage == 3 else [None, Offload()])
 
 
 def live_micro_batches(spec: ProgramSpec, chunk: int) -> int:

@@ -16,6 +16,10 @@ from tests.schedule.strategies import program_specs
         ("GATHER3", Action(Kind.GATHER, 3)),
         ("RELEASE3", Action(Kind.RELEASE, 3)),
         ("REDUCE3", Action(Kind.REDUCE, 3)),
+        ("REFRESH3", Action(Kind.REFRESH, 3)),
+        ("WAIT_COMBINE3", Action(Kind.WAIT_COMBINE, 3)),
+        ("LOAD3", Action(Kind.LOAD, 3)),
+        ("WAIT_STORE3", Action(Kind.WAIT_STORE, 3)),
         ("STEP", Action(Kind.STEP)),
     ],
 )

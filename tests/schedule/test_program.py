@@ -1,9 +1,11 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program, build_rank_program
@@ -43,6 +45,19 @@ def test_interleaved_program_takes_p_micro_batches_at_a_time():
     assert computes[:6] == ["F1.0", "F1.1", "F3.0", "B3.0", "F3.1", "B3.1"]
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 16)])
+def test_the_wrap_around_link_has_a_receive_for_all_that_pile_up_and_two_more(ranks, micro_batches):
+    """The first rank turns to its second chunk when it has passed all micro-batches on. The other ranks have P of them
+    then, and the rest has arrived."""
+    spec = ProgramSpec(place_chunks("modular", 2 * ranks, ranks), "layered", micro_batches, micro_batches, 0)
+    posted = most = 0
+    for action in build_rank_program(spec, 0):
+        posted += action.kind is Kind.RECV_FORWARD
+        most = max(most, posted)
+        posted -= action.kind is Kind.FORWARD and spec.receives_input(action)
+    assert most == micro_batches - ranks + 2
+
+
 def test_stages_1_and_2_gather_behind_the_step_what_the_next_one_needs_first():
     spec = layered(chunks=3, micro_batches=1, stage=2)
     forwards = "WAIT_GATHER0 F0.0 WAIT_GATHER1 F1.0 WAIT_GATHER2 F2.0"
@@ -58,6 +73,44 @@ def test_deferred_gathers_run_one_chunk_ahead():
         "GATHER0 GATHER1 WAIT_GATHER0 F0.0 GATHER2 WAIT_GATHER1 F1.0 WAIT_GATHER2 F2.0 "
         "B2.0 REDUCE2 B1.0 REDUCE1 WAIT_REDUCE2 B0.0 REDUCE0 WAIT_REDUCE1 WAIT_REDUCE0 STEP"
     )
+
+
+def test_shards_that_are_refreshed_read_as_the_method_says():
+    """Gathers and reductions are those of stage 3. A reduction goes on between nodes after one compute."""
+    spec = layered(chunks=3, micro_batches=2, hierarchy=Hierarchy(2, replicated=False))
+    forwards = (
+        "WAIT_REFRESH0 GATHER0 WAIT_REFRESH1 GATHER1 WAIT_GATHER0 F0.0 F0.1 "
+        "RELEASE0 WAIT_REFRESH2 GATHER2 WAIT_GATHER1 F1.0 F1.1 WAIT_GATHER2 F2.0 "
+    )
+    backwards = (
+        "B2.0 F2.1 B2.1 REDUCE2 RELEASE2 GATHER0 B1.0 WAIT_REDUCE2 COMBINE2 B1.1 REDUCE1 "
+        "RELEASE1 WAIT_GATHER0 B0.0 WAIT_REDUCE1 COMBINE1 B0.1 REDUCE0 "
+        "RELEASE0 WAIT_REDUCE0 WAIT_COMBINE2 COMBINE0 WAIT_COMBINE1 WAIT_COMBINE0 "
+    )
+    refreshes = "REFRESH0 REFRESH1 REFRESH2"
+    assert " ".join(map(str, build_program(spec)[0])) == f"{forwards}{backwards}STEP {refreshes}"
+    deferred = replace(spec, defers_gathers=True)
+    assert " ".join(map(str, build_program(deferred)[0])) == f"{refreshes} {forwards}{backwards}STEP"
+    replicated = replace(spec, hierarchy=Hierarchy(2, replicated=True))
+    without = " ".join(text for text in forwards.split() if "REFRESH" not in text)
+    assert " ".join(map(str, build_program(replicated)[0])) == f"{without} {backwards}STEP"
+
+
+def test_deferred_refreshes_run_one_chunk_ahead_of_gathers():
+    spec = layered(chunks=5, micro_batches=1, hierarchy=Hierarchy(2, replicated=False), defers_gathers=True)
+    launched = [str(action) for action in build_program(spec)[0] if action.kind in (Kind.REFRESH, Kind.GATHER)]
+    first, then = "REFRESH0 REFRESH1 REFRESH2 GATHER0 GATHER1", "REFRESH3 GATHER2 REFRESH4 GATHER3 GATHER4"
+    assert " ".join(launched[:10]) == f"{first} {then}"
+
+
+@given(program_specs())
+def test_between_nodes_every_chunk_travels_once_per_step_and_once_per_group(spec):
+    """For any number of micro-batches and of gathers inside nodes."""
+    for rank, actions in enumerate(build_program(spec)):
+        chunks = spec.placement.count(rank)
+        refreshes = spec.hierarchy and not spec.hierarchy.replicated and (spec.defers_gathers or not spec.forward_only)
+        assert count(actions, Kind.REFRESH) == (chunks if refreshes else 0)
+        assert count(actions, Kind.COMBINE) == (count(actions, Kind.REDUCE) if spec.hierarchy else 0)
 
 
 @given(program_specs())
@@ -162,6 +215,7 @@ def test_live_activations_of_1f1b_are_the_ranks_that_follow():
         ({"micro_batches": 0}, "micro_batches is 0"),
         ({"micro_batch_group": 0}, "micro_batch_group is 0"),
         ({"zero_stage": 4}, "zero_stage is 4"),
+        ({"zero_stage": 2, "hierarchy": Hierarchy(2, True)}, "zero_stage is 2: hierarchical shards need 3"),
         ({"resident_chunks": 0}, "resident_chunks is 0"),
         ({"schedule": "1f1b"}, "takes one chunk per rank"),
         ({"schedule": "interleaved_1f1b", "micro_batches": 3}, "multiple of 2 pipeline ranks"),
@@ -180,3 +234,31 @@ def test_a_thousand_gpu_program_is_valid():
     """``python -m benchmarks run programs`` measures how long this takes."""
     spec = layered(ranks=64, chunks=64 * 4, micro_batches=64)
     validate(spec, build_program(spec))
+
+
+@given(program_specs())
+@example(ProgramSpec((0, 0), "layered", 2, 1, 2, updates="reduction"))
+def test_the_optimizer_updates_each_chunk_once_where_the_spec_says(spec):
+    for rank, actions in enumerate(build_program(spec)):
+        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        updates = [action.chunk for action in actions if action.kind is Kind.UPDATE]
+        alone = spec.updates != "step" and not spec.forward_only
+        assert Counter(updates) == Counter(own if alone else [])
+        for chunk in updates:
+            rows = [row for row, action in enumerate(actions) if action.chunk == chunk and action.kind not in RECEIVES]
+            here = actions.index(Action(Kind.UPDATE, chunk))
+            if spec.offload is not None:
+                assert actions[here - 1].kind in (Kind.WAIT_STORE, Kind.STEP, Kind.UPDATE)
+            elif spec.updates == "next_step":
+                assert here == rows[0], "everything else of the chunk follows"
+            else:
+                waited = Kind.WAIT_REDUCE if spec.hierarchy is None else Kind.WAIT_COMBINE
+                assert actions[here - 1] == Action(waited, chunk) and here > max(
+                    row for row in rows if actions[row].kind in (Kind.REDUCE, waited)
+                )
+
+
+def test_with_groups_a_chunk_is_updated_behind_its_last_reduction():
+    program = build_program(layered(chunks=2, micro_batches=2, group=1, stage=2, updates="reduction"))
+    ends = [str(action) for action in program[0] if action.kind in (Kind.WAIT_REDUCE, Kind.UPDATE, Kind.STEP)]
+    assert ends == ["WAIT_REDUCE1", "WAIT_REDUCE0", "WAIT_REDUCE1", "UPDATE1", "WAIT_REDUCE0", "UPDATE0", "STEP"]

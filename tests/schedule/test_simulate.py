@@ -6,11 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule import orders
-from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, WAITS, Action, Kind, awaited_by
+from ds_lgamp.schedule.actions import (
+    BETWEEN_NODES,
+    COLLECTIVES,
+    COMPUTE,
+    OFFLOADING,
+    WAITS,
+    Action,
+    Kind,
+    awaited_by,
+)
+from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import UNIT_DURATIONS, Durations, simulate
+from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import program_specs
 
@@ -104,14 +114,20 @@ def behind_step_first(actions):
     return actions[end:] + actions[:end]
 
 
-@given(program_specs(), st.integers(0, 9), st.integers(0, 9))
-def test_collectives_of_a_rank_run_one_after_another_and_each_is_awaited_once(spec, gather, reduce):
+@given(program_specs(), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_collectives_of_a_rank_run_one_after_another_and_each_is_awaited_once(spec, gather, reduce, refresh, combine):
+    """Those between nodes beside those inside. Offloading adds lanes (test_offload.py)."""
     program = build_program(spec)
-    result = simulate(spec, program, Durations(3, 5, 1, gather, reduce))
+    durations = Durations(3, 5, 1, gather, reduce, refresh=refresh, combine=combine)
+    result = simulate(spec, program, durations)
     for actions, collectives, waits in zip(program, result.collectives, result.waits):
-        launched = [action for action in behind_step_first(actions) if action.kind in (Kind.GATHER, Kind.REDUCE)]
+        launched = [action for action in behind_step_first(actions) if action.kind in COLLECTIVES]
+        collectives = [span for span in collectives if span.action.kind in COLLECTIVES]
+        waits = [wait for wait in waits if awaited_by(wait.action).kind in COLLECTIVES]
         assert [span.action for span in collectives] == launched
-        assert all(before.end <= after.start for before, after in zip(collectives, collectives[1:]))
+        for network in (BETWEEN_NODES, COLLECTIVES - BETWEEN_NODES):
+            spans = [span for span in collectives if span.action.kind in network]
+            assert all(before.end <= after.start for before, after in zip(spans, spans[1:]))
         assert Counter(awaited_by(wait.action) for wait in waits) == Counter(launched)
         assert all(before.end <= after.start for before, after in zip(waits, waits[1:]))
 
@@ -119,7 +135,8 @@ def test_collectives_of_a_rank_run_one_after_another_and_each_is_awaited_once(sp
 @given(program_specs())
 def test_collectives_that_take_no_time_change_nothing(spec):
     program = build_program(spec)
-    without = [[action for action in actions if action.kind not in COLLECTIVES | WAITS] for actions in program]
+    beside = COLLECTIVES | WAITS | (OFFLOADING if spec.offload else set())
+    without = [[action for action in actions if action.kind not in beside] for actions in program]
     result, bare = (simulate(spec, actions, Durations(3, 5, 1)) for actions in (program, without))
     assert result.spans == bare.spans and result.step_time == bare.step_time
     assert not any(result.exposed(Kind.GATHER) + result.exposed(Kind.REDUCE))
@@ -151,7 +168,9 @@ def hidden_collectives(draw):
     if min(map(spec.placement.count, range(spec.pipeline_ranks))) == 1:
         spec = replace(spec, micro_batch_group=spec.micro_batches)
     stage = draw(st.integers(1, 3))
-    spec = replace(spec, zero_stage=stage, resident_chunks=draw(st.integers(2, 5)))
+    spec = replace(
+        spec, zero_stage=stage, resident_chunks=draw(st.integers(2, 5)), updates="step", hierarchy=None, offload=None
+    )
     gather, reduce = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     both = gather + reduce
     groups = micro_batch_groups(spec.micro_batches, spec.micro_batch_group)
@@ -228,7 +247,7 @@ def test_gathers_behind_the_step_expose_no_more_than_deferred_ones(spec, gather,
     durations = Durations(3, 5, 1, gather, reduce)
     own, deferred = (
         simulate(each, build_program(each), durations)
-        for each in (replace(spec, defers_gathers=defers) for defers in (False, True))
+        for each in (replace(spec, updates="step", offload=None, defers_gathers=defers) for defers in (False, True))
     )
     assert own.step_time <= deferred.step_time
 

@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
+from ds_lgamp.schedule.waits import Waits
 from tests.schedule.strategies import program_specs
 
 
@@ -35,6 +37,49 @@ def test_every_single_mutation_is_refused(spec, pick):
         with pytest.raises(ProgramError):
             validate(spec, faulty)
             pytest.fail(f"{kind} of row {row} was accepted: {program[rank][row]}")
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("defers_gathers", [False, True])
+def test_every_single_mutation_of_a_program_with_shards_of_nodes_is_refused(replicated, defers_gathers):
+    hierarchy = Hierarchy(2, replicated)
+    spec = ProgramSpec((0,) * 4, "layered", 2, 1, 3, defers_gathers=defers_gathers, hierarchy=hierarchy)
+    (actions,) = build_program(spec)
+    for kind, row, mutated in mutations(actions):
+        with pytest.raises(ProgramError):
+            validate(spec, [mutated])
+            pytest.fail(f"{kind} of row {row} was accepted: {actions[row]}")
+
+
+@pytest.mark.parametrize("hierarchy", [None, Hierarchy(2, False)])
+def test_an_update_stands_behind_the_last_reduction_of_its_chunk_and_nowhere_else(hierarchy):
+    spec = ProgramSpec((0, 0), "layered", 2, 1, 3, updates="reduction", hierarchy=hierarchy)
+    (actions,) = build_program(spec)
+    update, end = Action(Kind.UPDATE, 1), Action(Kind.WAIT_REDUCE if hierarchy is None else Kind.WAIT_COMBINE, 1)
+    first, last = (row for row, action in enumerate(actions) if action == end)
+    assert actions[last + 1] == update
+    without = [action for action in actions if action != update]
+    for row in range(len(without) + 1):
+        moved = [*without[:row], update, *without[row:]]
+        if row == last + 1:
+            validate(spec, [moved])
+            continue
+        with pytest.raises(ProgramError, match="UPDATE1"):
+            validate(spec, [moved])
+        with pytest.raises(ProgramError, match="UPDATE1"):
+            validate(spec, [[*actions[:row], update, *actions[row:]]])
+    behind_first = [*actions[: first + 1], update, *actions[first + 1 :]]
+    with pytest.raises(ProgramError, match="waits|next must be"):
+        validate(spec, [behind_first])
+    with pytest.raises(ProgramError, match="UPDATE1"):
+        validate(spec, [without])
+
+
+def test_a_chunk_that_is_never_updated_is_refused_even_if_validator_and_pass_forget_to_wait(monkeypatch):
+    spec = ProgramSpec((0, 0), "layered", 2, 2, 2, resident_chunks=3, updates="reduction")
+    monkeypatch.setattr(Waits, "_go_on", lambda *_: [])
+    with pytest.raises(ProgramError, match=r"chunks \[0, 1\] are not updated before STEP"):
+        validate(spec, build_program(spec))
 
 
 def test_distant_swaps_are_refused():

@@ -29,8 +29,12 @@ class Call:
         self.positional, self.named = positional, named
         self._blocks: list[BlockArguments] | None = None
 
+    def tell_blocks(self, arguments: list[BlockArguments]) -> None:
+        """Keeps what every block gets, so that :meth:`block_arguments` need not compute it."""
+        self._blocks = arguments
+
     def block_arguments(self, index: int, compute: Callable[["Call"], list[BlockArguments]]) -> BlockArguments:
-        """Returns what block ``index`` gets. ``compute`` is called once."""
+        """Returns what block ``index`` gets. ``compute`` is called at most once."""
         if self._blocks is None:
             self._blocks = compute(self)
         return self._blocks[index]

@@ -50,20 +50,12 @@ class End(Tree):
         return self._split.finish(self._calls.current, hidden)
 
 
-class Ends(Tree):
-    """What precedes and what follows the blocks, as one module, because they share parameters."""
+class Ends(End):
+    """What precedes and what follows the blocks, as one module, because they share parameters. Called, it finishes."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward, calls: Calls) -> None:
-        super().__init__(modules)
-        self._split, self._calls = split, calls
-
-    @staticmethod
-    def begin(ends: "Ends", call: Call) -> Tensor:
-        return ends._split.begin(call)
-
-    @staticmethod
-    def finish(ends: "Ends", hidden: Tensor) -> Any:
-        return ends._split.finish(ends._calls.current, hidden)
+    def begin(self, call: Call) -> Tensor:
+        """Takes a call, returns hidden states."""
+        return self._split.begin(call)
 
 
 class ModelLayers:
@@ -83,7 +75,7 @@ class ModelLayers:
         self._checkpointing.switch_off()
         shown = survey(model, blocks, random_sources)
         ahead, behind = ({path: model.get_submodule(path) for path in paths} for paths in (shown.ahead, shown.behind))
-        self.calls = Calls()
+        self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
         self._without_cache = without_cache(model)
         self._names = list(signature(model.forward).parameters)
         split = SplitForward(model, blocks, ahead, behind, shown.returned, random_sources)
@@ -91,7 +83,7 @@ class ModelLayers:
             Block(f"{blocks.path}.{index}", block, index, split, self.calls)
             for index, block in enumerate(blocks.modules)
         ]
-        if _share(ahead, behind):
+        if shown.read_behind or _share(ahead, behind):
             ends = Ends({**ahead, **behind}, split, self.calls)
             self.modules: list[nn.Module] = [ends, *own_blocks, ends]
         else:

@@ -9,6 +9,10 @@ from transformers.utils import ModelOutput
 from ds_lgamp.config import BLOCK, ConfigError
 
 
+class NotInTraining(ConfigError, AttributeError):
+    """An output that stays on the rank that computed it. An AttributeError too, so that ``hasattr`` says no."""
+
+
 @dataclass
 class TrainingOutput(ModelOutput):
     """The loss of a micro-batch. Everything else of a model's output stays on the rank that computed it."""
@@ -16,11 +20,11 @@ class TrainingOutput(ModelOutput):
     loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_ONLY_LOSS.format(name))
+        raise NotInTraining(_ONLY_LOSS.format(name))
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key not in self:
-            raise ConfigError(_ONLY_LOSS.format(key))
+            raise NotInTraining(_ONLY_LOSS.format(key))
         return super().__getitem__(key)
 
 

@@ -7,7 +7,7 @@ states on. A stand-in for a module ahead of the blocks, such as the embedding, r
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
 """Called in place of a block, with its number, the hidden states and the other arguments. Returns hidden states."""
+
+
+_SKIPPED = "the forward of the model skipped blocks; set layerdrop to 0 in the model's config"
 
 
 class _Reached(Exception):
@@ -60,32 +63,39 @@ class SplitForward:
         self._returned, self._random_sources = returned, random_sources
         self._stand_ins = nn.ModuleList([_Block(self, index, block) for index, block in enumerate(blocks.modules)])
         self._ahead = [(*_place(model, path), _Zeros(module)) for path, module in ahead.items()]
-        self._behind = [(*_place(model, path), _Absent(module, path)) for path, module in behind.items()]
+        self._behind = [(*_place(model, path), _Absent(self, path, module)) for path, module in behind.items()]
         self._visit: Visit = _not_running
+        self._visited = False
+        """Whether the forward that runs has called a block."""
 
     def begin(self, call: Call) -> Tensor:
-        """Returns the hidden states that enter the first block."""
-
-        def stop(_: int, hidden: Tensor, __: BlockArguments) -> Tensor:
-            raise _Reached(hidden)
-
+        """Returns the hidden states that enter the first block. Tells ``call`` what every block gets beside them."""
+        noted, stop = self._noting()
         with self._visiting(stop), _replacing(self._behind):
-            return self._until_reached(call)
+            hidden = self._until_reached(call)
+        call.tell_blocks(noted)
+        return hidden
 
     def block_arguments(self, call: Call) -> list[BlockArguments]:
         """Returns what every block gets beside the hidden states. Draws no random numbers."""
+        noted, stop = self._noting()
+        stand_ins = [*self._ahead, *self._behind]
+        with undisturbed(self._random_sources), torch.no_grad(), self._visiting(stop), _replacing(stand_ins):
+            self._until_reached(call)
+        return noted
+
+    def _noting(self) -> tuple[list[BlockArguments], Visit]:
+        """Returns a list of what every block gets beside the hidden states, and the visits that fill it."""
         noted: list[BlockArguments] = []
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
             noted.append(arguments)
             if index == len(self._blocks) - 1:
+                # Every block passed on what the first one got.
                 raise _Reached(hidden)
             return hidden
 
-        stand_ins = [*self._ahead, *self._behind]
-        with undisturbed(self._random_sources), torch.no_grad(), self._visiting(note), _replacing(stand_ins):
-            self._until_reached(call)
-        return noted
+        return noted, note
 
     def finish(self, call: Call, hidden: Tensor) -> Any:
         """Returns the model's output, from the hidden states that the last block returned."""
@@ -108,6 +118,7 @@ class SplitForward:
 
     def visit(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
+        self._visited = True
         passed = self._visit(index, hidden, arguments)
         return (passed, *[None] * (self._returned - 1)) if self._returned else passed
 
@@ -116,12 +127,22 @@ class SplitForward:
             self._forward(*call.positional, **call.named)
         except _Reached as reached:
             return reached.hidden
-        raise ConfigError("the forward of the model skipped blocks; set layerdrop to 0 in the model's config")
+        raise ConfigError(_SKIPPED)
+
+    def refuse_absent(self, path: str) -> NoReturn:
+        """Raises ConfigError, because a module that works behind the blocks was called too early."""
+        if self._visited:
+            raise ConfigError(_SKIPPED)
+        raise ConfigError(
+            f"with these arguments '{path}' runs ahead of the model's blocks, which it does not with token ids alone; "
+            f"with a {BLOCK} block, pass arguments for text only"
+        )
 
     @contextmanager
     def _visiting(self, visit: Visit) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block."""
         self._visit, self._parent_module._modules[self._name] = visit, self._stand_ins
+        self._visited = False
         try:
             yield
         finally:
@@ -174,15 +195,12 @@ class _Block(_StandIn):
 class _Absent(_StandIn):
     """The stand-in for a module that may be on another rank."""
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    def __init__(self, split: SplitForward, path: str, module: nn.Module) -> None:
         super().__init__(module)
-        self._path = path
+        self._split, self._path = split, path
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        raise ConfigError(
-            f"with these arguments '{self._path}' runs ahead of the model's blocks, which it does not with token ids "
-            f"alone; with a {BLOCK} block, pass arguments for text only"
-        )
+        self._split.refuse_absent(self._path)
 
 
 class _Zeros(_StandIn):

@@ -1,11 +1,12 @@
 """Finds out, by one small forward of the model, which of its modules work ahead of the blocks and which behind them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -23,6 +24,8 @@ class Survey(NamedTuple):
     """All other modules with parameters, by name. They contain no block."""
     returned: int
     """How many members the tuple has that a block returns; 0 if it returns a tensor."""
+    read_behind: bool
+    """Whether the forward reads, behind the blocks, parameters of modules that ran ahead of them."""
 
 
 def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -> Survey:
@@ -36,7 +39,7 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
         device = next(model.parameters()).device
         try:
             inputs = {name: value.to(device) for name, value in model_of(model).dummy_inputs.items()}
-            model(**inputs, **without_cache(model))
+            walk.check_output(model(**inputs, **without_cache(model)))
         except ConfigError:
             raise
         except _Touched:
@@ -62,13 +65,42 @@ class _Untouched(Tensor):
         raise _Touched
 
 
+class _Reads(TorchFunctionMode):
+    """Tells which parameters functions compute with."""
+
+    def __init__(self, read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(self, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        result = function(*positional, **(named or {}))
+        # Whoever asks for a dtype or a device needs no values.
+        if isinstance(result, torch.Size) or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((positional, named)):
+                if isinstance(leaf, nn.Parameter):
+                    self._read(leaf)
+        return result
+
+
 class _Walk:
     """Watches one forward."""
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         self._model, self._blocks = model, blocks
         self._children = dict(_children_with_parameters(model, blocks))
+        self._owners: dict[int, list[str]] = {}
+        """The modules that have a parameter, by its id."""
+        for path, module in self._children.items():
+            for parameter in module.parameters():
+                self._owners.setdefault(id(parameter), []).append(path)
         self._ahead: list[str] = []
+        self._results: list[Tensor] = []
+        """What modules ahead of the blocks returned."""
+        self._running: str | None = None
+        """The one of them that is called."""
+        self._read_ahead: list[str] = []
+        """Modules of which parameters were read ahead of the blocks, but not by the module itself."""
+        self._read_behind = False
         self._visited = 0
         self._passed: Any = None
         self._returned = 0
@@ -78,9 +110,12 @@ class _Walk:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with torch.enable_grad(), ExitStack() as stack:
+            stack.enter_context(_Reads(self._read))
             for path, module in self._children.items():
-                hook = module.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
-                stack.callback(hook.remove)
+                before = module.register_forward_pre_hook(lambda *_, path=path: self._starts(path))
+                after = module.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
             for block in self._blocks.modules:
                 stack.callback(_restore_forward, block, block.__dict__.get("forward"))
                 block.forward = self._instead_of(block)  # type: ignore[method-assign]
@@ -99,39 +134,69 @@ class _Walk:
             seen |= own
 
     def result(self) -> Survey:
+        for path in self._read_ahead:
+            raise self.refusal(f"its forward reads a parameter of '{path}' ahead of the blocks without calling it")
+        behind = [path for path in self._children if path not in self._ahead]
+        return Survey(self._ahead, behind, self._returned, self._read_behind)
+
+    def check_output(self, output: Any) -> None:
+        """Raises ConfigError if blocks were left out, or if the output depends on modules ahead of them in another way
+        than through hidden states."""
         if self._visited != len(self._blocks.modules):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
-        return Survey(self._ahead, [path for path in self._children if path not in self._ahead], self._returned)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and self._results:
+            ones = [torch.ones_like(each) for each in outputs]
+            gradients = torch.autograd.grad(outputs, self._results, ones, allow_unused=True)
+            if any(gradient is not None for gradient in gradients):
+                raise self.refusal("behind the blocks its forward computes with what modules ahead of them returned")
 
-    def _saw(self, path: str, result: Any) -> Any:
+    def _starts(self, path: str) -> None:
+        self._running = self._running or path
+
+    def _read(self, parameter: nn.Parameter) -> None:
+        """Notes that a function computes with a parameter."""
+        owners = self._owners.get(id(parameter), [])
+        if not owners or self._running in owners:
+            return
+        if self._visited < len(self._blocks.modules):
+            self._read_ahead.append(owners[0])
+        else:
+            self._read_behind |= not set(owners).isdisjoint(self._ahead)
+
+    def _saw(self, path: str, result: Any) -> None:
+        if self._running == path:
+            self._running = None
         if self._visited and path in self._ahead:
             raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
-        if self._visited == 0 and path not in self._ahead:
+        if self._visited:
+            return
+        if path not in self._ahead:
             self._ahead.append(path)
-        if self._visited == 0:
-            # Frozen modules count too: whatever depends on a module ahead of the blocks must be seen.
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.requires_grad:
-                    tensor.requires_grad_()
-        return None
+        # Frozen modules count too: whatever depends on a module ahead of the blocks must be seen.
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self._results.append(tensor.requires_grad_())
 
     def _instead_of(self, block: nn.Module) -> Any:
         stock = block.forward
 
         def forward(*positional: Any, **named: Any) -> Any:
-            hidden = positional[0] if positional else named.get("hidden_states")
+            hidden: Any = positional[0] if positional else named.get("hidden_states")
             if named.get("past_key_values") is not None:
                 raise self.refusal("its blocks get a cache of keys and values")
             if self._visited and hidden is not self._passed:
                 raise self.refusal("its forward computes between blocks")
             others = [*positional[1:], *(value for name, value in named.items() if name != "hidden_states")]
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
-                raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
             if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
                 raise self.refusal("a block passes more than hidden states to the next one")
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
+                raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
             if self._visited == 0:
                 self._note_result(stock(*positional, **named))
             self._visited += 1
+            if self._visited == len(self._blocks.modules):
+                hidden = hidden.detach().requires_grad_()
             self._passed = hidden
             return (hidden, *self._others) if self._returned else hidden
 

@@ -29,6 +29,8 @@ class Layout(NamedTuple):
     """The ds_lgamp block; None for stock DeepSpeed."""
     optimizer: str = "client"
     """client: the user's object; callable: a function that makes one; json: named in the configuration."""
+    zero: dict = {}
+    """More keys of zero_optimization."""
 
 
 class Run(NamedTuple):
@@ -45,7 +47,7 @@ def json_config(training: Training, layout: Layout) -> dict:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": training.clipping,
-        "zero_optimization": {"stage": layout.stage},
+        "zero_optimization": {"stage": layout.stage, **layout.zero},
         "zero_allow_untested_optimizer": True,
     }
     if layout.block is not None:
@@ -80,9 +82,13 @@ def initialize(training: Training, layout: Layout):
     return engine
 
 
-def batches(step: int, engine):
-    first = MICRO_BATCHES * engine.grid.data_parallel_id
-    return iter([micro_batch(step, first + index) for index in range(MICRO_BATCHES)])
+def batches(step: int, engine, training: bool = True):
+    """The micro-batches of this data-parallel rank. In training, those of a block may have unequal numbers of them."""
+    rank, shares = engine.grid.data_parallel_id, [MICRO_BATCHES] * engine.dp_world_size
+    if training and hasattr(engine, "replica_specs"):
+        shares = [replica.micro_batches for replica in engine.replica_specs]
+    first = sum(shares[:rank])
+    return iter([micro_batch(step, first + index) for index in range(shares[rank])])
 
 
 def train(training: Training, layout: Layout) -> Run:
@@ -102,6 +108,6 @@ def train(training: Training, layout: Layout) -> Run:
         run.losses.append(engine.train_batch(batches(step, engine)).item())
         norm = engine.get_global_grad_norm()
         run.norms.append(float("nan") if norm is None else float(norm))
-    evaluation = engine.eval_batch(batches(99, engine)).item()
+    evaluation = engine.eval_batch(batches(99, engine, training=False)).item()
     parameters = {} if partition is None else gathered(partition, lambda unit: unit.storage.shard)
     return run._replace(evaluation=evaluation, parameters=parameters)

@@ -31,6 +31,8 @@ class Place(NamedTuple):
     tensor_ranks: int = 1
     data_ranks: int = 1
     distributed_optimizer: bool = False
+    zero_stage: int = 0
+    """2 or 3 for sharded chunks."""
     aligned: bool = True
     """Only for the distributed optimizer: gathers and reduces whole chunks instead of buckets from hooks."""
     tied: bool = True
@@ -100,7 +102,7 @@ class Training:
         param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
         if place.schedule != STOCK:
             settings = LgampConfig(schedule=place.schedule, micro_batch_group=place.group)
-            install_schedules(Job(settings, int(place.distributed_optimizer), {}))
+            install_schedules(Job(settings, place.zero_stage or int(place.distributed_optimizer), {}))
         parallel_state.destroy_model_parallel()
         virtual = place.chunks_per_rank if place.chunks_per_rank > 1 else None
         initialize = parallel_state.initialize_model_parallel
@@ -148,6 +150,7 @@ class Training:
         from megatron.core.transformer.module import Float16Module
 
         from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
+        from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 
         models = []
         for stage in range(self.place.chunks_per_rank) if virtual else [None]:
@@ -177,6 +180,8 @@ class Training:
             "bucket_size": 2**62,
         }
         settings |= self.place.options_of(DistributedDataParallelConfig)
+        if self.place.zero_stage > 1:
+            return [ShardedChunk(self.config, DistributedDataParallelConfig(**settings), model) for model in models]
         return [
             # Makes a copy, because DistributedDataParallel changes its configuration.
             DistributedDataParallel(
@@ -300,7 +305,9 @@ class Training:
             # Masks some labels out.
             "mask": (tokens[:, 1:] % 4 != 0).float(),
         }
-        inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch).values()
+        # Releases from 0.18 on ask for this argument.
+        hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+        inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch, **hybrid).values()
         output = self.output_of(model, inputs, positions, labels)
         hooked = output[0] if isinstance(output, tuple) else output
         if hooked.requires_grad:

@@ -35,10 +35,10 @@ def in_layers(model: Any, arguments: Mapping[str, Any]) -> Computed:
     layers.calls.all = [call]
     first, *blocks, last = layers.modules
     torch.manual_seed(1)
-    hidden = Ends.begin(first, call) if isinstance(first, Ends) else first(call)
+    hidden = first.begin(call) if isinstance(first, Ends) else first(call)
     for block in blocks:
         hidden = block(hidden)
-    return _computed(model, Ends.finish(last, hidden) if isinstance(last, Ends) else last(hidden))
+    return _computed(model, last(hidden))
 
 
 def _computed(model: Any, output: Any) -> Computed:

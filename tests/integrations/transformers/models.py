@@ -6,11 +6,12 @@ from typing import Any
 import peft
 import torch
 import transformers
+from torch import nn
 
 from tests.integrations.transformers.shrink import VOCABULARY, small
 
 LENGTH = 10
-CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
+CAUSAL, MASKED, PRETRAINING = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForPreTraining"
 ARCHITECTURES = {
     "GPT-2": ("GPT2Config", CAUSAL),
     "Llama": ("LlamaConfig", CAUSAL),
@@ -21,6 +22,7 @@ ARCHITECTURES = {
     "GPT-NeoX": ("GPTNeoXConfig", CAUSAL),
     "Phi-3": ("Phi3Config", CAUSAL),
     "BERT": ("BertConfig", MASKED),
+    "BERT in pretraining": ("BertConfig", PRETRAINING),
     "OPT": ("OPTConfig", CAUSAL),
     "BLOOM": ("BloomConfig", CAUSAL),
     "GPT-J": ("GPTJConfig", CAUSAL),
@@ -47,6 +49,18 @@ PLANNED = (
 DRAWN = [f"{name}Config" for name in random.Random(4).sample(PLANNED, 4)]
 
 
+class FunctionalHead(nn.Module):
+    """A head without parameters: it reads those of the embedding, which it does not call."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        # Not registered: it belongs to the model.
+        self.__dict__["_embedding"] = embedding
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.__dict__["_embedding"].weight)
+
+
 def make(name: str, head: str | None = None, **settings: Any) -> Any:
     """Makes a model with the same values on every rank.
 
@@ -60,9 +74,22 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
         return peft.get_peft_model(make("Llama"), settings)
     if name == "GPT-2 with dropout":
         return make("GPT-2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    if name == "Llama with a functional head":
+        model = make("Llama")
+        model.lm_head = FunctionalHead(model.model.embed_tokens)
+        return model
     config_name, own_head = ARCHITECTURES.get(name, (name, CAUSAL))
     torch.manual_seed(0)
     return getattr(transformers, head or own_head).from_config(small(getattr(transformers, config_name), **settings))
+
+
+def micro_batch_of(name: str, step: int, rank: int, number: int) -> dict[str, torch.Tensor]:
+    """Makes a :func:`micro_batch` for the model ``name``, with a label for each sequence if it predicts those too."""
+    batch = micro_batch(step, rank, number)
+    if ARCHITECTURES.get(name, ("", ""))[1] == PRETRAINING:
+        batch["token_type_ids"] = torch.arange(LENGTH).ge(LENGTH // 2).long().expand(2, -1)
+        batch["next_sentence_label"] = torch.tensor([number % 2, 1])
+    return batch
 
 
 def micro_batch(step: int, rank: int, number: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Makes small configurations of any architecture of transformers: whatever gives a size is set to a small one."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 VOCABULARY = 64
@@ -72,11 +73,19 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def small(config_class: type, **given: Any) -> Any:
     """Returns a configuration of ``config_class`` with small sizes, and ``given`` values for other fields."""
-    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
+    fields = _defaults(config_class)
     sizes = {name: size for name, size in SIZES.items() if name in fields and fields[name] is not None}
     dropout = {name: 0.0 for name in fields if ("dropout" in name or "pdrop" in name) and "use" not in name}
-    tokens = {name: number for name, number in TOKENS.items() if name in fields}
+    # Ahead of transformers 5, base classes take them.
+    tokens = {name: number for name, number in TOKENS.items() if name in fields or "kwargs" in fields}
     if "kv_lora_rank" in fields:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     others = OTHERS.get(getattr(config_class, "model_type", ""), {})
     return config_class(**{**sizes, **dropout, **tokens, **others, **given})
+
+
+def _defaults(config_class: type) -> dict[str, Any]:
+    """Returns the defaults of all fields. Configurations are dataclasses since transformers 5."""
+    if dataclasses.is_dataclass(config_class):
+        return {field.name: field.default for field in dataclasses.fields(config_class)}
+    return {name: parameter.default for name, parameter in inspect.signature(config_class).parameters.items()}

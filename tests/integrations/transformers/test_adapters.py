@@ -41,15 +41,17 @@ BLOCK_LISTS = {"GPT-2": "transformer.h", "MPT": "transformer.blocks"}
 @pytest.mark.parametrize("name", BLOCK_LISTS)
 def test_the_models_own_checkpointing_is_switched_off_and_that_is_said_once(name, caplog):
     model, batch = make(name).train(), micro_batch(0, 0, 0)
+    # The name ahead of transformers 5 is the second one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     expected = whole(model, batch)
-    model.activation_checkpointing_enable()
+    enable()
     with caplog.at_level(logging.WARNING, "ds_lgamp"):
         layers = layers_of(model)
-        model.activation_checkpointing_enable()
+        enable()
         layers.arguments((), batch)
-    assert not model.is_activation_checkpointing
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert sum("ds_lgamp.recompute decides" in record.message for record in caplog.records) == 1
-    model.activation_checkpointing_enable()
+    enable()
     forwards = []
     # The last block, because the survey runs the first one.
     next(model.get_submodule(BLOCK_LISTS[name])[-1].children()).register_forward_hook(lambda *_: forwards.append(1))

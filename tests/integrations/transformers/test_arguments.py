@@ -1,6 +1,8 @@
 """What scripts pass to a model: honoured, or refused by name."""
 
+from inspect import signature
 from itertools import product
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -118,3 +120,16 @@ def test_what_blocks_get_is_computed_without_drawing_random_numbers():
     before = torch.get_rng_state()
     call.block_arguments(0, layers.modules[1]._split.block_arguments)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_rank_of_the_first_layer_calls_the_forward_once_for_hidden_states_and_what_blocks_get():
+    model = make("Llama")
+    model.forward = forward = MagicMock(wraps=model.forward)
+    forward.__signature__ = signature(forward._mock_wraps)
+    layers = layers_of(model)
+    call = Call(*layers.arguments((), micro_batch(0, 0, 0)))
+    layers.calls.all = [call]
+    forward.reset_mock()
+    first, block, *_ = layers.modules
+    block(first(call))
+    assert forward.call_count == 1

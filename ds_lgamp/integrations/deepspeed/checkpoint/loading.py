@@ -5,10 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.utils.logging import logger
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
+from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.units import Loading
@@ -29,21 +30,43 @@ from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
 from ds_lgamp.partition.agreement import everyone
 
 
-def find_checkpoint(directory: Path, tag: Any) -> Path | None:
-    """Returns the folder of the checkpoint ``tag``, or of the last one if that is None; None, with a warning, if there
-    is none. Collective over all ranks: the first one looks."""
-    if tag is None:
-        tag = everyone(everywhere(partial(folders.read_latest, directory)))[0]
-    if tag is None:
+def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
+    """Returns the folder of the checkpoint ``tag``; if that is None, the last one's and then those of others, from the
+    newest on. There are none, with a warning, where no checkpoint is the last. Collective over all ranks: the first one
+    looks."""
+    if tag is not None:
+        return [directory / str(tag)]
+    found = everyone(everywhere(partial(_last_and_others, directory)))[0]
+    if not found:
         logger.warning(f"{directory} has no file '{folders.LATEST}'; pass a tag, or save a checkpoint first")
-        return None
-    return directory / str(tag)
+    return found
+
+
+def _last_and_others(directory: Path) -> list[Path]:
+    last = folders.read_latest(directory)
+    return [] if last is None else list(dict.fromkeys([directory / last, *folders.newest_first(directory, last)]))
+
+
+def load_first_whole(run: Run, candidates: list[Path], parts: Parts) -> tuple[Path, dict[str, Any]]:
+    """Does :func:`load` with the first of ``candidates`` whose files are whole, and returns it too. Raises that of the
+    first if none is."""
+    first: DamageError | None = None
+    for folder in candidates:
+        try:
+            return folder, load(run, folder, parts)
+        except DamageError as error:
+            first = first or error
+            if folder != candidates[-1] and dist.get_rank() == 0:
+                logger.warning(f"{error}: looking for an older one now")
+    assert first is not None, "there is a candidate"
+    raise first
 
 
 def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     """Goes on with ``parts`` of the checkpoint ``folder`` and returns its client state. Collective over all ranks;
     raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
     state, reader = everywhere(partial(_open, folder))
+    run.optimizer.partition.catch_up()
     sizes = {name: entry.size for name, entry in reader.tensors.items()}
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
     parameters = everywhere(partial(describe_parameters, run))

@@ -6,9 +6,16 @@ from typing import Any, Protocol
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.fitting import Parts
-from ds_lgamp.integrations.deepspeed.checkpoint.loading import find_checkpoint, load
+from ds_lgamp.integrations.deepspeed.checkpoint.loading import find_checkpoints, load_first_whole
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.checkpoint.saving import save
+
+
+class TensorAccess(Protocol):
+    """Gathers parameters for the user."""
+
+    def refuse_inside_block(self, call: str) -> None:
+        """Raises ConfigError where ``call`` would interfere with parameters that are gathered."""
 
 
 class Engine(Run, Protocol):
@@ -17,8 +24,11 @@ class Engine(Run, Protocol):
     @property
     def global_steps(self) -> int: ...
 
-    def refuse_inside_block(self, call: str) -> None:
-        """Raises ConfigError where ``call`` would interfere with parameters that are gathered for the user."""
+    @property
+    def tensor_access(self) -> TensorAccess: ...
+
+    def settle_nonfinite(self) -> None:
+        """Acts on the last batch, if it is not finite."""
 
 
 def save_checkpoint(
@@ -34,6 +44,8 @@ def save_checkpoint(
 
     Without frozen parameters, it loads with ``load_module_strict=False``, and the model keeps those that it has.
     """
+    # With "abort", weights that are not finite never get into a checkpoint.
+    engine.settle_nonfinite()
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     save(
         engine,
@@ -57,13 +69,14 @@ def load_checkpoint(
     custom_load_fn: Any = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """As PipelineEngine's, for what :func:`save_checkpoint` wrote, at any layout. Raises CheckpointError on every rank,
-    and changes nothing, if the checkpoint does not fit."""
+    and changes nothing, if the checkpoint does not fit. Without a ``tag``, the newest whole one is loaded where files
+    of the last one are missing or damaged."""
     if custom_load_fn is not None:
         raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
-    engine.refuse_inside_block("load_checkpoint")
+    engine.tensor_access.refuse_inside_block("load_checkpoint")
     wait_for_all()
-    folder = find_checkpoint(Path(load_dir), tag)
-    if folder is None:
+    candidates = find_checkpoints(Path(load_dir), tag)
+    if not candidates:
         return None, None
     parts = Parts(
         strict=load_module_strict,
@@ -71,7 +84,8 @@ def load_checkpoint(
         scheduler=load_lr_scheduler_states and not load_module_only,
         progress=not load_module_only,
     )
-    return str(folder), load(engine, folder, parts)
+    folder, client_state = load_first_whole(engine, candidates, parts)
+    return str(folder), client_state
 
 
 def wait_for_checkpoint(engine: Engine) -> None:

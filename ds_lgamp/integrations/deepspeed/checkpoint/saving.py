@@ -43,6 +43,7 @@ def save(
         if not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary that holds it")
         partition, optimizer = run.optimizer.partition, run.optimizer.optimizer
+        partition.catch_up()
         tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}
         tensors |= rank_state_to_write(run, client_state)
         # Alike on all data-parallel ranks: the first one's suffice.

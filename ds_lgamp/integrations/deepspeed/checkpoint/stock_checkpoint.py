@@ -11,6 +11,7 @@ TAG/[bf16_]zero_pp_rank_2_mp_rank_01_optim_states.pt     at stage 1: the master 
 
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,21 @@ KEYS = frozenset(
 """The keys that DeepSpeed itself uses in a pipeline rank's file. All other keys are the user's client state."""
 TIED = "tied_modules"
 _LAYER_FILE = re.compile(r"layer_(\d+)(-model_00)?-model_states\.pt")
+
+
+def refuse_whole_tensors(optimizer: str | None, options: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for LAMB and Muon, whose state DeepSpeed keeps in a form of its own.
+
+    Args:
+        optimizer: its type or class; None if that is unknown.
+        options: those of its first parameter group.
+    """
+    name = (optimizer or "").lower()
+    if name in ("lamb", "muon") or not {"use_muon", "max_coeff"}.isdisjoint(options):
+        raise CheckpointError(
+            f"the checkpoint is of a run with {optimizer or 'LAMB or Muon'}, whose state stock DeepSpeed keeps in "
+            "another form; go on with what wrote it"
+        )
 
 
 def rank_file(pipeline_rank: int) -> str:

@@ -18,6 +18,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
     layer_files,
     load_file,
     rank_file,
+    refuse_whole_tensors,
     shard_file,
 )
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import StockLayers, name_layers
@@ -308,6 +309,7 @@ def _optimizer_class(options: dict[str, Any], config: dict[str, Any]) -> str | N
     If ``config`` has an optimizer, a block's choice for it counts. Otherwise it is the class that has these options.
     """
     named = config.get("optimizer")
+    refuse_whole_tensors(named and named["type"], options)
     if named is not None:
         name = named["type"].lower() if named["type"].lower() in JSON_NAMES else named["type"]
         without_kernels = Kernels(frozenset(), None)

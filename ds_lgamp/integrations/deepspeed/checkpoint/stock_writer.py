@@ -21,7 +21,14 @@ from torch import Tensor
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import KEYS, TIED, layer_file, rank_file, shard_file
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
+    KEYS,
+    TIED,
+    layer_file,
+    rank_file,
+    refuse_whole_tensors,
+    shard_file,
+)
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import tied_keys
 
 _ALIGNMENT = 2
@@ -87,6 +94,7 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
         raise CheckpointError(f"{folder} exists; remove it or name another folder")
     if whole.state["optimizer"] is None:
         raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs; take one that a run saved")
+    refuse_whole_tensors(whole.state["optimizer"]["class"], {})
     if min(pipeline_ranks, data_ranks) < 1:
         raise CheckpointError(f"the layout is {pipeline_ranks} pipeline x {data_ranks} data ranks; use at least 1 x 1")
     data_type = whole.state["layout"]["data_type"]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treatment
+from ds_lgamp.integrations.deepspeed.config.shard_keys import active
 
 _ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
 _ALIASES = {"bfloat16": "bf16"}
@@ -55,10 +56,14 @@ def check_keys(config: dict[str, Any]) -> list[str]:
         if takes and not VALUES[takes](setting.value):
             raise ConfigError(f"{setting.name} is {_short(setting.value)}; write {takes}")
         if setting.key.treatment is Treatment.MEANINGLESS:
-            if not _has_switch(setting.key.name):
+            if not _has_switch(setting.key.name) and not _is_beside_off(setting.key.name, config):
                 meaningless[setting.name] = setting.position
         elif not _passes(setting.key, setting.value):
             raise ConfigError(_complaint(setting))
+    sharding = [f"zero_optimization.{key}" for key in active(config)]
+    if sharding and config["zero_optimization"].get("stage") != 3:
+        meaningless |= {name: _ROWS[name][0] for name in sharding}
+    meaningless |= {name: _ROWS[name][0] for name in _paths_without_disk(config)}
     halves = [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled")]
     if len(halves) > 1 and halves[0] == "fp16":
         raise ConfigError(f"fp16.enabled and {halves[1]}.enabled are True; set one of them to false")
@@ -155,6 +160,28 @@ def _has_switch(name: str) -> bool:
         for switch in _SWITCHES
     ]
     return any(row is not None and row[1].treatment is Treatment.REFUSED for row in rows)
+
+
+def _is_beside_off(name: str, config: dict[str, Any]) -> bool:
+    """Whether the key stands beside a ``device`` of offloading that is missing or "none"."""
+    section = name.rpartition(".")[0]
+    if f"{section}.device" not in _ROWS:
+        return False
+    for part in section.split("."):
+        config = config.get(part) or {}
+    return config.get("device") in (None, "none")
+
+
+def _paths_without_disk(config: dict[str, Any]) -> list[str]:
+    """Returns the keys that name a folder on a disk where nothing lies there."""
+    zero = config.get("zero_optimization")
+    given = zero if isinstance(zero, dict) else {}
+    sections = {name: given.get(name) or {} for name in ("offload_optimizer", "offload_param")}
+    return [
+        f"zero_optimization.{name}.nvme_path"
+        for name, section in sections.items()
+        if section.get("device") == "cpu" and section.get("nvme_path") is not None
+    ]
 
 
 def _passes(key: Key, value: Any) -> bool:

@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 COUNT, INDEX, AMOUNT, SWITCH = "a whole number from 1", "a whole number from 0", "a number from 0", "true or false"
 NAME, OBJECT, STAGE = "a name in quotes", "an object such as {}", "0, 1, 2 or 3"
-INTERVAL = "a whole number from 1, or Infinity"
+INTERVAL, GROUP = "a whole number from 1, or Infinity", "a whole number from 1, or -1 for none"
 VALUES: dict[str, Callable[[Any], bool]] = {
     COUNT: lambda value: _whole(value) and value >= 1,
     INDEX: lambda value: _whole(value) and value >= 0,
@@ -51,6 +51,7 @@ VALUES: dict[str, Callable[[Any], bool]] = {
     STAGE: lambda value: _whole(value) and 0 <= value <= 3,
     # Accelerate sets infinity for "never".
     INTERVAL: lambda value: value == inf or (_whole(value) and value >= 1),
+    GROUP: lambda value: _whole(value) and (value >= 1 or value == -1),
 }
 """The kinds of values, each with its test."""
 
@@ -80,6 +81,8 @@ _USE_BF16 = "a ds_lgamp block does not support it so far; use bf16 or remove it"
 _REMOVED = "DeepSpeed has removed it and refuses it; remove it"
 _PROGRAM = "gathers, reductions and releases follow the program"
 _OWN_FORMAT = "checkpoints have a format of their own"
+_PINNED = "what travels is always in pinned memory"
+_THREADS = "two units of the disk are in memory, one read ahead and one written behind"
 _STOCK_IGNORES = "DeepSpeed does not use it either; PipelineModule has an argument for it"
 
 _TRAINING = (
@@ -98,7 +101,7 @@ _TRAINING = (
         "optimizer.type",
         HONOURED,
         "optimizers that update each element by itself, with torch's or apex's fused kernels; Lion, DeepSpeedCPUAdam "
-        "and Adam without bias_correction are DeepSpeed's own, which it compiles",
+        "and Adam without bias_correction are DeepSpeed's own, which it compiles; Lamb and Muon are ds_lgamp's",
         takes=NAME,
     ),
     Key("optimizer.params", HONOURED, "torch_adam is torch's Adam as DeepSpeed makes it, not fused", takes=OBJECT),
@@ -111,7 +114,9 @@ _TRAINING = (
         "vouches that the optimizer updates each element by itself",
         takes=SWITCH,
     ),
-    Key("zero_force_ds_cpu_optimizer", MEANINGLESS, "only with offloading"),
+    Key(
+        "zero_force_ds_cpu_optimizer", MEANINGLESS, "the host updates with any optimizer that takes one chunk at a time"
+    ),
     Key("prescale_gradients", MEANINGLESS, "gradients are divided in an order of their own"),
     Key("gradient_predivide_factor", MEANINGLESS, "gradients are divided in an order of their own"),
     Key("gradient_allreduce_op", REFUSED, "gradients are averaged over data-parallel ranks; remove it", ("mean",)),
@@ -245,23 +250,52 @@ _ZERO = (
     ),
     Key("zero_optimization.sub_group_size", MEANINGLESS, "a rank's shards are updated together"),
     Key("zero_optimization.ignore_unused_parameters", REFUSED, "nothing looks for unused ones; remove it", (True,)),
-    *_keys("zero_optimization", "offload_optimizer.device offload_param.device", REFUSED, _SO_FAR, ("none",)),
+    Key(
+        "zero_optimization.offload_optimizer.device",
+        HONOURED,
+        "cpu or nvme (at stages 1 to 3, with an optimizer that takes one chunk at a time) or none",
+        ("none", "cpu", "nvme"),
+    ),
+    Key(
+        "zero_optimization.offload_param.device",
+        HONOURED,
+        "cpu or nvme (with offload_optimizer) or none",
+        ("none", "cpu", "nvme"),
+    ),
+    *_keys(
+        "zero_optimization",
+        "offload_optimizer.nvme_path offload_param.nvme_path",
+        HONOURED,
+        "a folder on the disk, with device nvme",
+        takes=NAME,
+    ),
+    *_keys("zero_optimization", "offload_optimizer.pin_memory offload_param.pin_memory", MEANINGLESS, _PINNED),
     *_keys(
         "zero_optimization.offload_optimizer",
-        "nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
-        "cpuadam_cores_perc",
+        "buffer_count pipeline_read pipeline_write fast_init",
         MEANINGLESS,
-        "only with offload_optimizer.device",
+        _THREADS,
     ),
-    *_keys(
-        "zero_optimization.offload_param",
-        "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
-        MEANINGLESS,
-        "only with offload_param.device",
-    ),
-    *_keys("zero_optimization", "cpu_offload cpu_offload_param", REFUSED, _SO_FAR, (False,)),
+    *_keys("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu", MEANINGLESS, _THREADS),
+    Key("zero_optimization.offload_optimizer.ratio", REFUSED, "the host updates everything; remove it", (1.0,)),
+    Key("zero_optimization.offload_optimizer.super_offload", REFUSED, "updates wait for the norm; remove it", (False,)),
+    Key("zero_optimization.offload_optimizer.cpuadam_cores_perc", MEANINGLESS, "only with super_offload"),
+    Key("zero_optimization.cpu_offload", REFUSED, "DeepSpeed renamed it offload_optimizer; remove it", (False,)),
+    Key("zero_optimization.cpu_offload_param", REFUSED, "DeepSpeed renamed it offload_param; remove it", (False,)),
     Key("zero_optimization.zenflow.*", REFUSED, "it postpones part of the update; remove it"),
-    Key("zero_optimization.zero_hpz_partition_size", REFUSED, _SO_FAR, (0, 1)),
+    Key(
+        "zero_optimization.zero_hpz_partition_size",
+        HONOURED,
+        "at stage 3, the ranks of a node that keep all parameters together; a divisor of the data-parallel ranks",
+        takes=INDEX,
+    ),
+    Key(
+        "zero_optimization.mics_shard_size",
+        HONOURED,
+        "at stage 3, the ranks of a node that keep all states together, without MiCS_Init, which DeepSpeed has removed",
+        takes=GROUP,
+    ),
+    Key("zero_optimization.mics_hierarchical_params_gather", MEANINGLESS, "groups stay inside a node", takes=SWITCH),
     *_keys(
         "zero_optimization",
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
@@ -269,8 +303,8 @@ _ZERO = (
         "weights and gradients travel unquantized; remove it",
         (False,),
     ),
-    *_keys("zero_optimization", "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", REFUSED, _REMOVED),
-    Key("aio.*", MEANINGLESS, "only with offloading"),
+    Key("zero_optimization.zeropp_loco_param", REFUSED, _REMOVED),
+    Key("aio.*", MEANINGLESS, "threads of ds_lgamp read and write the disk"),
 )
 
 _PARALLELISM = (

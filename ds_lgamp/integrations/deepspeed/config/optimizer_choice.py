@@ -10,7 +10,11 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch import nn
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.config.whole_tensors import works_on_shards
+from ds_lgamp.optimizers.lamb import Lamb
+from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS, Muon
+from ds_lgamp.optimizers.tensors import TensorOptimizer
 
 ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -52,11 +56,12 @@ WHOLE_TENSORS = {
     "sparseadam": "takes sparse gradients, which shards do not have",
     "zerooneadam": "keeps errors of whole tensors, and which DeepSpeed has removed",
 }
-"""Why each optimizer cannot work on shards, by its name in lower case."""
-JSON_NAMES = {"adam", "adamw", "adagrad", "lion", "DeepSpeedCPUAdam"} | {
+"""Why each optimizer cannot work on shards, by its name in lower case. LAMB and Muon of other origin than
+``whole_tensors.py`` knows are among them."""
+JSON_NAMES = {"adam", "adamw", "adagrad", "lamb", "lion", "muon", "DeepSpeedCPUAdam"} | {
     kind.__name__ for kind in ELEMENTWISE if kind.__name__.lower() not in ("adam", "adamw", "adagrad")
 }
-"""The values that ``optimizer.type`` may have. DeepSpeed writes the first four in lower case; the others are class
+"""The values that ``optimizer.type`` may have. DeepSpeed writes the first six in lower case; the others are class
 names."""
 _NOT_IN_FUSED_ADAM = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"}
 """Options of torch's Adam that DeepSpeed's and apex's FusedAdam lack or refuse."""
@@ -107,15 +112,28 @@ def choose_optimizer(name: str, options: dict[str, Any], device: torch.device, k
         return _adam(name, dict(options), kernels)
     if name == "lion":
         return Choice(DeepSpeedCPULion if device.type == "cpu" else FusedLion, dict(options))
+    if name == "lamb":
+        return Choice(Lamb, _with_tuple(options))
+    if name == "muon":
+        return Choice(Muon, _muon(dict(options), kernels))
     if name == "DeepSpeedCPUAdam":
         return _cpu_adam(dict(options), device)
     kind = torch.optim.Adagrad if name == "adagrad" else getattr(torch.optim, name)
     return Choice(kind, _with_kernel(kind, options, kernels))
 
 
+def optimizer_from_json(config: Any, parameters: list[Any], device: torch.device) -> torch.optim.Optimizer:
+    """Returns the optimizer that the DeepSpeedConfig ``config`` names, for ``parameters`` on ``device``."""
+    options = config.optimizer_params or {}
+    choice = choose_optimizer(config.optimizer_name, options, device, kernels_of(device))
+    return choice.kind(parameters, **choice.options)
+
+
 def try_out(choice: Choice, device: torch.device) -> None:
     """Raises whatever the class raises for these options when it is built or takes its first step. Compiles nothing."""
-    if choice.compiles:
+    if issubclass(choice.kind, TensorOptimizer):
+        choice.kind([{"params": [], "use_muon": uses_muon} for uses_muon in (True, False)], **choice.options)
+    elif choice.compiles:
         inspect.signature(choice.kind).bind([], **choice.options)
     else:
         _step_one_element(choice, device)
@@ -128,11 +146,15 @@ def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
         return int(bool(options.get("momentum")))
     if name == "RMSprop":
         return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+    if kind is Muon or name == "MuonWithAuxAdam":
+        return 1 if options.get("use_muon") else 2
     if name in ("Adam", "AdamW"):
         return 3 if options.get("amsgrad") else 2
     if name in ("FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
         return 2
-    return 1 if name in ("Adagrad", "ASGD", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion") else None
+    if name.lower() in ("lamb", "fusedlamb"):
+        return 2
+    return 1 if name in ("Adagrad", "ASGD", "Muon", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion") else None
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -143,6 +165,8 @@ def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
     """Whether a step needs no memory for temporary tensors."""
+    if works_on_shards(kind):
+        return False
     from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
     return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
 
@@ -166,6 +190,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
     """Raises ConfigError if ``optimizer`` is not known to work on shards on ``device``, and ``allow_untested`` is
     false."""
     kind = type(optimizer)
+    if works_on_shards(kind):
+        return
     names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
     reason = WHOLE_TENSORS.get(kind.__name__.lower())
     if reason is not None:
@@ -184,6 +210,24 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
         )
 
 
+def check_updates_alone(kind: type, cause: str = f"{BLOCK}.overlap_update is true") -> None:
+    """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result where it steps for one unit
+    after another: it may keep numbers of its own per step.
+
+    Args:
+        cause: the setting that asks for such steps, and its value.
+    """
+    setting = cause.partition(" is ")[0].split(".", 1)[1]
+    if works_on_shards(kind):
+        raise ConfigError(f"{cause}, but {kind.__name__} steps on all tensors of a rank together; remove {setting}")
+    if kind not in ELEMENTWISE | ON_CPU | ON_ACCELERATOR:
+        names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+        raise ConfigError(
+            f"{cause}, but {kind.__module__}.{kind.__name__} may count a step for all its parameters together; use one "
+            f"of torch's {names} (torch_adam in optimizer.params), or remove {setting}"
+        )
+
+
 def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
     decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
     torch_kind = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -199,9 +243,31 @@ def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
         options.pop(key, None)
     # torch's AdamW decays by 0.01 by default; FusedAdam does not decay.
     options.setdefault("weight_decay", 0.0)
-    if "betas" in options:
-        options["betas"] = tuple(map(float, options["betas"]))
-    return Choice(torch_kind, _with_kernel(torch_kind, options, kernels))
+    return Choice(torch_kind, _with_kernel(torch_kind, _with_tuple(options), kernels))
+
+
+def _muon(options: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
+    """Returns the options of groups of matrices and of other groups."""
+    for key, value, fix in (("adam_w_mode", True, "true"), ("per_head_muon", False, "groups with blocks")):
+        if options.pop(key, value) is not value:
+            raise ConfigError(f"optimizer.params.{key} is {not value}, which Muon on shards does not take; use {fix}")
+    options.pop("fp32_optimizer_states", None)
+    kinds = {"matrices": (MATRIX_OPTIONS, "muon_lr"), "others": (OTHER_OPTIONS, "adam_lr")}
+    torch_adam = options.pop("torch_adam", False)
+    unknown = sorted(options.keys() - {"muon_lr", "adam_lr"} - MATRIX_OPTIONS - OTHER_OPTIONS)
+    if unknown:
+        raise ConfigError(f"optimizer.params.{unknown[0]} is no option of Muon; remove it")
+    chosen = {}
+    for kind, (keys, rate) in kinds.items():
+        chosen[kind] = {key: options[key] for key in keys & options.keys()}
+        chosen[kind] |= {"lr": options[rate]} if rate in options else {}
+    others = _with_tuple(chosen["others"])
+    return {**chosen, "others": others if torch_adam else _with_kernel(torch.optim.AdamW, others, kernels)}
+
+
+def _with_tuple(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``options`` with betas as torch takes them; JSON has lists, and may have whole numbers."""
+    return {**options, "betas": tuple(map(float, options["betas"]))} if "betas" in options else dict(options)
 
 
 def _cpu_adam(options: dict[str, Any], device: torch.device) -> Choice:

@@ -3,16 +3,18 @@
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from pydantic import ValidationError
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_models
+from ds_lgamp.integrations.deepspeed.config.offload import device_of_updates
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_optimizer_type,
+    check_updates_alone,
     choose_optimizer,
     kernels_of,
     try_out,
@@ -43,40 +45,11 @@ _SECTIONS = {
 }
 """The section of ds_config.json that each of DeepSpeed's pydantic models reads."""
 
-_SHARED_KEYS = (
-    BLOCK,
-    "zero_optimization",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_clipping",
-    "bf16",
-    "fp16",
-    "data_types",
-    "communication_data_type",
-)
-"""Keys on which all ranks must agree."""
-
-
-def refuse_differing_ranks(config: dict[str, Any]) -> None:
-    """Raises ConfigError if two ranks differ in a shared key and a rank has a block. Collective over all ranks."""
-    own = [repr(config.get(key)) for key in _SHARED_KEYS]
-    ranks = everyone(own)
-    if all(values[0] == repr(None) for values in ranks):
-        return
-    for position, key in enumerate(_SHARED_KEYS):
-        for rank, values in enumerate(ranks):
-            if values[position] != ranks[0][position]:
-                raise ConfigError(
-                    f"{key} is {ranks[0][position]} on rank 0 and {values[position]} on rank {rank}; give every "
-                    "rank the same configuration"
-                )
-
 
 def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> None:
     """Raises ConfigError for a module, optimizer, scheduler or precision that the engine cannot honour. Collective over
     all ranks."""
-    device = torch.device(get_accelerator().current_device_name())
+    device = device_of_updates(config)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_elementwise(optimizer, config.zero_allow_untested_optimizer, device)
         raise_everywhere(complaint_about_history(optimizer), ConfigError)
@@ -89,11 +62,23 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
         _try_scheduler(config.scheduler_name, config.scheduler_params)
     refuse_precision(config)
     _refuse_module(module)
+    refuse_differing_models(module)
     raise_everywhere(_complaint_about_tensors(module), ConfigError)
     raise_everywhere(_complaint_about_freezing(module), ConfigError)
     for name, info in announced_tensors(module).items():
         if info.is_parameter:
             refuse_cast_parameter(config, name, info.dtype)
+
+
+def refuse_overlapped_update(settings: LgampConfig, config: Any, optimizer: Any) -> None:
+    """Raises ConfigError if ``overlap_update`` is set and the optimizer may need to update all chunks at once. What a
+    function makes is checked when it is made."""
+    if settings.overlap_update and isinstance(optimizer, torch.optim.Optimizer):
+        check_updates_alone(type(optimizer))
+    elif settings.overlap_update and optimizer is None:
+        device = device_of_updates(config)
+        options = config.optimizer_params or {}
+        check_updates_alone(choose_optimizer(config.optimizer_name, options, device, kernels_of(device)).kind)
 
 
 def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:

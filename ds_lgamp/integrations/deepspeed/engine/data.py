@@ -1,49 +1,16 @@
 """Pulls the micro-batches of a batch before it begins. Either every rank has its data, or no rank starts."""
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.dataloader import RepeatingLoader
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.partition.agreement import host_group, raise_everywhere
+from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group, raise_everywhere
 
 _READY, _ENDED, _FAULTY = range(3)
-
-
-class OwnData(RepeatingLoader):
-    """The engine's own training data, repeated without end. It knows its position, whoever holds it as an iterator.
-
-    Args:
-        loader: the loader that DeepSpeed made. This object takes its place.
-    """
-
-    def __init__(self, loader: RepeatingLoader) -> None:
-        # Keeps the iterator, because a new one would draw random numbers.
-        self.loader, self.data_iter = loader.loader, loader.data_iter
-        self.pulled = 0
-        """Number of micro-batches taken."""
-
-    def __next__(self) -> Any:
-        micro_batch = super().__next__()
-        self.pulled += 1
-        return micro_batch
-
-    @property
-    def micro_batches_per_epoch(self) -> int:
-        return len(self.loader)
-
-    def seek(self, pulled: int) -> None:
-        """Moves to the position after ``pulled`` micro-batches. After the last one of an epoch, this is the end of the
-        epoch, not yet the beginning of the next."""
-        self.data_iter = iter(self.loader)
-        position = (pulled - 1) % self.micro_batches_per_epoch + 1 if pulled else 0
-        next(islice(self.data_iter, position, position), None)
-        self.pulled = pulled
 
 
 class BatchLoader:
@@ -71,16 +38,17 @@ class BatchLoader:
         self.tokens = 0
         """Number of elements of the integer inputs taken since the counter was last set to 0."""
 
-    def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any]) -> None:
+    def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any], terms: Terms) -> None:
         """Pulls a batch. Collective over all ranks.
 
         Args:
             micro_batches: the number of micro-batches.
             next_micro_batch: returns the next pair of inputs and labels.
+            terms: what all ranks must agree on.
 
         Raises StopIteration on every rank if the data of one rank have ended. The other ranks lose the micro-batches
-        that they pulled. Raises ConfigError on every rank if the data of one rank fail otherwise, or if they are no
-        pairs of inputs and labels.
+        that they pulled. Raises ConfigError on every rank if the ranks do not agree on the ``terms``, if the data of
+        one rank fail otherwise, or if they are no pairs of inputs and labels.
         """
         self._micro_batches.clear()
         status, complaint, cause = _READY, None, None
@@ -93,7 +61,7 @@ class BatchLoader:
             except Exception as error:
                 status, cause = _FAULTY, error
                 complaint = f"the data of rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-        status = self.largest(status)
+        status = self.agree(terms, status)
         if status != _READY:
             self._micro_batches.clear()
         if status == _FAULTY:
@@ -104,13 +72,23 @@ class BatchLoader:
         if status == _ENDED:
             raise StopIteration
 
-    def largest(self, value: int) -> int:
-        """Returns the largest ``value`` of all ranks. Collective."""
+    def largest(self, *values: int) -> list[int]:
+        """Returns the largest of each of the ``values`` of all ranks. Collective."""
         if dist.get_world_size() == 1:
-            return value
-        largest = torch.tensor(value)
+            return list(values)
+        largest = torch.tensor(values)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._agreement)
-        return int(largest)
+        return largest.tolist()
+
+    def agree(self, terms: Terms, status: int = _READY) -> int:
+        """Returns the largest ``status`` of all ranks. Collective; raises ConfigError on all ranks if they do not agree
+        on the ``terms``."""
+        own = digest(terms)
+        status, greatest, least = self.largest(status, own, -own)
+        if greatest != -least:
+            self._micro_batches.clear()
+            raise ConfigError(difference(everyone(terms, self._agreement)))
+        return status
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """Returns the inputs and labels of a pulled micro-batch on this rank's device; None for those that this rank

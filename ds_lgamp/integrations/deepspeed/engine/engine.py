@@ -1,32 +1,41 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.checkpoint.saver import Saver
-from ds_lgamp.config import LgampConfig, program_spec
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint import methods
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import check_elementwise, choose_optimizer, kernels_of
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, input_dtype, loss_scaler
-from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader, OwnData
+from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, device_of_updates, on_disk_of
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    check_elementwise,
+    check_updates_alone,
+    optimizer_from_json,
+)
+from ds_lgamp.integrations.deepspeed.config.optimizer_groups import prepare_optimizer
+from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
+from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
+from ds_lgamp.integrations.deepspeed.engine.casting import prepare_layers
+from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.executor import build_executor
 from ds_lgamp.integrations.deepspeed.engine.first_messages import no_first_messages
 from ds_lgamp.integrations.deepspeed.engine.instructions import INSTRUCTIONS, ProgramSchedule
-from ds_lgamp.integrations.deepspeed.engine.losses import Losses, add_losses, receive_loss, scaled_mean_gradient
+from ds_lgamp.integrations.deepspeed.engine.losses import average_loss, loss_of, scaled_mean_gradient
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
-from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
-from ds_lgamp.integrations.deepspeed.engine.partition import partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
+from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
+from ds_lgamp.integrations.deepspeed.engine.own_data import OwnData, complete_own_data, take_own_data
+from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partition_parameters
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
-from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer, layer_seeding
+from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
@@ -35,10 +44,9 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
-from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.random_state import undisturbed
-from ds_lgamp.runtime.reproducible import laid_out
+from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
@@ -50,22 +58,30 @@ class LgampEngine(PipelineEngine):
         partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
     """
 
+    scales_in_step = False
+    """Whether the script decides on the factor of the loss after the backward passes."""
+
     def __init__(self, settings: LgampConfig, partition_method: str, **arguments: Any) -> None:
-        module, config = arguments["model"], arguments["config_class"]
+        module, config, optimizer = arguments["model"], arguments["config_class"], arguments.get("optimizer")
         self._lgamp_initialising = True
         self.own_data: OwnData | None = None
         """Micro-batches of ``training_data``, on the ranks that need some."""
         self.zero_stage = int(config.zero_optimization_stage)
         """The stage the user asked for. DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
         self.lgamp_settings, self.partition_method = settings, partition_method
-        layout, spec = plan_training(settings, config, module, partition_method, arguments.get("optimizer"))
-        self.program_spec: ProgramSpec = spec
+        plan = plan_training(
+            settings, arguments["config"], config, module, partition_method, optimizer, self.scales_in_step
+        )
+        self.program_spec = plan.specs[module._grid.data_parallel_id]
+        self._replicas = plan.replicas
+        self._disk = open_disk(settings, config)
         if settings.recompute == "selective":
             refuse_unless_offered(over_pipeline(module, offers_selective(module)))
         self._schedule = lru_cache(maxsize=8)(ProgramSchedule)
         self._schedule(self.program_spec, module.stage_id)
-        place_with_groups(module, layout, arguments)
-        self._deferred = DeferredLayers(module, self._prepare_layers) if is_deferred(module) else None
+        prepare_optimizer(module, config, arguments)
+        place_with_groups(module, plan.layout, arguments)
+        self._deferred = DeferredLayers(module, partial(prepare_layers, self)) if is_deferred(module) else None
         with no_first_messages():
             super().__init__(**arguments)
         if self._deferred is not None:
@@ -82,32 +98,39 @@ class LgampEngine(PipelineEngine):
     def _prepare_training(self) -> None:
         """Builds what runs batches, once DeepSpeed has built its part. Collective over all ranks."""
         self.random_sources = layer_sources(self.device)
-        self.saver = Saver(self.lgamp_settings.asynchronous_save, self.lgamp_settings.keep_last)
+        # A copy would take the memory that a disk has spared.
+        copies = self.lgamp_settings.asynchronous_save and not on_disk_of(self._config, self.lgamp_settings).state
+        self.saver = Saver(copies, self.lgamp_settings.keep_last)
         self._stopwatch = Stopwatch(self.device)
+        self._check = self.optimizer.check = nonfinite_check(
+            self.lgamp_settings,
+            self._config,
+            self.placed,
+            self._partition,
+            lambda: self.executor.losses,
+            lambda: self.global_steps,
+            self._micro_batch_name,
+            self.device,
+        )
         self.executor = build_executor(
             self.placed,
             self._partition,
             self.lgamp_settings,
-            self._before_layer(),
+            self._disk,
+            lambda: self.global_steps,
             self.random_sources,
             self._loss,
             partial(scaled_mean_gradient, self.optimizer),
             self._step,
+            self.optimizer.update,
             self._stopwatch,
             self.device,
+            None if self._check is None else self._check.seen.after_layer,
         )
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
-        if self.training_data and self.is_last_stage() and self.own_data is None:
-            # Other ranks have drawn already what this one draws now: their generators stay alike.
-            with undisturbed(self.random_sources):
-                self._build_data_iter(self.training_data)
+        complete_own_data(self)
         self._step_monitor = monitor_if_asked(self, self._loader, self._stopwatch)
-
-    def _before_layer(self) -> SeedLayer | None:
-        """Returns what the executor calls with (layer, micro-batch) ahead of every layer; None if nothing."""
-        data_rank, reproducible = self.grid.data_parallel_id, self.lgamp_settings.reproducible
-        return layer_seeding(self.placed, reproducible, self.random_sources, data_rank, lambda: self.global_steps)
 
     @property
     def placed(self) -> PlacedModule:
@@ -136,50 +159,43 @@ class LgampEngine(PipelineEngine):
         return True
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
-        name, options = self._config.optimizer_name, self._config.optimizer_params or {}
-        choice = choose_optimizer(name, options, self.device, kernels_of(self.device))
-        return choice.kind(model_parameters, **choice.options)
+        return optimizer_from_json(self._config, model_parameters, device_of_updates(self._config))
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """False: DeepSpeed would refuse other optimizers than its own on the host."""
+        return False
 
     def _configure_distributed_model(self, model: PipelineModule) -> None:
-        """Leaves out layers without memory. :meth:`_prepare_layers` does the same with each when it has some."""
+        """Leaves out layers without memory. ``prepare_layers`` does the same with each when it has some."""
         with showing(model, children_with_memory(model)):
             super()._configure_distributed_model(model)
 
-    def _prepare_layers(self) -> None:
-        """Casts, moves and broadcasts the layers that the module shows, as DeepSpeed does with a module."""
-        self._cast_and_move()
-        self._broadcast_model()
-
-    def _cast_and_move(self) -> None:
-        """Gives the module's tensors the data types of the configuration, and moves them to the device."""
-        data_type, buffer_type = self._mixed_precision_dtypes()
-        if data_type is not None:
-            kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
-            self._cast_module_mixed_precision(data_type, buffer_type, False, kept)
-        self.module.to(self.device)
-
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), self.device)
+        updating = device_of_updates(self._config)
+        check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), updating)
+        if self.program_spec.offload is not None:
+            check_offloaded(self._config, type(basic_optimizer))
+        if self.lgamp_settings.overlap_update:
+            check_updates_alone(type(basic_optimizer))
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer:
         assert optimizer is not None, "refused before anything was built"
         module, group = self.module, self.data_parallel_group
         self._partition = partition_parameters(
-            module, optimizer, self.lgamp_settings, self._config, self.zero_stage, group, self.device, self._deferred
-        )
-        module.full_parameters = self._partition.full_parameters
-        module.adopt_parameters = self._partition.adopt_parameters
-        self._tensor_access = TensorAccess(self._partition, optimizer)
-        return PartitionedOptimizer(
+            module,
             optimizer,
-            self._partition,
-            self.gradient_clipping(),
-            module.world_group,
+            self.lgamp_settings,
+            self._config,
+            self.program_spec,
             group,
-            reproducible=self.lgamp_settings.reproducible,
-            skips_overflow=checks_overflow(self._config),
-            loss_scaler=loss_scaler(self._config),
+            self.device,
+            self._deferred,
+            self._disk,
+        )
+        self.tensor_access = TensorAccess(self._partition, optimizer)
+        return build_optimizer(
+            optimizer, self._partition, self.lgamp_settings, self._config, self.program_spec, module.world_group, group
         )
 
     def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
@@ -188,17 +204,21 @@ class LgampEngine(PipelineEngine):
     def _build_data_iter(self, dataset: Any) -> None:
         super()._build_data_iter(dataset)
         if self.data_iterator is not None:
-            self.own_data = OwnData(self.data_iterator)
-            self.set_dataloader(self.own_data)
+            take_own_data(self)
 
     # What DeepSpeed asks while it trains
 
     def _train_schedule(self) -> ProgramSchedule:
-        planned = self.program_spec
-        spec = program_spec(
-            self.lgamp_settings, planned.placement, self.micro_batches, self.zero_stage, planned.receives_on_arrival
-        )
-        return self._schedule(spec, self.stage_id)
+        return self._schedule(self.own_spec, self.stage_id)
+
+    @property
+    def replica_specs(self) -> list[ProgramSpec]:
+        """The program of a training step on every data-parallel rank, for the current batch size."""
+        return self._replicas(self.micro_batches)
+
+    @property
+    def own_spec(self) -> ProgramSpec:
+        return self.replica_specs[self.grid.data_parallel_id]
 
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
         return self._schedule(self.program_spec.evaluation(micro_batches), self.stage_id)
@@ -206,7 +226,7 @@ class LgampEngine(PipelineEngine):
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As PipelineEngine's. Where the data end, raises StopIteration on all ranks at the same step; the engine goes
         on with other data."""
-        self.refuse_inside_block("train_batch")
+        self.tensor_access.refuse_inside_block("train_batch")
         with monitored(self, self._step_monitor, self._loader):
             try:
                 return super().train_batch(data_iter)
@@ -217,6 +237,8 @@ class LgampEngine(PipelineEngine):
     def eval_batch(self, data_iter: Any, *arguments: Any, **options: Any) -> Any:
         """As PipelineEngine's; StopIteration as in :meth:`train_batch`."""
         train_iterator = self.data_iterator
+        # Stock DeepSpeed begins with a barrier, where this rank would wait for ranks that train.
+        self._loader.agree(batch_terms(self, "eval_batch"))
         try:
             return super().eval_batch(data_iter, *arguments, **options)
         except Exception:
@@ -226,15 +248,45 @@ class LgampEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec
-        with self._stopwatch.time("data"):
-            self._loader.pull(spec.micro_batches, self._next_batch)
-        # Seeds of layers must not show in what the script draws, such as the order of its data.
-        seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
-        batch = BatchState(spec.micro_batches, self._loader.take, not spec.forward_only, spec.turns_at_once)
-        with seeded, self.executor.run_batch(batch):
-            super()._exec_schedule(pipe_schedule)
-        self.placed.micro_offset += spec.micro_batches
+        with self.in_batch(not spec.forward_only):
+            with self._stopwatch.time("data"):
+                call = "eval_batch" if spec.forward_only else "train_batch"
+                terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
+                self._loader.pull(spec.micro_batches, self._next_batch, terms)
+            if spec.forward_only:
+                self._partition.catch_up()
+            load = self._loader.take if spec.forward_only else self._noting(self._loader.take, spec)
+            actions = pipe_schedule.actions
+            batch = BatchState(self.micro_batches, load, not spec.forward_only, spec.turns_at_once, actions)
+            kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
+            with kept, self.executor.run_batch(batch):
+                super()._exec_schedule(pipe_schedule)
+        # As far on every rank, so that seeds of stock's kind differ between batches.
+        replicas = [spec] if spec.forward_only else self.replica_specs
+        self.placed.micro_offset += max(replica.micro_batches for replica in replicas)
         self.fwd_outputs = self.executor.losses
+        self._act_on_nonfinite()
+
+    def _noting(self, load: LoadMicroBatch, spec: ProgramSpec) -> LoadMicroBatch:
+        """Begins a training batch for the check, if there is one. Returns what loads its micro-batches."""
+        return load if self._check is None else self._check.seen.begin(spec.micro_batches, load)
+
+    def _micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
+        return f"micro-batch {micro_batch} of data-parallel rank {data_rank}"
+
+    def _act_on_nonfinite(self) -> None:
+        if self._check is not None:
+            self._check.act()
+
+    def settle_nonfinite(self) -> None:
+        """Acts on the last batch too, if it is not finite. Collective; may raise NonfiniteError on every rank."""
+        if self._check is not None:
+            self._check.settle()
+
+    def in_batch(self, training: bool) -> AbstractContextManager[None]:
+        """Says where this rank is, in case it or another one stands still."""
+        label = f"step {self.global_steps + 1}" if training else f"an evaluation after step {self.global_steps}"
+        return here.in_batch(self.executor, label, training, self.lgamp_settings.patience)
 
     def _execute(self, action: Any) -> None:
         self.executor.execute(action)
@@ -249,24 +301,15 @@ class LgampEngine(PipelineEngine):
 
     # What the executor asks: the loss and the step
 
-    def _loss(self, outputs: Any, labels: Any) -> Any:
-        if self.eval_return_logits:
-            self.outputs = outputs
-        labels = laid_out(labels) if self.lgamp_settings.reproducible else labels
-        computes = self._compute_loss and self.placed.loss_fn is not None
-        loss = self.placed.loss_fn(outputs, labels) if computes else outputs
-        if not self.executor.recomputing:
-            reported = self.placed.get_additional_losses()
-            self.total_additional_losses: Losses | None = add_losses(self.total_additional_losses, reported)
-        return loss
+    _loss = loss_of
 
     def _step(self) -> None:
         """Averages the loss over ranks, then steps the optimizer. After the step the data-parallel group is busy with
         gathers, and the loss would wait for them. An error in the average fails the batch."""
-        if self.executor.losses:
-            self.total_loss = torch.stack(self.executor.losses).sum(0)
-        with torch.no_grad():
-            self._batch_loss = super()._aggregate_total_loss() if self.is_last_stage() else receive_loss(self)
+        self._batch_loss = average_loss(self)
+        self._step_optimizer()
+
+    def _step_optimizer(self) -> None:
         with self._stopwatch.time("reduce"):
             self._partition.finish_gradients()
         with self._stopwatch.time("step"):
@@ -282,14 +325,11 @@ class LgampEngine(PipelineEngine):
     save_checkpoint, load_checkpoint = methods.save_checkpoint, methods.load_checkpoint
     wait_for_checkpoint = methods.wait_for_checkpoint
 
-    def refuse_inside_block(self, call: str) -> None:
-        """Raises ConfigError inside a block of ``deepspeed.zero.GatheredParameters``, where ``call`` makes no sense."""
-        self._tensor_access.refuse_inside_block(call)
-
     # The end
 
     def finish_gathers(self) -> None:
-        """Waits until no parameters are on their way to this rank."""
+        """Waits until no parameters are on their way to this rank. Acts on a last batch that is not finite."""
+        self.settle_nonfinite()
         self._partition.finish_gathers()
         get_accelerator().synchronize()
 

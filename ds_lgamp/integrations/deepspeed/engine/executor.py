@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
+from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.partition.agreement import host_group
+from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
@@ -17,6 +20,7 @@ from ds_lgamp.runtime.random_state import RandomSource
 from ds_lgamp.runtime.reproducible import laid_out
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.stored_inputs import StoredInputs
 
 _SHAPES_ADVICE = (
     "where shapes change between batches, call engine.reset_activation_shape() on every rank first; where they change "
@@ -28,27 +32,37 @@ def build_executor(
     module: PlacedModule,
     partition: ZeroPartition,
     settings: LgampConfig,
-    seed_layer: SeedLayer | None,
+    disk: Disk | None,
+    global_step: Callable[[], int],
     random_sources: list[RandomSource],
     loss: Callable[[Any, Any], Tensor],
     loss_gradient: Callable[[Tensor, int], Tensor],
     step: Callable[[], None],
+    update: Callable[[int], None],
     stopwatch: Stopwatch,
     device: torch.device,
+    after_layer: Callable[[int, int, Any], None] | None = None,
 ) -> Executor:
     """Builds the executor of this pipeline rank. Collective over all ranks.
 
     Args:
-        seed_layer: called with (layer, micro-batch) ahead of every layer.
+        disk: where inputs of chunks may wait; None if nothing lies on one.
+        global_step: returns the number of the training step.
         random_sources: the generators that layers draw from.
-        loss, loss_gradient, step, stopwatch: see :class:`Executor`.
+        loss, loss_gradient, step, update, stopwatch: see :class:`Executor`.
+        after_layer: see :class:`Chunk`.
     """
     reproducible = settings.reproducible
     between_layers = laid_out if reproducible else None
+    before_layer = before_layers(module, reproducible, random_sources, global_step)
     chunks = {
-        chunk: Chunk(functions, module.layout.bounds[chunk], seed_layer, between_layers)
+        chunk: Chunk(functions, module.layout.bounds[chunk], before_layer, between_layers, after_layer)
         for chunk, functions in module.chunk_functions.items()
     }
+    stored_inputs = None
+    if settings.offload_activations != "none":
+        bus = Bus(device, disk=disk) if partition.host is None else partition.host.bus
+        stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
     return Executor(
         module.layout.placement,
         module.stage_id,
@@ -63,4 +77,7 @@ def build_executor(
         loss_gradient=loss_gradient,
         timing=stopwatch,
         owns=partition.owns if partition.frees_weights else None,
+        update=update,
+        stored_inputs=stored_inputs,
+        alike=dist.get_process_group_ranks(module._grid.get_data_parallel_group()),
     )

@@ -54,6 +54,58 @@ class WaitReducedChunk(PipeInstruction):
     """Waits for the reduction of a chunk's gradients."""
 
 
+class UpdateChunk(PipeInstruction):
+    """Lets the optimizer update a chunk by itself."""
+
+
+class LoadChunk(PipeInstruction):
+    """Starts to load a chunk's weights from the host."""
+
+
+class StoreChunk(PipeInstruction):
+    """Starts to copy a chunk's gradients to the host."""
+
+
+class WaitLoadedChunk(PipeInstruction):
+    """Waits for the load of a chunk's weights."""
+
+
+class WaitStoredChunk(PipeInstruction):
+    """Waits until a chunk's gradients are on the host."""
+
+
+class RefreshChunk(PipeInstruction):
+    """Launches the gather, between nodes, of what the last step updated of a chunk."""
+
+
+class CombineChunk(PipeInstruction):
+    """Launches the sum, between nodes, of a chunk's gradients."""
+
+
+class WaitRefreshedChunk(PipeInstruction):
+    """Waits for the gather of a chunk between nodes."""
+
+
+class WaitCombinedChunk(PipeInstruction):
+    """Waits for the sum of a chunk's gradients between nodes."""
+
+
+class StoreChunkInput(PipeInstruction):
+    """Launches the copy of a chunk's input to the host."""
+
+
+class LoadChunkInput(PipeInstruction):
+    """Launches the copy of a chunk's input back to the device."""
+
+
+class WaitStoredChunkInput(PipeInstruction):
+    """Waits for the copy of a chunk's input to the host."""
+
+
+class WaitLoadedChunkInput(PipeInstruction):
+    """Waits for the copy of a chunk's input back to the device."""
+
+
 class LayeredOptimizerStep(PipeInstruction):
     """Finishes gradients and steps the optimizer."""
 
@@ -70,6 +122,19 @@ INSTRUCTIONS: dict[Kind, type[PipeInstruction]] = {
     Kind.REDUCE: ReduceChunk,
     Kind.WAIT_GATHER: WaitGatheredChunk,
     Kind.WAIT_REDUCE: WaitReducedChunk,
+    Kind.REFRESH: RefreshChunk,
+    Kind.COMBINE: CombineChunk,
+    Kind.WAIT_REFRESH: WaitRefreshedChunk,
+    Kind.WAIT_COMBINE: WaitCombinedChunk,
+    Kind.LOAD: LoadChunk,
+    Kind.STORE: StoreChunk,
+    Kind.WAIT_LOAD: WaitLoadedChunk,
+    Kind.WAIT_STORE: WaitStoredChunk,
+    Kind.STORE_INPUT: StoreChunkInput,
+    Kind.LOAD_INPUT: LoadChunkInput,
+    Kind.WAIT_STORE_INPUT: WaitStoredChunkInput,
+    Kind.WAIT_LOAD_INPUT: WaitLoadedChunkInput,
+    Kind.UPDATE: UpdateChunk,
     Kind.STEP: LayeredOptimizerStep,
 }
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
+
+from ds_lgamp.runtime.reproducible import laid_out
 
 Losses = Mapping[str, Tensor]
 """By name."""
@@ -21,16 +25,44 @@ def scaled_mean_gradient(optimizer: Any, loss: Tensor, micro_batches: int) -> Te
     return torch.ones_like(loss) * (optimizer.loss_scale / micro_batches)
 
 
-def add_losses(totals: Losses | None, reported: Losses | None) -> Losses | None:
-    """Adds the additional losses that the module ``reported`` for a micro-batch to ``totals``, as stock DeepSpeed does.
-    Returns ``totals`` if it reported none."""
+def add_losses(totals: Losses | None, module: PipelineModule) -> Losses | None:
+    """Adds the additional losses that ``module`` reports for a micro-batch to ``totals``, as stock DeepSpeed does.
+    Returns ``totals`` if it reports none."""
+    reported = module.get_additional_losses()
     if reported is None:
         return totals
     before = totals or {}
     return OrderedDict((name, before.get(name, 0) + value.detach()) for name, value in reported.items())
 
 
-def receive_loss(engine: Any) -> Tensor:
+def loss_of(engine: Any, outputs: Any, labels: Any) -> Any:
+    """Returns the loss of a micro-batch from what the last layer returned; ``outputs`` themselves if the module has no
+    loss function or the script asks for them only. Adds the additional losses that the module reports."""
+    if engine.eval_return_logits:
+        engine.outputs = outputs
+    labels = laid_out(labels) if engine.lgamp_settings.reproducible else labels
+    computes = engine._compute_loss and engine.placed.loss_fn is not None
+    loss = engine.placed.loss_fn(outputs, labels) if computes else outputs
+    if not engine.executor.recomputing:
+        engine.total_additional_losses = add_losses(engine.total_additional_losses, engine.placed)
+    return loss
+
+
+@torch.no_grad()
+def average_loss(engine: Any) -> Tensor:
+    """Returns the loss of the batch, averaged over all ranks. Sets the loss of the data-parallel rank, the mean over
+    its own micro-batches. Collective over all ranks."""
+    losses = engine.executor.losses
+    if losses:
+        engine.total_loss = torch.stack(losses).sum(0)
+    average = PipelineEngine._aggregate_total_loss(engine) if engine.is_last_stage() else _receive_loss(engine)
+    own = engine.own_spec.micro_batches
+    if own != engine.micro_batches:
+        engine.dp_group_loss *= engine.micro_batches / own
+    return average
+
+
+def _receive_loss(engine: Any) -> Tensor:
     """Receives what the rank of the loss broadcasts to its pipeline, and returns the loss averaged over all ranks.
 
     As stock does, it also sets the loss of the data-parallel rank and the averages of additional losses by name, but

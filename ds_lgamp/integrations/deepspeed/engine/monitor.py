@@ -85,7 +85,7 @@ class StepMonitor:
 def monitor_if_asked(engine: Any, loader: BatchLoader, stopwatch: Stopwatch) -> StepMonitor | None:
     """Returns a monitor on all ranks if any rank reports steps; otherwise None. Often only rank 0 reports, but all
     ranks measure. Collective over all ranks."""
-    asked = loader.largest(int(engine.monitor.enabled or engine.wall_clock_breakdown()))
+    (asked,) = loader.largest(int(engine.monitor.enabled or engine.wall_clock_breakdown()))
     return StepMonitor(stopwatch) if asked else None
 
 

@@ -1,7 +1,9 @@
 """The optimizer object that DeepSpeed sees: it steps a torch optimizer on this rank's shards."""
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +12,20 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
+from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
+from ds_lgamp.integrations.deepspeed.engine.updates import Options
+from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm
+from ds_lgamp.partition.host_home import arriving
+from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm, norm_of_rows
+from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class PartitionedOptimizer(DeepSpeedOptimizer):
@@ -29,7 +39,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         norm_group: the group of all ranks.
         data_group: the data-parallel group.
         skips_overflow: whether all ranks skip a step if any gradient is inf or NaN. If the scale is static and the
-            optimizer's kernel can skip a step by itself, the host learns of an overflow one step late.
+            optimizer's kernel can skip a step by itself, the host learns of an overflow one step late; not with
+            offloading, where the host updates.
+        updates: when the optimizer updates a chunk: one of ``schedule.spec.UPDATES``. With "reduction", nothing may
+            depend on the gradients of all chunks.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
         loss_scaler: holds the scale of the gradients, and adapts it after each step.
     """
@@ -42,6 +55,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         norm_group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup,
         skips_overflow: bool,
+        updates: str,
         reproducible: bool,
         loss_scaler: LossScalerBase,
     ) -> None:
@@ -50,24 +64,25 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.dp_process_group = data_group
         self.overflow = False
         """Whether the last step was skipped; if the host learns of it late, the step before the last."""
-        self._late_overflow = LateFlag(partition.device) if skips_by_itself(optimizer) else None
+        learns_late = partition.host is None and skips_by_itself(optimizer)
+        self._late_overflow = LateFlag(partition.device) if learns_late else None
         self.loss_scaler = loss_scaler
         self.custom_loss_scaler = False
         self.loss_factor = 1.0
         """The factor of the loss, beside its scale. Gradients accumulate without it; the step multiplies them by it."""
         self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
-        self._norm = exact_norm if reproducible else global_norm
+        self._reproducible, self._updates_when = reproducible, updates
         self._global_grad_norm: torch.Tensor | None = None
-        for group in optimizer.param_groups:
-            group["params"] = []
-        for segment in partition.segments():
-            optimizer.param_groups[segment.group]["params"].append(segment.shard)
+        self._updates = updates_of(optimizer, partition)
+        self.check: NonfiniteCheck | None = None
+        """Looks for losses and gradients that are not finite; None looks for none."""
+        self._row_norms: dict[Unit, list[torch.Tensor]] = {}
+        """Of the gradients of units that are updated ahead of the step."""
         optimizer.state = _initial_state(optimizer)
-        self._followed = False
-        """Whether the weights already equal the master weights that this step updated."""
-        # This hook runs before all others, because those may read parameters.
-        hook = optimizer.register_step_post_hook(self._follow_update)
-        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+        self._updates.settle_states()
+        # What torch reads and writes of the state is current.
+        optimizer.register_state_dict_pre_hook(lambda _: partition.catch_up())
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: partition.catch_up())
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
@@ -76,6 +91,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> dict:
+        self.partition.catch_up()
         return self.optimizer.state
 
     @property
@@ -97,40 +113,101 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Sets a scale that stays fixed unless the user changes it, as in DeepSpeed's optimizers."""
         self.loss_scaler, self.custom_loss_scaler = LossScaler(loss_scale), True
 
+    def update(self, chunk: int) -> None:
+        """Updates the shards of ``chunk``, as the last step asked or, with ``updates`` "reduction", ahead of the step.
+        Then it leaves to the step what several chunks share, and everything if user code watches. With offloading, the
+        host's thread has the update to do when this returns."""
+        if self._updates_when == "next_step":
+            self.partition.start_updates(chunk)
+        elif not self._is_watched:
+            units = self.partition.finish_gradients_of(chunk)
+            # The optimizer may change the gradient.
+            self._row_norms |= {unit: unit.norm_rows(may_have_changed=False) for unit in units}
+            if self.partition.host is not None:
+                self._postpone(units, self._factor)
+                self.partition.start_updates(chunk)
+                return
+            unchanged: Options = [{}] * len(self.param_groups)
+            for unit in units:
+                self._scale_and_update(unit, self._factor, unchanged)
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._updates.is_watched or "step" in vars(self)
+
+    @property
+    def _factor(self) -> float:
+        """By what the gradients that accumulated are multiplied, beside clipping."""
+        return self.loss_factor / self.loss_scale
+
     def step(self) -> None:
         """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
-        update if ``skips_overflow`` is set and any gradient is inf or NaN."""
-        factor = self.loss_factor / self.loss_scale
-        gradients = self.partition.counted_gradients()
-        self._global_grad_norm = self._norm(gradients, self._norm_group, self.partition.device) * abs(factor)
-        skips_now = self._skips_overflow and self._find_overflow(self._global_grad_norm)
+        update if ``skips_overflow`` is set and any gradient is inf or NaN, or if the :attr:`check` asks for it."""
+        factor: Any = self._factor
+        bad_losses = None if self.check is None else self.check.bad_losses()
+        self._global_grad_norm = self._norm(bad_losses) * abs(factor)
+        skips_now = self._find_overflow(self._global_grad_norm, bad_losses)
         self.loss_scaler.update_scale(self.overflow)
         if skips_now:
             return
         if self._clipping > 0 or factor != 1:
             limit = self._clipping or float("inf")
-            self.partition.scale_gradients(clip_factor(self._global_grad_norm, limit) * factor)
-        self._followed = False
-        self.optimizer.step()
-        if not self._followed:
-            # Somebody replaced the optimizer's step and thereby its hooks.
-            self._follow_update()
+            factor = clip_factor(self._global_grad_norm, limit) * factor
+        # An update that the host has begun uses its gradient still.
+        units = [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
+        if not self._is_watched and (self._updates_when == "next_step" or self.partition.host is not None):
+            self._postpone(units, factor)
+            if self._updates_when != "next_step":
+                for unit in units:
+                    unit.storage.start_update()
+            return
+        for unit in units:
+            unit.scale_gradient(factor)
+        self._updates.update(units)
 
-    def _find_overflow(self, norm: torch.Tensor) -> bool:
+    def _norm(self, bad_losses: torch.Tensor | None) -> torch.Tensor:
+        """Returns the norm of the gradients as they accumulated. Sums ``bad_losses`` over all ranks."""
+        group, device, watched = self._norm_group, self.partition.device, self._is_watched
+        if self._reproducible or not (self._row_norms or self.partition.host):
+            norm = exact_norm if self._reproducible else global_norm
+            return norm(self.partition.counted_gradients(), group, device, bad_losses)
+        rows: list[torch.Tensor] = []
+        for unit in self.partition.units:
+            known = self._row_norms.pop(unit, None)
+            rows.extend(unit.norm_rows(watched) if known is None else known)
+        return norm_of_rows(rows, group, device, bad_losses)
+
+    def _postpone(self, units: Sequence[Unit], factor: Any) -> None:
+        """Leaves the updates to later, with the hyper-parameters of this step."""
+        options = self._updates.options()
+        if self.partition.host is not None and isinstance(factor, torch.Tensor):
+            factor = arriving(factor)
+        # For schedulers of torch, which warn if they step before the optimizer.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for unit in units:
+            update = partial(self._scale_and_update, unit, factor, options)
+            unit.storage.postpone(update, partial(self._updates.announce, unit))
+
+    def _scale_and_update(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
+        return self._updates.update_alone(unit, factor() if callable(factor) else factor, options)
+
+    def _find_overflow(self, norm: torch.Tensor, bad_losses: torch.Tensor | None) -> bool:
         """Sets ``overflow``. Returns True if the host has to skip this step, because the optimizer would not. The
         ``norm`` is inf or NaN if any gradient is."""
+        found = 1 - norm.isfinite().float() if self._skips_overflow else None
+        if self.check is not None and bad_losses is not None:
+            noted = self.check.note(norm, bad_losses)
+            if self.check.skips:
+                found = noted if found is None else found.maximum(noted)
+        if found is None:
+            return False
         if self._late_overflow is None or self.dynamic_loss_scale:
             # Nothing else makes the host wait for the device. A dynamic scale is needed before the next backward pass.
-            self.overflow = not bool(norm.isfinite())
+            self.overflow = bool(found)
             return self.overflow
-        found = 1 - norm.isfinite().float()
         self.optimizer.found_inf = found  # type: ignore[attr-defined]
         self.overflow = self._late_overflow.exchange(found)
         return False
-
-    def _follow_update(self, *_: Any) -> None:
-        self.partition.follow_update()
-        self._followed = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the partition drops gradients after the step."""
@@ -138,8 +215,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of this rank's master weights and optimizer state. :meth:`load_state_dict` takes it on the
         same rank of a run with the same layout. To save everything that a run needs to go on, use save_checkpoint."""
+        self.partition.catch_up()
         return {
             "data_rank": self._data_rank,
+            "shard": self._shard_place,
             "class": self.class_name,
             "partition": _partition_state(self.partition),
             "optimizer": deepcopy(self.optimizer.state_dict()),
@@ -160,7 +239,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     def _complaint_about_state(self, state: Any) -> str | None:
         """Returns why this rank cannot load ``state``; None if it can."""
-        if not isinstance(state, dict) or set(state) != {"data_rank", "class", "partition", "optimizer"}:
+        if not isinstance(state, dict) or state.keys() != self._STATE_KEYS:
             return "the state is not from engine.optimizer.state_dict(); pass what it returned on this rank"
         rank, ranks = self._data_rank
         if tuple(state["data_rank"]) != (rank, ranks):
@@ -168,6 +247,11 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             return (
                 f"the state of engine.optimizer is from data-parallel rank {written_rank} of {written_ranks}, but "
                 f"this is rank {rank} of {ranks}; load it on its own rank, or use save_checkpoint and load_checkpoint"
+            )
+        if state["shard"] != self._shard_place:
+            return (
+                f"the state of engine.optimizer has {state['shard']}, but this run has {self._shard_place}; use "
+                "save_checkpoint and load_checkpoint"
             )
         complaint = self.complaint_about_class(state["class"])
         if complaint is not None:
@@ -205,6 +289,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             return None
         return f"the optimizer state is from {written}, but this run has {self.class_name}; use {written}"
 
+    _STATE_KEYS = {"data_rank", "shard", "class", "partition", "optimizer"}
+
+    @property
+    def _shard_place(self) -> str:
+        """Which of a unit's parts is this rank's shard, in words."""
+        policies = {unit.policy for unit in self.partition.units if unit.trains}
+        return ", ".join(sorted(f"shard {policy.shard_index} of {policy.shard_group.size()}" for policy in policies))
+
     @property
     def _data_rank(self) -> tuple[int, int]:
         return self.dp_process_group.rank(), self.dp_process_group.size()
@@ -215,6 +307,31 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; pass all "
             "groups to deepspeed.initialize, with learning rate 0 for parameters that train later"
         )
+
+
+def build_optimizer(
+    optimizer: torch.optim.Optimizer,
+    partition: ZeroPartition,
+    settings: LgampConfig,
+    config: Any,
+    spec: ProgramSpec,
+    norm_group: dist.ProcessGroup | None,
+    data_group: dist.ProcessGroup,
+) -> PartitionedOptimizer:
+    """Returns the optimizer that block, DeepSpeedConfig and program ask for."""
+    if isinstance(optimizer, TensorOptimizer):
+        optimizer.bind(partition)
+    return PartitionedOptimizer(
+        optimizer,
+        partition,
+        config.gradient_clipping,
+        norm_group,
+        data_group,
+        skips_overflow=checks_overflow(config),
+        updates=spec.updates,
+        reproducible=settings.reproducible,
+        loss_scaler=loss_scaler(config),
+    )
 
 
 def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:

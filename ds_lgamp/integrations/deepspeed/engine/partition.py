@@ -7,16 +7,24 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 
-from ds_lgamp.config import LgampConfig
+from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.config.offload import disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
+from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.groups import node_groups
+from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 def partition_parameters(
@@ -24,28 +32,35 @@ def partition_parameters(
     optimizer: torch.optim.Optimizer,
     settings: LgampConfig,
     config: Any,
-    zero_stage: int,
+    spec: ProgramSpec,
     data_group: dist.ProcessGroup,
     device: torch.device,
     deferred: DeferredLayers | None,
+    disk: Disk | None,
 ) -> ZeroPartition:
-    """Partitions the parameters of this pipeline rank over ``data_group``. Collective over all ranks.
+    """Partitions the parameters of this pipeline rank over ``data_group``, and lets ``module`` read and write them.
+    Collective over all ranks.
 
     Args:
         module: its layers are placed already.
         optimizer: holds whole parameters still.
         config: the DeepSpeedConfig.
-        zero_stage: the stage the user asked for, 0 to 3.
+        spec: the program of a step.
         deferred: builds the layers that have no memory yet; None if all have.
+        disk: where a part of the host's part lies; None if nothing does.
     """
     chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
     policy = ZeroPolicy(
         data_group,
-        zero_stage,
+        spec.zero_stage,
         accumulation_dtype(config),
         config.communication_data_type,
         settings.reproducible,
         tensor_group(module),
+        None if spec.hierarchy is None else node_groups(spec.hierarchy, module._grid.dp_groups),
+        None
+        if spec.offload is None
+        else Host(Bus(device, disk=disk), HostThread(), spec.offload.parameters, on_disk_of(config, settings)),
     )
     build = partial(
         build_partition,
@@ -56,11 +71,29 @@ def partition_parameters(
         device,
     )
     if deferred is None:
-        return build()
-    with undisturbed(layer_sources(device)):
-        partition = build(materialise=deferred.with_values)
-        deferred.build_rest()
+        partition = build()
+    else:
+        with undisturbed(layer_sources(device)):
+            partition = build(materialise=deferred.with_values)
+            deferred.build_rest()
+    module.full_parameters, module.adopt_parameters = partition.full_parameters, partition.adopt_parameters
     return partition
+
+
+def open_disk(settings: LgampConfig, config: Any) -> Disk | None:
+    """Returns the disk that the block and ``config``, a DeepSpeedConfig, ask for; None if they ask for none. Collective
+    over all ranks; raises ConfigError on every rank if one of them cannot use its disk."""
+    named = disk_path(config, settings)
+    if named is None:
+        return None
+    key, path = named
+    disk, complaint = None, None
+    try:
+        disk = Disk(path, key)
+    except ValueError as error:
+        complaint = str(error)
+    raise_everywhere(complaint, ConfigError)
+    return disk
 
 
 def _group_of_parameters(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -1,29 +1,120 @@
 """Plans a training run ahead of the engine: chunks, placement and program."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from ds_lgamp.config import LgampConfig, program_spec
-from ds_lgamp.integrations.deepspeed.config.refusals import refuse_irreproducible, refuse_unsupported
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, micro_batch_shares, program_spec
+from ds_lgamp.integrations.deepspeed.config.hierarchy import hierarchy_of
+from ds_lgamp.integrations.deepspeed.config.offload import disk_path, offload_of, refuse_offloaded_optimizer
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
+from ds_lgamp.integrations.deepspeed.config.refusals import (
+    refuse_irreproducible,
+    refuse_overlapped_update,
+    refuse_unsupported,
+)
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
 from ds_lgamp.runtime.ring import posts_on_arrival
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.placement import Placement
+from ds_lgamp.schedule.program import collectives_agree
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
+class Plan(NamedTuple):
+    """What a training run will do."""
+
+    layout: Layout
+    replicas: Callable[[int], list[ProgramSpec]]
+    """Takes the micro-batches of a rank if all computed equally many. Returns the program of a training step on every
+    data-parallel rank. They differ in the number of micro-batches only."""
+    specs: list[ProgramSpec]
+    """Those for the batch size of ds_config.json."""
+
+
 def plan_training(
-    settings: LgampConfig, config: Any, module: PipelineModule, partition_method: str, optimizer: Any
-) -> tuple[Layout, ProgramSpec]:
-    """Returns the layout and the program that ``settings`` ask for. Collective over all ranks; raises ConfigError on
+    settings: LgampConfig,
+    given: dict[str, Any],
+    config: Any,
+    module: PipelineModule,
+    partition_method: str,
+    optimizer: Any,
+    scales_in_step: bool,
+) -> Plan:
+    """Returns the layout and the programs that ``settings`` ask for. Collective over all ranks; raises ConfigError on
     every rank if the engine cannot train as asked. Changes nothing.
 
     Args:
+        given: ds_config.json, as the user wrote it.
         config: the DeepSpeedConfig.
         partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
         optimizer: what the user passed as such; None if ds_config.json names it.
+        scales_in_step: whether the script decides on the factor of the loss after the backward passes.
     """
+    offload = offload_of(given, config)
+    disk_path(config, settings)
     refuse_unsupported(config, module, optimizer)
+    if offload is not None:
+        refuse_offloaded_optimizer(config, optimizer)
     refuse_irreproducible(settings, config, module)
+    refuse_overlapped_update(settings, config, optimizer)
     layout = layout_of(settings, module, partition_method)
     micro_batches, zero_stage = config.gradient_accumulation_steps, int(config.zero_optimization_stage)
-    return layout, program_spec(settings, layout.placement, micro_batches, zero_stage, posts_on_arrival())
+    updates = _updates(settings, config, scales_in_step, offload)
+    hierarchy = hierarchy_of(given, zero_stage, module)
+    data_ranks = module.topology().get_dim("data")
+    ways = settings, layout.placement, data_ranks, zero_stage, updates, hierarchy, offload
+    replicas = lru_cache(maxsize=8)(partial(replica_specs, *ways))
+    return Plan(layout, replicas, replicas(micro_batches))
+
+
+def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: Offload | None) -> str:
+    """Returns when the optimizer updates a chunk: one of ``schedule.spec.UPDATES``."""
+    if not settings.overlap_update and offload is None:
+        return "step"
+    clips = config.gradient_clipping > 0
+    may_skip = checks_overflow(config) or settings.nonfinite == "skip"
+    needs_all_gradients = clips or may_skip or settings.reproducible
+    return "next_step" if needs_all_gradients or scales_in_step else "reduction"
+
+
+def replica_specs(
+    settings: LgampConfig,
+    placement: Placement,
+    data_ranks: int,
+    zero_stage: int,
+    updates: str,
+    hierarchy: Hierarchy | None,
+    offload: Offload | None,
+    micro_batches: int,
+) -> list[ProgramSpec]:
+    """Returns the program of a training step on every data-parallel rank. Raises ConfigError if the batch does not fit
+    the schedule, or if these ranks would gather or reduce in other orders.
+
+    Args:
+        updates: when the optimizer updates a chunk.
+        hierarchy: hierarchical shards; None if all data-parallel ranks are alike.
+        offload: what the host holds and updates; None if everything stays on the device.
+        micro_batches: those of a rank if all computed equally many.
+    """
+    shares, ranks = micro_batch_shares(settings, micro_batches, data_ranks), max(placement) + 1
+    unequal = f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, which makes {min(shares)} to {max(shares)}"
+    if settings.schedule == "interleaved_1f1b" and len(set(shares)) > 1 and any(share % ranks for share in shares):
+        raise ConfigError(
+            f"{unequal} micro-batches of a step, but schedule 'interleaved_1f1b' needs multiples of {ranks} (pipeline "
+            "ranks); use 'layered'"
+        )
+    arrival = posts_on_arrival()
+    specs = {
+        share: program_spec(settings, placement, share, zero_stage, arrival, updates, hierarchy, offload)
+        for share in sorted({*shares})
+    }
+    if data_ranks > 1 and not collectives_agree(specs.values()):
+        raise ConfigError(
+            f"{unequal} micro-batches of a step: at ZeRO stage {zero_stage}, their ranks would gather and reduce in "
+            "other orders; use schedule 'layered' and micro_batch_group 'all', or a lower stage"
+        )
+    return [specs[share] for share in shares]

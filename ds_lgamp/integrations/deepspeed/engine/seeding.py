@@ -1,45 +1,59 @@
-"""Seeds generators ahead of layers, where the module or ``"reproducible": true`` asks for it."""
+"""What happens ahead of a layer: generators are seeded where the module or ``"reproducible": true`` asks for it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from deepspeed.runtime import utils as deepspeed_utils
 
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.integrations.deepspeed.model.module import BeforeLayer, PlacedModule
+from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 from ds_lgamp.runtime.reproducible import hashed_seed
 
-SeedLayer = Callable[[int, int], None]
-"""Called with (layer, micro-batch) ahead of the layer."""
 
-
-def layer_seeding(
+def before_layers(
     module: PlacedModule,
     reproducible: bool,
     random_sources: Sequence[RandomSource],
-    data_rank: int,
     global_step: Callable[[], int],
-) -> SeedLayer | None:
-    """Returns what seeds the generators ahead of a layer; None if nothing does.
+) -> BeforeLayer | None:
+    """Returns what is called ahead of every layer; None if nothing is.
 
     The seed that the module asks for wins over that of a reproducible run.
 
     Args:
         global_step: returns the number of the training step.
     """
-    seed_as_stock = partial(_seed_as_stock, module) if module.seed_layers else None
-    if not reproducible:
-        return seed_as_stock
+    steps = [] if module.before_layer is None else [module.before_layer]
+    if reproducible:
+        steps.append(partial(_seed_everything, module, random_sources, global_step))
+    if module.seed_layers:
+        steps.append(partial(_seed_as_stock, module))
 
-    def seed_everything(layer: int, micro_batch: int) -> None:
-        kind = "training" if module.training else "evaluation"
-        seed = hashed_seed(int(module.base_seed), kind, global_step(), layer, micro_batch, data_rank)
-        for source in random_sources:
-            source.seed(seed)
-        if seed_as_stock is not None:
-            seed_as_stock(layer, micro_batch)
+    def before_layer(layer: int, micro_batch: int) -> None:
+        for step in steps:
+            step(layer, micro_batch)
 
-    return seed_everything
+    return before_layer if steps else None
+
+
+def kept_from_script(random_sources: Sequence[RandomSource], reproducible: bool) -> AbstractContextManager[None]:
+    """Restores the generators after the block if it seeds them all: seeds of layers must not show in what the script
+    draws, such as the order of its data."""
+    return undisturbed(random_sources) if reproducible else nullcontext()
+
+
+def _seed_everything(
+    module: PlacedModule,
+    random_sources: Sequence[RandomSource],
+    global_step: Callable[[], int],
+    layer: int,
+    micro_batch: int,
+) -> None:
+    kind = "training" if module.training else "evaluation"
+    seed = hashed_seed(int(module.base_seed), kind, global_step(), layer, micro_batch, module._grid.data_parallel_id)
+    for source in random_sources:
+        source.seed(seed)
 
 
 def _seed_as_stock(module: PlacedModule, layer: int, micro_batch: int) -> None:

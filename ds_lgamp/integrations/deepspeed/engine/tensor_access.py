@@ -44,7 +44,7 @@ class CurrentStatus:
         2 it is INFLIGHT until somebody needs the values, or NOT_AVAILABLE if gathers are deferred."""
         if self._storage.gathering is not None:
             return ZeroParamStatus.INFLIGHT
-        complete = self._storage.resident and not self._storage.stale
+        complete = self._storage.resident and not self._storage.stale and not self._storage.is_overdue
         return ZeroParamStatus.AVAILABLE if complete else ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -183,6 +183,7 @@ class TensorAccess:
         With ``together``, all data-parallel ranks call it and raise together. A rank without elements cannot tell by
         itself whether the state exists.
         """
+        part.unit.storage.catch_up()
         segment = part.segment
         if key is None:
             return part.unit.master.values[part.in_shard]
@@ -203,7 +204,7 @@ class TensorAccess:
 
     def _gradient(self, part: Part) -> torch.Tensor:
         reduction = part.unit.reduction
-        if reduction.shard_gradient is None or not reduction.is_final:
+        if reduction.shard_gradient is None or not reduction.is_final or part.unit.storage.is_overdue:
             raise ConfigError(
                 f"the gradient of {part.name} exists only while the optimizer steps; call this in an optimizer hook, "
                 "or wrap engine.optimizer.step and call it before the wrapped step"

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
@@ -82,8 +83,9 @@ def measure_activations(
     try:
         with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), _faked(layers, config, device):
             first, last = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)
+            flops: list[int] = []
             with _Draws() as draws:
-                chunks = list(_chunks(module, layers, bounds, first, last, spec, settings))
+                chunks = list(_chunks(module, layers, bounds, first, last, spec, settings, flops))
     except Exception as error:
         raise UnknownActivations(f"a layer does not work on tensors without values ({_first_line(error)})") from None
     on_host = device.type == "cpu" and not settings.reproducible
@@ -94,6 +96,7 @@ def measure_activations(
         random_states=sum(state.nbytes for state in states) if on_host else 0,
         draws=draws.any,
         recompute=settings.recompute == "full",
+        flops=flops,
     )
 
 
@@ -105,7 +108,9 @@ def _chunks(
     labels: Any,
     spec: ProgramSpec,
     settings: LgampConfig,
+    flops: list[int],
 ) -> Iterator[ChunkBytes]:
+    """Yields the bytes of every chunk, and enters the operations of its forward into ``flops``."""
     functions = [function_of(spec, layer) for spec, layer in zip(module._layer_specs, layers)]
     last = len(bounds) - 2
     for chunk in range(last + 1):
@@ -113,8 +118,9 @@ def _chunks(
         between_layers = laid_out if settings.reproducible else None
         whole = Chunk(functions[own], bounds[chunk], between_layers=between_layers)
         compute = partial(_computed, whole, module.loss_fn if chunk == last else None, labels)
-        with torch.no_grad():
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = compute(inputs)
+        flops.append(counter.get_total_flops())
         gradients = [torch.ones_like(member) for member in differentiable(result)]
         yield chunk_bytes(
             compute,

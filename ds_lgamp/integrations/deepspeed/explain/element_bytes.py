@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DtypeEnum
 
-from ds_lgamp.cost.memory import ElementBytes
+from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     choose_optimizer,
     kernels_of,
@@ -15,6 +15,8 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     updates_in_place,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.whole_tensors import counterpart
+from ds_lgamp.optimizers.lamb import Lamb
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class OptimizerFacts:
     name: str
     state_tensors: int | None = None
     """How many tensors of a parameter's shape it keeps; None if unknown."""
-    in_place: bool = False
-    """Whether its step is known to need no temporary memory."""
+    temporary_tensors: int | None = None
+    """How many tensors of the shape of one unit's part its step takes for a moment; None if unknown."""
 
 
 def optimizer_facts(optimizer: Any, config: Any) -> OptimizerFacts:
@@ -43,7 +45,7 @@ def optimizer_facts(optimizer: Any, config: Any) -> OptimizerFacts:
     return OptimizerFacts(
         kind.__name__,
         None if None in counts else max(count for count in counts if count is not None),
-        all(updates_in_place(kind, group) for group in options),
+        _temporary_tensors(kind, options),
     )
 
 
@@ -55,4 +57,12 @@ def element_bytes(config: Any, optimizer: OptimizerFacts) -> tuple[str, ElementB
         weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
     )
     state = None if optimizer.state_tensors is None else optimizer.state_tensors * size.master
-    return DtypeEnum(weights).name, replace(size, optimizer=state, update=0 if optimizer.in_place else None)
+    temporary = optimizer.temporary_tensors
+    update = None if temporary is None else temporary * size.master
+    return DtypeEnum(weights).name, replace(size, optimizer=state, update=update)
+
+
+def _temporary_tensors(kind: type, options: list[dict[str, Any]]) -> int | None:
+    if counterpart(kind) is Lamb:
+        return 1
+    return 0 if all(updates_in_place(kind, group) for group in options) else None

@@ -5,6 +5,7 @@ own functions compute what would have followed.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -12,8 +13,18 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.memory import ElementBytes, rank_memory
-from ds_lgamp.cost.traffic import Traffic, collective_bytes, predict_traffic
+from ds_lgamp.cost.disk import OnDisk, disk_use, host_beside_disk
+from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.cost.traffic import (
+    Traffic,
+    bus_bytes,
+    bytes_between_nodes,
+    collective_bytes,
+    hop_bytes,
+    predict_traffic,
+)
+from ds_lgamp.integrations.deepspeed.config.offload import on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     NO_DATA,
@@ -24,10 +35,13 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
 from ds_lgamp.integrations.deepspeed.explain.element_bytes import element_bytes, optimizer_facts
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
+from ds_lgamp.integrations.deepspeed.explain.update_traffic import Rule, rule_of, update_memory, update_traffic
+from ds_lgamp.integrations.deepspeed.model.layout import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.selective import refuse_unless_offered
 from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement
-from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.placement import place_chunks, split_automatic
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -43,11 +57,20 @@ def explain(
     training_data: Any = None,
     collate_fn: Any = None,
     no_data: str = NO_DATA,
+    scales_in_step: bool = False,
 ) -> Explanation:
-    """Returns what the engine of these arguments would do. Raises ConfigError if there is no block, and if the engine
-    would. Without ``training_data`` it says ``no_data``, a clause, of activations."""
+    """Returns what the engine of these arguments would do, on the data-parallel ranks with the most micro-batches.
+
+    Raises ConfigError if there is no block, and if the engine would.
+
+    Args:
+        no_data: what it says of activations without ``training_data``; a clause.
+        scales_in_step: whether the script decides on the factor of the loss after the backward passes.
+    """
     settings = enabled_block(config)
-    layout, spec = plan_training(settings, config_class, module, partition_method, optimizer)
+    plan = plan_training(settings, config, config_class, module, partition_method, optimizer, scales_in_step)
+    layout, specs = plan.layout, plan.specs
+    spec = max(specs, key=lambda replica: replica.micro_batches)
     program = build_program(spec)
     validate(spec, program)
     updates = optimizer_facts(optimizer, config_class)
@@ -56,6 +79,7 @@ def explain(
     if settings.recompute == "selective":
         refuse_unless_offered(model.offers_selective)
     data_ranks = module.topology().get_dim("data")
+    tensor_ranks = module.topology().get_dim("model") or 1
     activations, unknown = None, None
     try:
         samples = config_class.train_micro_batch_size_per_gpu
@@ -65,8 +89,11 @@ def explain(
         )
     except UnknownActivations as reason:
         unknown = str(reason)
+    rule = rule_of(optimizer, config_class)
+    on_disk = on_disk_of(config_class, settings)
+    place = spec, data_ranks, tensor_ranks
     ranks = [
-        _rank_facts(model, rank, actions, spec, data_ranks, size, activations, settings.reproducible)
+        _rank_facts(model, rank, actions, *place, size, activations, settings.reproducible, rule, on_disk)
         for rank, actions in enumerate(program)
     ]
     chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
@@ -74,19 +101,27 @@ def explain(
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
         data_ranks=data_ranks,
+        tensor_ranks=tensor_ranks,
         schedule=spec.schedule,
         placement=_placement_name(settings),
         zero_stage=spec.zero_stage,
+        hierarchy=None if spec.hierarchy is None else spec.hierarchy._asdict(),
+        offload=None if spec.offload is None else spec.offload._asdict(),
         chunks=spec.chunks,
         micro_batches=spec.micro_batches,
         micro_batch_group=spec.micro_batch_group,
         resident_chunks=spec.resident_chunks,
+        defers_gathers=spec.defers_gathers,
+        pipeline_rank_speeds=settings.pipeline_rank_speeds,
+        data_rank_speeds=settings.data_rank_speeds,
+        micro_batch_shares=[replica.micro_batches for replica in specs],
         recompute=settings.recompute,
         precision=precision,
         optimizer=updates.name,
+        updates=spec.updates,
         layers=module._num_layers,
         parameters=sum(size.parameters for size in model.sizes.values()),
-        bubble=simulate(spec, program).bubble,
+        bubble=simulate(spec, program, _costs(spec, layout, settings, module)).bubble,
         bubble_formula=_bubble_formula(spec),
         micro_batch_outer_gathers=2 * chunks_per_rank * spec.micro_batches if repeats else None,
         activations_unknown=unknown,
@@ -108,12 +143,17 @@ def _rank_facts(
     actions: Sequence[Action],
     spec: ProgramSpec,
     data_ranks: int,
+    tensor_ranks: int,
     size: ElementBytes,
     activations: ActivationBytes | None,
     in_rank_order: bool,
+    rule: Rule,
+    on_disk: OnDisk,
 ) -> RankFacts:
     """Returns what a pipeline rank holds and does in a step, its ``actions``."""
     chunks, tied, units = model.chunks(rank), model.tied(rank), model.units(rank)
+    if activations is not None:
+        chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
     training = [unit for unit in units if not unit.frozen]
     traffic = predict_traffic(
         actions,
@@ -122,8 +162,32 @@ def _rank_facts(
         [unit.chunks for unit in training if unit.tied],
         [unit.chunks for unit in units if unit.frozen],
     )
+    replicated = spec.hierarchy is not None and spec.hierarchy.replicated
+    sharing = spec.hierarchy.node_ranks if replicated and spec.hierarchy is not None else data_ranks
+    update = update_traffic(model, rank, rule, spec.zero_stage, sharing, in_rank_order)
     if data_ranks == 1:
         traffic = Traffic(sends=traffic.sends, receives=traffic.receives)
+    hierarchy, loaded, stored = spec.hierarchy, None, None
+    if spec.offload is not None:
+        loaded, stored = bus_bytes(actions, units, spec.offload, spec.zero_stage, data_ranks, size)
+    memory = rank_memory(
+        actions,
+        units,
+        spec.zero_stage,
+        data_ranks,
+        size,
+        all_to_all=in_rank_order or get_accelerator().communication_backend_name() == "gloo",
+        activation_bytes=activations,
+        in_rank_order=in_rank_order,
+        hierarchy=hierarchy,
+        step=update_memory(model, rank, rule, spec.zero_stage, sharing) if tensor_ranks == 1 else None,
+        offload=spec.offload,
+    )
+    disk = None
+    if any(on_disk):
+        disk = disk_use(actions, units, spec.offload, on_disk, spec.zero_stage, data_ranks, size, activations)
+        if memory.host is not None:
+            memory = replace(memory, host=host_beside_disk(memory.host, on_disk, size, disk.buffers))
     return RankFacts(
         pipeline_rank=rank,
         chunks=chunks,
@@ -131,18 +195,30 @@ def _rank_facts(
         parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in tied),
         traffic=traffic,
         tied_sums=sum(unit.copies > 1 for unit in units),
-        collective_bytes_sent=sum(collective_bytes(actions, unit, spec.zero_stage, data_ranks, size) for unit in units),
-        memory=rank_memory(
-            actions,
-            units,
-            spec.zero_stage,
-            data_ranks,
-            size,
-            all_to_all=in_rank_order or get_accelerator().communication_backend_name() == "gloo",
-            activation_bytes=activations,
-            in_rank_order=in_rank_order,
+        collective_bytes_sent=sum(
+            collective_bytes(actions, unit, spec.zero_stage, data_ranks, size, hierarchy) for unit in units
         ),
+        bytes_between_nodes=None
+        if hierarchy is None
+        else sum(bytes_between_nodes(actions, unit, data_ranks, size, hierarchy) for unit in units),
+        update_collectives=update.collectives,
+        update_bytes_sent=update.sent,
+        memory=memory,
+        bus_bytes_loaded=loaded,
+        bus_bytes_stored=stored,
+        disk=disk,
+        hop_bytes=None if activations is None else hop_bytes(rank, spec.placement, spec.micro_batches, activations),
     )
+
+
+def _costs(spec: ProgramSpec, layout: Layout, settings: LgampConfig, module: PipelineModule) -> Costs:
+    """Returns the costs of chunks. They are alike, unless their layers are shared by speed."""
+    if settings.pipeline_rank_speeds is None:
+        return uniform_costs(spec, UNIT_DURATIONS)
+    blocks = split_automatic(layer_types(module))
+    starts = [blocks.index(bound) for bound in layout.bounds]
+    layers = [end - start for start, end in zip(starts, starts[1:])]
+    return sized_costs(spec, UNIT_DURATIONS, layers, settings.pipeline_rank_speeds)
 
 
 def _placement_name(settings: LgampConfig) -> str:

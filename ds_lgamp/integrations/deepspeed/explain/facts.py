@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from ds_lgamp.cost.disk import DiskUse
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.traffic import Traffic
 
@@ -17,6 +19,8 @@ class ChunkFacts:
     layer_types: list[str]
     parameters: int
     """Its own, without those of tied modules."""
+    forward_flops: int | None = None
+    """Floating-point operations of its forward for one micro-batch; None if activations are unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,22 @@ class RankFacts:
     """How many tied modules have copies on other pipeline ranks, whose gradients the step gathers and adds up."""
     collective_bytes_sent: int
     """Bytes that gathers, reductions and tied sums send, each in the usual algorithm."""
+    update_collectives: int
+    """Collectives of the optimizer's step, of LAMB or Muon."""
+    update_bytes_sent: int
+    """Bytes that they send, on the data-parallel rank that sends most."""
+    bytes_between_nodes: int | None
+    """Those of them that hierarchical shards send between nodes; None without such shards, where nodes are unknown."""
     memory: Memory
+    bus_bytes_loaded: int | None = None
+    """Bytes of weights that come from the host; None without offloading, like ``bus_bytes_stored``."""
+    bus_bytes_stored: int | None = None
+    """Bytes of gradients that go to the host."""
+    disk: DiskUse | None = None
+    """What lies on a disk and moves there; None if nothing does."""
+    hop_bytes: int | None = None
+    """Bytes of results that it sends to the next pipeline rank, and of gradients that it gets back. The last rank is
+    followed by the first. None if activations are unknown."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +74,30 @@ class Explanation:
 
     pipeline_ranks: int
     data_ranks: int
+    tensor_ranks: int
     schedule: str
     placement: str
     zero_stage: int
+    hierarchy: dict[str, Any] | None
+    """The fields of :class:`ds_lgamp.schedule.hierarchy.Hierarchy`; None if all data-parallel ranks are alike."""
+    offload: dict[str, Any] | None
+    """The fields of :class:`ds_lgamp.schedule.offload.Offload`; None if everything stays on the device."""
     chunks: int
     micro_batches: int
+    """The most of any data-parallel rank."""
     micro_batch_group: int
     resident_chunks: int
+    defers_gathers: bool
+    """Whether what a step updated is gathered during the next step."""
+    pipeline_rank_speeds: list[float] | None
+    data_rank_speeds: list[float] | None
+    micro_batch_shares: list[int]
+    """Micro-batches of every data-parallel rank."""
     recompute: str
     precision: str
     optimizer: str
+    updates: str
+    """When the optimizer updates a chunk: one of ``schedule.spec.UPDATES``."""
     layers: int
     parameters: int
     """Those of the model; a tied module counts once."""
@@ -81,6 +114,6 @@ class Explanation:
     ranks: list[RankFacts]
 
 
-def json_text(facts: Explanation) -> str:
-    """Returns the facts for a program to read."""
-    return json.dumps(asdict(facts))
+def json_text(facts: Explanation, assignment: dict[str, Any] | None = None) -> str:
+    """Returns the facts for a program to read, with what is known of the ``assignment`` of ranks to nodes."""
+    return json.dumps(asdict(facts) | ({} if assignment is None else {"assignment": assignment}))

@@ -5,12 +5,13 @@ from typing import Any
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
-from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module
+from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 
 _NO_DATA = "the script gives micro-batches to the engine only after deepspeed.initialize"
 
@@ -22,7 +23,10 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     Unlike the engine it frees no parameter, because it asks for the sizes of all layers.
     """
     model = arguments["model"]
-    module = pipeline_module(layers_of(model, layer_sources(next(model.parameters()).device)), settings)
+    layers = layers_of(model, layer_sources(next(model.parameters()).device))
+    module = pipeline_module(layers, topology_of(layers, settings))
     config = configuration_of_pipelines(arguments, module.num_stages)
-    config_class = DeepSpeedConfig(config, module.mpu())
-    return explain(module, config, config_class, arguments.get("optimizer"), "uniform", no_data=_NO_DATA)
+    config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
+    return explain(
+        module, config, config_class, arguments.get("optimizer"), "uniform", no_data=_NO_DATA, scales_in_step=True
+    )

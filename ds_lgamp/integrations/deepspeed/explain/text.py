@@ -5,13 +5,24 @@ from collections.abc import Container, Sequence
 from dataclasses import fields
 
 from ds_lgamp.cost.activations import ActivationMemory
+from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+
+_BUS = 31.5e9
+"""Bytes per second in one direction of PCIe 4.0 x16."""
 
 
 def as_text(facts: Explanation) -> str:
     """Returns the explanation as tables and sentences."""
-    parts = (_header, _chunk_table, _traffic_table, _memory_table, _activation_table, _words)
+    parts = (_header, _chunk_table, _traffic_table, _memory_table, _host_table, _disk_table, _activation_table, _words)
     return "\n\n".join(text for part in parts if (text := part(facts)))
+
+
+_UPDATES = {
+    "step": "",
+    "reduction": ", each update behind its reduction",
+    "next_step": ", each update in the next step",
+}
 
 
 def _header(facts: Explanation) -> str:
@@ -19,11 +30,43 @@ def _header(facts: Explanation) -> str:
     group = "all together" if together else f"in groups of {facts.micro_batch_group}"
     return (
         f"{facts.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel ranks, schedule {facts.schedule}, "
-        f"placement {facts.placement}, ZeRO stage {facts.zero_stage}, {facts.precision}\n"
+        f"placement {facts.placement}, ZeRO stage {facts.zero_stage}{_shards(facts)}, {facts.precision}\n"
         f"{facts.micro_batches} micro-batches {group}, {facts.resident_chunks} resident chunks, "
-        f"recompute {facts.recompute}, optimizer {facts.optimizer}\n"
-        f"{facts.layers} layers in {facts.chunks} chunks, {facts.parameters:,} parameters"
+        f"recompute {facts.recompute}, optimizer {facts.optimizer}{_UPDATES[facts.updates]}{_on_host(facts)}\n"
+        f"{facts.layers} layers in {facts.chunks} chunks, {facts.parameters:,} parameters{_by_speed(facts)}"
     )
+
+
+def _on_host(facts: Explanation) -> str:
+    """Returns words on what the host holds; nothing without offloading."""
+    if facts.offload is None:
+        return ""
+    return ", on the host, as parameters are" if facts.offload["parameters"] else ", on the host"
+
+
+def _shards(facts: Explanation) -> str:
+    """Returns words on how shards are spread over nodes; nothing if all data-parallel ranks are alike."""
+    if facts.hierarchy is None:
+        return ""
+    kind = "replicated" if facts.hierarchy["replicated"] else "refreshed"
+    return f" with shards {kind} between nodes of {facts.hierarchy['node_ranks']} ranks"
+
+
+def _by_speed(facts: Explanation) -> str:
+    """Returns lines on what follows the speeds of ranks; nothing if they are alike."""
+    text = ""
+    if facts.pipeline_rank_speeds is not None:
+        text += f"\nlayers by the speeds of pipeline ranks, {_numbers(facts.pipeline_rank_speeds)}"
+    if facts.data_rank_speeds is not None:
+        text += (
+            f"\nmicro-batches by the speeds of data-parallel ranks, {_numbers(facts.data_rank_speeds)}: "
+            f"{_numbers(facts.micro_batch_shares)}; what follows is for a rank with {facts.micro_batches}"
+        )
+    return text
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
 
 
 def _chunk_table(facts: Explanation) -> str:
@@ -37,7 +80,7 @@ def _chunk_table(facts: Explanation) -> str:
             users = "chunk " + ", ".join(map(str, tied.chunks))
             rows.append([rank.pipeline_rank, f"tied {tied.key}", users, tied.layer_type, tied.parameters])
         rows.append([rank.pipeline_rank, "all", "", "", rank.parameters])
-    return _table(["rank", "part", "layers", "types", "parameters"], rows, left={1, 2, 3})
+    return table(["rank", "part", "layers", "types", "parameters"], rows, left={1, 2, 3})
 
 
 def _compressed(names: Sequence[str]) -> list[str]:
@@ -47,13 +90,22 @@ def _compressed(names: Sequence[str]) -> list[str]:
 
 def _traffic_table(facts: Explanation) -> str:
     titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
+    between = ["refreshes", "combines"] if facts.hierarchy is not None else []
     rows = []
     for rank in facts.ranks:
         moved = rank.traffic
         of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
         counts = [*of_chunks, *of_tied, moved.frozen_gathers, moved.sends]
-        rows.append([rank.pipeline_rank, *counts, _bytes(rank.collective_bytes_sent)])
-    return "Each step, each rank\n" + _table([*titles, "collectives send"], rows)
+        sent = [with_bytes(rank.collective_bytes_sent)]
+        if rank.bytes_between_nodes is not None:
+            counts += [moved.refreshes, moved.combines]
+            sent.append(with_bytes(rank.bytes_between_nodes))
+        if rank.bus_bytes_loaded is not None and rank.bus_bytes_stored is not None:
+            sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
+        rows.append([rank.pipeline_rank, *counts, *sent])
+    titles += [*between, "collectives send", *(["between nodes"] if between else [])]
+    titles += ["from the host", "to the host"] if facts.offload is not None else []
+    return "Each step, each rank\n" + table(titles, rows)
 
 
 def _memory_table(facts: Explanation) -> str:
@@ -61,27 +113,49 @@ def _memory_table(facts: Explanation) -> str:
         *("rank", "weights", "resident", "master", "optimizer", "gradients", "gradient buffers", "tied copies", "peak"),
         "stored activations",
     ]
+    on_host = facts.offload is not None
+    if on_host:
+        titles.insert(3, "loaded")
     rows = []
     for rank in facts.ranks:
         held = rank.memory
-        before = [held.weights, held.resident_weights, held.master_weights]
+        before = [held.weights, held.resident_weights, *([held.loaded_weights] if on_host else []), held.master_weights]
         after = [held.gradients, held.gradient_buffers, held.tied_copies, held.peak]
-        state = "unknown" if held.optimizer_state is None else _bytes(held.optimizer_state)
-        sizes = [*map(_bytes, before), state, *map(_bytes, after)]
+        state = "unknown" if held.optimizer_state is None else with_bytes(held.optimizer_state)
+        sizes = [*map(with_bytes, before), state, *map(with_bytes, after)]
         rows.append([rank.pipeline_rank, *sizes, held.stored_activations])
-    return "Memory, each rank\n" + _table(titles, rows)
+    return "Memory, each rank\n" + table(titles, rows)
+
+
+def _host_table(facts: Explanation) -> str:
+    """Returns the bytes on the host by kind; nothing without offloading."""
+    kinds = [kind.name for kind in fields(HostMemory)]
+    rows = []
+    for rank in facts.ranks:
+        if rank.memory.host is not None:
+            held = (getattr(rank.memory.host, kind) for kind in kinds)
+            rows.append([rank.pipeline_rank, *("unknown" if size is None else with_bytes(size) for size in held)])
+    titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
+    return "Memory on the host, each rank\n" + table(titles, rows) if rows else ""
+
+
+def _disk_table(facts: Explanation) -> str:
+    """Returns the bytes on a disk; nothing if nothing lies there."""
+    rows = [[rank.pipeline_rank, *map(with_bytes, rank.disk)] for rank in facts.ranks if rank.disk is not None]
+    titles = ["rank", "held", "read in a step", "written in a step", "buffers on the host"]
+    return "On the disk, each rank\n" + table(titles, rows) if rows else ""
 
 
 def _activation_table(facts: Explanation) -> str:
     """Returns the bytes by kind; nothing if they are unknown."""
     kinds = [kind.name for kind in fields(ActivationMemory)]
     rows = [
-        [rank.pipeline_rank, *(_bytes(getattr(rank.memory.activations, kind)) for kind in kinds)]
+        [rank.pipeline_rank, *(with_bytes(getattr(rank.memory.activations, kind)) for kind in kinds)]
         for rank in facts.ranks
         if rank.memory.activations is not None
     ]
     titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
-    return "Memory of activations, each rank, each kind at its highest\n" + _table(titles, rows) if rows else ""
+    return "Memory of activations, each rank, each kind at its highest\n" + table(titles, rows) if rows else ""
 
 
 def _words(facts: Explanation) -> str:
@@ -108,14 +182,27 @@ def _words(facts: Explanation) -> str:
             f"Stored activations are {kept}, a number: their bytes are unknown, because {facts.activations_unknown}. "
             f"The peak leaves them out, and what {passing} take for the moment."
         )
+    update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
+    if update.update_collectives:
+        sentences.append(
+            f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
+            f"{update.update_collectives} collective(s) on a rank, beside those above."
+        )
+    loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
+    stored = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
+    if facts.offload is not None:
+        sentences.append(
+            f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
+            f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s, whatever the number of micro-batches."
+        )
     if facts.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
-    if any(rank.memory.optimizer_state is None for rank in facts.ranks):
+    if any((rank.memory.host or rank.memory).optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
     return "\n".join(sentences)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
+def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
     """Returns aligned columns. Those with an index in ``left`` align to the left, others to the right."""
     cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -129,7 +216,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Contai
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _bytes(number: float) -> str:
+def with_bytes(number: float) -> str:
     """Returns ``number`` bytes in decimal units, with three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 999.5:

@@ -5,6 +5,7 @@ DeepSpeed, stand-ins take the places of the classes that ``deepspeed.initialize`
 """
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -21,7 +22,9 @@ from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
-from ds_lgamp.integrations.deepspeed.config.refusals import refuse_differing_ranks, sentence_of
+from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
+from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
+from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
@@ -31,7 +34,8 @@ from ds_lgamp.integrations.deepspeed.plain.build import build_engine
 from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
-from ds_lgamp.runtime import lifeline
+from ds_lgamp.integrations.speeds import with_speeds
+from ds_lgamp.runtime import lifeline, transport
 
 _registry = resolve("deepspeed.runtime.engine_registry")
 """The registry of a patched DeepSpeed, whose PipelineModule also remembers its ``partition_method``; else None."""
@@ -46,10 +50,19 @@ _undo = ExitStack()
 
 
 def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) -> DeepSpeedConfig:
-    """Builds DeepSpeed's configuration. If the block is enabled, raises ConfigError for what the engine cannot
-    honour."""
-    if not isinstance(config, dict) or read_block(config) is None:
+    """Builds DeepSpeed's configuration. If the block is enabled, raises ConfigError for what the engine cannot honour,
+    and for differences between ranks. Then it is collective over all ranks."""
+    if not isinstance(config, dict):
         return stock(config, mpu, **options)
+    try:
+        settings = read_block(config)
+    except ConfigError:
+        # On a rank that is alone with its mistake, the others would wait for it.
+        refuse_differing_ranks(config)
+        raise
+    if settings is None:
+        return stock(config, mpu, **options)
+    refuse_differing_ranks(config)
     if deepspeed.PipelineEngine not in _installed:
         raise ConfigError(
             f"deepspeed.PipelineEngine was replaced by {deepspeed.PipelineEngine.__name__} after ds_lgamp.install() "
@@ -58,7 +71,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
     meaningless = check_keys(config)
     check_batch_sizes(config, dist.get_world_size() if mpu is None else mpu.get_data_parallel_world_size())
     try:
-        made = stock(config, mpu, **options)
+        made = stock(for_deepspeed(config), mpu, **options)
     except Exception as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {sentence_of(error)}") from error
     if meaningless:
@@ -73,6 +86,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
         return stock(*positional, **arguments)
     # The engine sets the device a little later. Until it is set, all ranks would use the same one to communicate.
     get_accelerator().set_device(module.local_rank)
+    config = arguments["config"] = _with_cluster(config)
     refuse_differing_ranks(config)
     settings = read_block(config)
     if settings is None and is_deferred(module):
@@ -103,10 +117,22 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
     settings = read_block(arguments["config"]) if isinstance(arguments.get("config"), dict) else None
     if settings is None:
         return stock(*positional, **arguments)
+    arguments["config"] = _with_cluster(arguments["config"], replicas=False)
+    settings = read_block(arguments["config"]) or settings
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     refuse_differing_ranks(arguments["config"])
     lifeline.start()
     return build_engine(settings, arguments)
+
+
+def _with_cluster(config: dict[str, Any], replicas: bool = True) -> dict[str, Any]:
+    """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, and says so."""
+    filled = with_speeds(config, transport.current(), replicas)
+    for key, value in (filled.get(BLOCK) or {}).items():
+        # As what --cluster itself says: DeepSpeed's log shows no more than warnings by default.
+        if key not in config[BLOCK] and dist.get_rank() == 0:
+            print(f"ds_lgamp: by the cluster file, {BLOCK}.{key} is {value}", file=sys.stderr)
+    return filled
 
 
 def registered(pipeline: Callable[..., Any], plain: Callable[..., Any] = plain_engine) -> Callable[..., Any]:

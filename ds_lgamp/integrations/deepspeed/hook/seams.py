@@ -64,6 +64,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "zero_allow_untested_optimizer",
         "zero_optimization",
         "zero_optimization_stage",
+        "zero_use_cpu_optimizer",
     ),
     "deepspeed.runtime.pipe.engine": ("TRAIN_BATCH_TIMER",),
     "deepspeed.runtime.pipe.module": ("LayerSpec", "TiedLayerSpec"),
@@ -164,7 +165,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "tied_weight_attrs",
         "world_group",
     ),
-    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("pipe_groups",),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("dp_groups", "pipe_groups"),
     "deepspeed.runtime.zero.partition_parameters.GatheredParameters": (
         "all_gather",
         "ds_id",

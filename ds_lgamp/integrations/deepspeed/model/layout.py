@@ -42,7 +42,7 @@ def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: s
     Args:
         partition_method: the module's method to cut its layers. ``chunks_per_rank`` balances chunks by it.
     """
-    if settings.one_chunk_per_rank:
+    if settings.one_chunk_per_rank and settings.pipeline_rank_speeds is None:
         bounds = [int(bound) for bound in module.parts]
     else:
         weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)

@@ -27,6 +27,10 @@ TIED_MODULES = "tied_modules."
 """How global names in tied modules begin."""
 
 
+BeforeLayer = Callable[[int, int], None]
+"""Called with (layer, micro-batch) ahead of the layer."""
+
+
 class TensorInfo(NamedTuple):
     """A parameter or buffer of a built layer, as its pipeline rank describes it to others."""
 
@@ -48,6 +52,8 @@ class PlacedModule(PipelineModule):
     layout: Layout
     chunk_functions: dict[int, list[Callable]]
     """The layers of every chunk of this rank, as functions."""
+    before_layer: BeforeLayer | None = None
+    """Comes ahead of every layer, before its seed; None if nothing does."""
 
     full_parameters: Callable[[], AbstractContextManager[None]]
     """Keeps this rank's parameters complete and current inside a block. All data-parallel ranks enter it together."""

@@ -1,13 +1,16 @@
 """Lets all ranks agree on what is next, so that a rank that calls something else is named and nobody waits for it."""
 
+import math
+from collections.abc import Sequence
 from enum import IntEnum
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
-from ds_lgamp.partition.agreement import everyone, host_group
+from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group
 
 
 class Next(IntEnum):
@@ -17,21 +20,28 @@ class Next(IntEnum):
     """It ends its script."""
     EVALUATE = 1
     TRAIN = 2
-    READ_STATE = 3
+    """Its number is that of its micro-batches."""
+    STEP = 3
+    """It steps the optimizer. Its numbers are the smallest and the largest factor of its losses; see
+    :meth:`~ds_lgamp.integrations.deepspeed.plain.told_loss.ToldLosses.common_factor`."""
+    READ_STATE = 4
     """It gathers the state of the whole model."""
-    LOAD_STATE = 4
+    LOAD_STATE = 5
 
 
-def agree(own: Next, micro_batches: int = 0) -> None:
-    """Raises ConfigError on all ranks if one does something else next, or has another number of ``micro_batches``.
+def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> None:
+    """Raises ConfigError on all ranks if one does something else next, with other ``numbers``, or on other ``terms``.
     Collective over all ranks. Hosts talk, devices do not."""
     if dist.get_world_size() == 1:
         return
-    numbers = torch.tensor([own, micro_batches])
-    extremes = torch.cat([numbers, -numbers])
+    # Equally many for every Next, because ranks may disagree.
+    padded = torch.tensor([digest(terms), own, *numbers, 0.0, 0.0][:4], dtype=torch.float64)
+    extremes = torch.cat([padded, -padded])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
-    if not torch.equal(extremes[:2], -extremes[2:]):
-        raise ConfigError(_difference(everyone((own, micro_batches), host_group())))
+    if not torch.equal(extremes[1:4], -extremes[5:]):
+        raise ConfigError(_difference(everyone((own, numbers), host_group())))
+    if extremes[0] != -extremes[4]:
+        raise ConfigError(difference(everyone(terms, host_group())))
 
 
 class _End:
@@ -56,16 +66,16 @@ def agree_at_the_end() -> None:
     finish_at_the_end(_end)
 
 
-def _difference(ranks: list[tuple[Next, int]]) -> str:
+def _difference(ranks: Sequence[tuple[Next, Sequence[float]]]) -> str:
     """Returns the sentence that names two ranks that differ."""
     other = next(rank for rank, each in enumerate(ranks) if each != ranks[0])
     return (
         f"rank 0 {_described(*ranks[0])}, but rank {other} {_described(*ranks[other])}; let all ranks call the same, "
-        "with the same number of micro-batches per step"
+        "with the same number of micro-batches per step and the same factor of all losses"
     )
 
 
-def _described(following: Next, micro_batches: int) -> str:
+def _described(following: Next, numbers: Sequence[float]) -> str:
     if following is Next.END:
         return "ended its script"
     if following is Next.EVALUATE:
@@ -74,4 +84,10 @@ def _described(following: Next, micro_batches: int) -> str:
         return "reads the state of the whole model (state_dict, save_pretrained, save_16bit_model)"
     if following is Next.LOAD_STATE:
         return "loads the state of the model"
-    return f"trains on {micro_batches} micro-batches for one step"
+    if following is Next.TRAIN:
+        return f"trains on {numbers[0]} micro-batches for one step"
+    smallest, largest = numbers
+    if math.isinf(largest):
+        return "calls engine.step() before every loss of the batch went through engine.backward(loss) once"
+    factors = f"{smallest:g}" if smallest == largest else f"factors from {smallest:g} to {largest:g}"
+    return f"calls engine.step() with losses multiplied by {factors}"

@@ -3,18 +3,17 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.utils import partition_uniform
 
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine, release
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
-from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module
+from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 
 
 def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngine:
@@ -23,8 +22,8 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     model = arguments["model"]
     make_whole(needed_to_split(model))
     layers = layers_of(model, layer_sources(next(model.parameters()).device))
-    _keep_own_values(layers, settings.pipeline_ranks or 1)
-    module = pipeline_module(layers, settings)
+    module = pipeline_module(layers, topology_of(layers, settings))
+    _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
     config, mpu = configuration_of_pipelines(arguments, module.num_stages), module.mpu()
     rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
@@ -32,11 +31,11 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
         user_model=model,
         layers=layers,
         settings=settings,
-        partition_method="uniform",
+        partition_method=layers.partition_method,
         model=module,
         mpu=mpu,
         config=config,
-        config_class=DeepSpeedConfig(config, mpu),
+        config_class=DeepSpeedConfig(for_deepspeed(config), mpu),
         **rest,
     )
 
@@ -52,18 +51,13 @@ def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -
     }
 
 
-def _keep_own_values(layers: Layers, pipeline_ranks: int) -> None:
-    """Frees the parameters of layers that the PipelineModule builds on other ranks. Gathers those that zero.Init has
+def _keep_own_values(layers: Layers, module: PipelineModule) -> None:
+    """Frees the parameters of all layers that are not this rank's part of ``module``. Gathers those that zero.Init has
     partitioned, layer by layer, so that no rank ever holds the whole model."""
-    modules = list(layers.modules)
-    if pipeline_ranks > len(modules) or dist.get_world_size() % pipeline_ranks:
-        return  # Refused a little later.
-    bounds = partition_uniform(len(modules), pipeline_ranks)
-    stage = dist.get_rank() // (dist.get_world_size() // pipeline_ranks)
-    own = {id(parameter) for module in modules[bounds[stage] : bounds[stage + 1]] for parameter in module.parameters()}
-    for module in modules:
-        make_whole(module.parameters())
-        release(module, own)
+    kept = {id(parameter) for parameter in module.parameters()}
+    for layer in layers.modules:
+        make_whole(layer.parameters())
+        release(layer, kept)
 
 
 def _keep_own_parameters(module: PipelineModule, arguments: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for models that are no PipelineModule."""
 
-import math
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,24 +9,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
+from ds_lgamp.integrations.deepspeed.engine.casting import cast_and_move
 from ds_lgamp.integrations.deepspeed.engine.data import integer_elements
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
-from ds_lgamp.integrations.deepspeed.engine.seeding import SeedLayer
+from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
-from ds_lgamp.integrations.deepspeed.plain.told_loss import told_loss
+from ds_lgamp.integrations.deepspeed.plain.told_loss import ToldLosses
 from ds_lgamp.integrations.transformers.call import Arguments, Call
-from ds_lgamp.partition.agreement import host_group
-from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
+from ds_lgamp.runtime.first_seen import INPUTS
+from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class ModelEngine(LgampEngine):
@@ -48,6 +49,7 @@ class ModelEngine(LgampEngine):
     mpu: Any
     dp_world_size: int
     _placed: tuple[PlacedModule, ...] = ()
+    scales_in_step = True
 
     def __init__(self, user_model: torch.nn.Module, layers: Layers, **arguments: Any) -> None:
         self._layers = layers
@@ -59,16 +61,13 @@ class ModelEngine(LgampEngine):
         self.module: Any = user_model
         release(user_model, {id(parameter) for parameter in self.placed.parameters()})
         # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
-        self._cast_and_move()
+        cast_and_move(self)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
         self._kept: list[Arguments] = []
         """The calls since the last step."""
-        self._told: Any = None
-        """The node of the last call's loss in autograd's graph."""
-        self._factors: list[Tensor | float] = []
-        """The factors by which the script multiplied the losses of these calls."""
+        self._told = ToldLosses()
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
         self._shapes: list[Any] = []
@@ -80,17 +79,6 @@ class ModelEngine(LgampEngine):
     @property
     def placed(self) -> PlacedModule:
         return self._placed[0] if self._placed else super().placed
-
-    def _before_layer(self) -> SeedLayer:
-        seed, choose = super()._before_layer(), self._layers.calls.before_layer
-        if seed is None:
-            return choose
-
-        def before_layer(layer: int, micro_batch: int) -> None:
-            choose(layer, micro_batch)
-            seed(layer, micro_batch)
-
-        return before_layer
 
     def deepspeed_io(self, *positional: Any, **named: Any) -> Any:
         """As DeepSpeedEngine's. Every rank gets data of its own, as under data parallelism over all ranks."""
@@ -115,20 +103,12 @@ class ModelEngine(LgampEngine):
             return self._evaluate(arguments)
         self._kept.append(arguments)
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
-        loss = told_loss(value, self._factors.append)
-        self._told = loss.grad_fn
-        return self._layers.training_output(loss)
+        return self._layers.training_output(self._told.tell(value))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        if self._told is not None and loss.grad_fn is self._told:
-            # The script left the loss as it is: then the host need not ask the device for the factor.
-            self._factors.append(factor)
-            return loss.detach() * factor
-        loss = loss * factor
-        loss.backward(retain_graph=retain_graph)
-        return loss
+        return self._told.backward(loss, factor, retain_graph)
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Steps the optimizer if the batch is complete."""
@@ -137,12 +117,18 @@ class ModelEngine(LgampEngine):
                 # The script completes the batch only now, so its losses were told as zero.
                 self._compute_gradients()
             assert self._waiting is not None
-            self.optimizer.loss_factor = self._common_factor()
-            next(self._waiting, None)
+            with here.back_in_batch():
+                self.optimizer.loss_factor = self._told.common_factor(len(self._kept))
+                next(self._waiting, None)
             self._waiting = None
             self._kept.clear()
-            self._factors.clear()
         self.micro_steps += 1
+
+    def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
+        """As LgampEngine's. The next call begins a batch, however many calls the batches of the checkpoint had."""
+        loaded = super().load_checkpoint(*positional, **named)
+        self.micro_steps = len(self._kept)
+        return loaded
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         raise ConfigError(_NO_PIPELINE.format("train_batch"))
@@ -184,33 +170,38 @@ class ModelEngine(LgampEngine):
 
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
-        self._begin(Next.TRAIN, self._kept)
-        self.micro_batches = len(self._layers.calls.all)
-        self._waiting = self._run_training(self._train_schedule())
-        next(self._waiting)
-        losses = torch.zeros(self.micro_batches, device=self.device)
-        if self.is_last_stage():
-            losses = torch.stack([loss.float() for loss in self.executor.losses])
-        if self.num_stages > 1:
-            dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        with self.in_batch(training=True):
+            self._begin(Next.TRAIN, self._kept)
+            self.micro_batches = len(self._layers.calls.all)
+            self._waiting = self._run_training(self._train_schedule())
+            next(self._waiting)
+            losses = torch.zeros(self.micro_batches, device=self.device)
+            if self.is_last_stage():
+                losses = torch.stack([loss.float() for loss in self.executor.losses])
+            if self.num_stages > 1:
+                dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         return losses[self.stage_id :: self.num_stages].sum()
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """Returns the model's output for the call of this rank."""
-        self._begin(Next.EVALUATE, [arguments])
-        schedule = self._inference_schedule(self.num_stages)
-        batch = BatchState(self.num_stages, self._load, training=False)
-        with torch.no_grad(), self.executor.run_batch(batch):
-            self.executor.run(schedule.actions)
-        self._layers.calls.all = []
-        outputs = self.executor.losses if self.is_last_stage() else None
-        return self._exchange.scatter(outputs, self.program_spec.loss_rank)
+        with self.in_batch(training=False):
+            self._begin(Next.EVALUATE, [arguments])
+            self._partition.catch_up()
+            schedule = self._inference_schedule(self.num_stages)
+            batch = BatchState(self.num_stages, self._load, training=False, program=schedule.actions)
+            with torch.no_grad(), self.executor.run_batch(batch):
+                self.executor.run(schedule.actions)
+            self._layers.calls.all = []
+            outputs = self.executor.losses if self.is_last_stage() else None
+            return self._exchange.scatter(outputs, self.program_spec.loss_rank)
 
     def _begin(self, following: Next, own: list[Arguments]) -> None:
         """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
         all ranks."""
         with self._stopwatch.time("data"):
-            agree(following, len(own))
+            agree(following, len(own), terms=batch_terms(self))
+            if not own:
+                raise ConfigError("engine.step() is called, but no engine(...) since the last step; call that first")
             ranks = self._exchange.gather(own)
         calls = [Call(*arguments) for together in zip(*ranks) for arguments in together]
         shapes = [_shapes(call) for call in calls]
@@ -221,21 +212,36 @@ class ModelEngine(LgampEngine):
 
     def _run_training(self, schedule: ProgramSchedule) -> Iterator[None]:
         """Runs the program of a batch. Yields before its step, once its gradients are final."""
-        batch = BatchState(schedule.spec.micro_batches, self._load, True, schedule.spec.turns_at_once)
+        spec = schedule.spec
+        load = self._noting(self._load, spec)
+        batch = BatchState(spec.micro_batches, load, True, spec.turns_at_once, schedule.actions)
         with monitored(self, self._step_monitor, self._loader), self.executor.run_batch(batch):
             self._loader.tokens += sum(map(_tokens, self._kept))
-            seeded = undisturbed(self.random_sources) if self.lgamp_settings.reproducible else nullcontext()
             actions = iter(schedule.actions)
-            with seeded:
+            with kept_from_script(self.random_sources, self.lgamp_settings.reproducible):
                 for action in actions:
                     if action.kind is Kind.STEP:
                         break
                     self.executor.execute(action)
+            self.executor.current = None
             yield
             self.executor.execute(action)
             self.executor.run(actions)
-        self.placed.micro_offset += schedule.spec.micro_batches
+        self.placed.micro_offset += spec.micro_batches
         self._layers.calls.all = []
+        self._act_on_nonfinite()
+
+    def _noting(self, load: LoadMicroBatch, spec: ProgramSpec) -> LoadMicroBatch:
+        noting = super()._noting(load, spec)
+        if self._check is not None and self.is_first_stage():
+            for number, call in enumerate(self._layers.calls.all):
+                self._check.seen.after_layer(INPUTS, number, (call.positional, call.named))
+        return noting
+
+    def _micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
+        call, stage = divmod(micro_batch, self.num_stages)
+        (rank,) = self.placed.topology().filter_match(pipe=stage, data=data_rank)
+        return f"call {call} of rank {rank}"
 
     def _load(self, micro_batch: int) -> tuple[Any, None]:
         return self._layers.first_input(self._layers.calls.all[micro_batch]), None
@@ -243,34 +249,8 @@ class ModelEngine(LgampEngine):
     def _loss(self, outputs: Any, labels: Any) -> Any:
         return self._layers.loss_of(outputs) if torch.is_grad_enabled() else outputs
 
-    def _step(self) -> None:
-        with self._stopwatch.time("reduce"):
-            self._partition.finish_gradients()
-        with self._stopwatch.time("step"):
-            self._exec_optimizer_step()
-            self._partition.after_update()
-
-    def _common_factor(self) -> float:
-        """Returns the factor of the mean loss of the batch that the script's backward passes showed.
-
-        Collective over all ranks; raises ConfigError on all if it differs between micro-batches, or if there was no
-        backward pass.
-        """
-        complete = len(self._factors) == len(self._kept)
-        own = [float(factor) for factor in self._factors] if complete else [-math.inf, math.inf]
-        extremes = torch.tensor([max(own), -min(own)])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
-        largest, smallest = extremes[0].item(), -extremes[1].item()
-        if math.isinf(largest):
-            raise ConfigError(
-                "engine.step() is called before every loss of the batch went through engine.backward(loss) once"
-            )
-        if largest != smallest:
-            raise ConfigError(
-                f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g}; with a {BLOCK} "
-                "block, multiply all losses of a batch by the same factor"
-            )
-        return largest * len(self._factors)
+    # The calls of the script have returned the losses already.
+    _step = LgampEngine._step_optimizer
 
 
 _NO_PIPELINE = (

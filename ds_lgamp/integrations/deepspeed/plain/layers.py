@@ -25,6 +25,11 @@ class Layers(Protocol):
         """The layers in their order. Only the first and the last may be the same module: then they share parameters."""
         ...
 
+    @property
+    def partition_method(self) -> str:
+        """How the layers are cut into parts of equal weight, in the words of PipelineModule."""
+        ...
+
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
         model does not take them."""
@@ -47,7 +52,7 @@ class SequentialLayers:
     """The layers of an nn.Sequential whose last module returns the loss."""
 
     def __init__(self, model: nn.Sequential) -> None:
-        self.calls, self.modules = Calls(), list(model)
+        self.calls, self.modules, self.partition_method = Calls(), list(model), "uniform"
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         if named:

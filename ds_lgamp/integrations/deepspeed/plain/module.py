@@ -4,6 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
@@ -29,24 +30,30 @@ class SharedEnd(_Existing):
     """What follows the blocks, if it shares parameters with what precedes them."""
 
 
-def pipeline_module(layers: Layers, settings: LgampConfig) -> PipelineModule:
-    """Returns the layers as a PipelineModule. Collective over all ranks; raises ConfigError if there are too few
-    layers or ranks for ``settings.pipeline_ranks``."""
-    world, ranks, modules = dist.get_world_size(), settings.pipeline_ranks or 1, list(layers.modules)
+def topology_of(layers: Layers, settings: LgampConfig) -> ProcessTopology:
+    """Returns the places of all ranks in pipelines. Raises ConfigError if there are too few layers or ranks for
+    ``settings.pipeline_ranks``, or if data-parallel ranks shall have different numbers of micro-batches."""
+    if settings.data_rank_speeds is not None:
+        raise ConfigError(
+            f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but a script that calls engine(...) gives every "
+            "rank as many micro-batches; remove it, or make the model a PipelineModule"
+        )
+    world, ranks, number = dist.get_world_size(), settings.pipeline_ranks or 1, len(layers.modules)
     if world % ranks:
         raise ConfigError(
             f"{BLOCK}.pipeline_ranks is {ranks}, which does not divide the {world} ranks; use a divisor of {world}"
         )
-    if ranks > len(modules):
-        raise ConfigError(
-            f"{BLOCK}.pipeline_ranks is {ranks}, but the model has {len(modules)} layers; use at most as many"
-        )
-    specs: list[Any] = modules
-    if isinstance(modules[0], Ends):
-        ends = modules[0]
-        first, last = (
-            TiedLayerSpec(_ENDS, kind, ends, forward_fn=function, tied_weight_attr=[])
-            for kind, function in ((SharedBeginning, Ends.begin), (SharedEnd, Ends.finish))
-        )
-        specs = [first, *modules[1:-1], last]
-    return PipelineModule(specs, num_stages=ranks, partition_method="uniform")
+    if ranks > number:
+        raise ConfigError(f"{BLOCK}.pipeline_ranks is {ranks}, but the model has {number} layers; use at most as many")
+    return PipeDataParallelTopology(num_pp=ranks, num_dp=world // ranks)
+
+
+def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule:
+    """Returns the layers as a PipelineModule. Collective over all ranks."""
+    specs: list[Any] = list(layers.modules)
+    if isinstance(ends := specs[0], Ends):
+        specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, forward_fn=Ends.begin, tied_weight_attr=[])
+        specs[-1] = TiedLayerSpec(_ENDS, SharedEnd, ends, tied_weight_attr=[])
+    module = PipelineModule(specs, topology=topology, partition_method=layers.partition_method)
+    module.before_layer = layers.calls.before_layer
+    return module

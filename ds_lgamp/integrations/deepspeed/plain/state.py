@@ -50,7 +50,7 @@ class _Tensor(NamedTuple):
 
 def is_spread(engine: Engine) -> bool:
     """Whether this rank lacks current values of the model between two batches, so that reading them needs others."""
-    return engine.num_stages > 1 or engine.optimizer.partition.frees_weights or engine.lgamp_settings.defer_gathers
+    return engine.num_stages > 1 or engine.optimizer.partition.frees_weights or engine.program_spec.defers_gathers
 
 
 def give_state(engine: Engine) -> None:

@@ -4,14 +4,14 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, bounds_by_weight, program_spec
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, program_spec
+from ds_lgamp.integrations.handshake import process_terms
 from ds_lgamp.integrations.megatron.loop.batch import placement_of
+from ds_lgamp.integrations.megatron.loop.cuts import cut
 from ds_lgamp.integrations.megatron.loop.flags import option_of, refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings
-from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
-from ds_lgamp.schedule.placement import split_by_count
+from ds_lgamp.integrations.megatron.loop.sharded.flags import prepare_sharding, refuse_beside_sharding
+from ds_lgamp.partition.agreement import Term, refuse_differing_terms
 
 SHARED_KEYS = {
     "train_batch_size": "global_batch_size",
@@ -22,7 +22,11 @@ SHARED_KEYS = {
 ACCUMULATION = "gradient_accumulation_steps"
 PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
-"""Keys of the block that have no effect, because Megatron-LM has its own way."""
+"""Keys of the block that have no effect, because Megatron-LM has its own way. ``resident_chunks`` has one at stages 2
+and 3."""
+_OF_ONE_RANK = ("rank", "local_rank", "tensorboard", "wandb")
+"""How arguments begin that may differ, because only one rank heeds them."""
+_SAME = "give every rank the same command line and configuration"
 _UNBOUNDED = 2**62
 """A bucket size that no chunk exceeds."""
 
@@ -40,16 +44,38 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     """The job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot
     honour."""
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    if stage not in (0, 1):
-        raise ConfigError(
-            f"zero_optimization.stage is {stage!r}, but inside Megatron-LM's training loop it is 0, or 1 with the "
-            "distributed optimizer; set one of them, or train with DeepSpeed's engine, as launch/pretrain_gpt.py does"
-        )
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage is {stage!r}; set 0, 1, 2 or 3")
     if settings.reproducible:
         raise ConfigError(f"{BLOCK}.reproducible is True, which needs DeepSpeed's engine; set --deterministic-mode")
+    if settings.overlap_update:
+        raise ConfigError(
+            f"{BLOCK}.overlap_update is True, but Megatron-LM's own optimizer updates all at once; remove it"
+        )
+    if settings.nonfinite is not None:
+        raise ConfigError(
+            f"{BLOCK}.nonfinite is '{settings.nonfinite}', but Megatron-LM has a check of its own; remove it, and set "
+            "--check-for-nan-in-loss-and-grad"
+        )
+    if settings.data_rank_speeds is not None:
+        raise ConfigError(
+            f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "
+            "data-parallel rank as many micro-batches; remove it, or train with DeepSpeed's engine"
+        )
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)
+
+
+def refuse_differing_ranks(args: Namespace, job: Job) -> None:
+    """Raises ConfigError if two ranks differ in the configuration file, in Megatron-LM's arguments, the versions of
+    packages or the environment. Collective over all ranks."""
+    own = {f"{key} of the configuration file": Term(repr(value), _SAME) for key, value in job.others.items()}
+    for name, value in vars(args).items():
+        # Objects show their address, which differs.
+        if not name.startswith(_OF_ONE_RANK) and " at 0x" not in repr(value):
+            own[f"the argument {option_of(name)}"] = Term(repr(value), _SAME)
+    refuse_differing_terms({**own, **process_terms()}, ConfigError)
 
 
 def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) -> list[str]:
@@ -64,12 +90,15 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
     """
     refuse_flags(args, arguments=True)
     refuse_together(args)
+    if job.zero_stage > 1:
+        prepare_sharding(args)
+    else:
+        _refuse_another_stage(args, job)
     if args.mtp_num_layers and args.pipeline_model_parallel_layout is None:
         raise ConfigError("--mtp-num-layers is given; place these layers with --pipeline-model-parallel-layout")
-    _refuse_another_stage(args, job)
     _set_recomputation(args, job.settings)
     ranks = args.pipeline_model_parallel_size
-    chunks, layout = _cut(args, job.settings)
+    chunks, layout = cut(args, job.settings)
     refuse_settings(args, chunks_on_one_rank=chunks > ranks == 1)
     if chunks > ranks and getattr(args, "multiple_validation_sets", False):
         raise ConfigError(
@@ -83,64 +112,14 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
         args.overlap_p2p_comm = True
         args.pipeline_model_parallel_layout = layout
         validate()
+    if job.zero_stage > 1:
+        refuse_beside_sharding(args)
     _refuse_disagreement(args, job)
     _check_batches(args, job)
     if chunks > ranks and args.ddp_bucket_size is None and args.ddp_num_buckets is None:
         # Without bounds, a chunk is one bucket, which is gathered and reduced as a whole.
         args.ddp_bucket_size = _UNBOUNDED
     return _unread_keys(job)
-
-
-def _cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
-    """The number of chunks, and their layout; None as the layout if Megatron-LM cuts the layers alike without one."""
-    layout, ranks = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    if layout is not None:
-        _refuse_two_cuts(args, settings)
-        return PipelineParallelLayerLayout.get_num_stages_from_str(layout), layout
-    layers = args.num_layers or args.decoder_num_layers
-    sizes = chunk_sizes(settings, layers, ranks)
-    return len(sizes), layout_of(sizes) if len(sizes) > ranks or layers % ranks else None
-
-
-def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:
-    """The number of transformer layers of every chunk, larger ones first. Every pipeline rank gets as many chunks.
-
-    Raises ConfigError if a chunk would have no layer, or if ranks would have different numbers of chunks.
-    """
-    if settings.layers_per_chunk is not None:
-        bounds = split_by_count(layers, settings.layers_per_chunk)
-        chunks = len(bounds) - 1
-        if chunks % pipeline_ranks:
-            raise ConfigError(
-                f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
-                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or "
-                "cut them unevenly with --pipeline-model-parallel-layout"
-            )
-    else:
-        if layers < pipeline_ranks:
-            raise ConfigError(
-                f"--pipeline-model-parallel-size is {pipeline_ranks}, but the model has {layers} layers; use at most "
-                f"{layers}"
-            )
-        per_rank = settings.chunks_per_rank
-        if per_rank is None:
-            per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
-        bounds = bounds_by_weight(per_rank, pipeline_ranks, [1.0] * layers)
-    return [end - start for start, end in zip(bounds, bounds[1:])]
-
-
-def layout_of(sizes: list[int]) -> str:
-    """Chunks in Megatron-core's text form. ``Ett|tt|tL`` stands for three chunks: the first has the embedding, the last
-    has the loss."""
-    return "E" + "|".join("t" * size for size in sizes) + "L"
-
-
-def _refuse_two_cuts(args: Namespace, settings: LgampConfig) -> None:
-    for key in ("chunks_per_rank", "layers_per_chunk"):
-        if getattr(settings, key) is not None:
-            raise ConfigError(
-                f"--pipeline-model-parallel-layout and {BLOCK}.{key} both cut the layers; keep one of them"
-            )
 
 
 def _refuse_another_stage(args: Namespace, job: Job) -> None:
@@ -223,4 +202,5 @@ def _unread_keys(job: Job) -> list[str]:
     unread = sorted(set(job.others) - {BLOCK, ACCUMULATION, *read, *SHARED_KEYS})
     for section, key in read.items():
         unread += [f"{section}.{name}" for name in job.others.get(section) or {} if name != key]
-    return unread + [f"{BLOCK}.{key}" for key in MEANINGLESS if key in job.settings.model_fields_set]
+    meaningless = [key for key in MEANINGLESS if key != "resident_chunks" or job.zero_stage < 2]
+    return unread + [f"{BLOCK}.{key}" for key in meaningless if key in job.settings.model_fields_set]

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
+from ds_lgamp.runtime.partition import Partition
 
 SyncFunction = Callable[..., Any]
 
 
-class DistributedData:
+class DistributedData(Partition):
     """A rank's part in Megatron-core's data parallelism. It lives as long as the executor and serves every batch."""
 
     def __init__(self) -> None:

@@ -50,16 +50,21 @@ def _flags(names: str, treatment: Treatment, note: str = "", harmless: tuple[Any
 
 
 _FSDP = (
-    "no parameters are sharded inside Megatron-LM's training loop; remove it, or train with DeepSpeed's engine, as "
-    "launch/pretrain_gpt.py does"
+    f"its hooks gather and reduce in every pass; remove it, and set zero_optimization.stage 3 beside the {BLOCK} block"
 )
 _SCHEDULES = f"it needs Megatron-core's own schedules; remove it, or the {BLOCK} block"
 _ENGINE = f"it needs Transformer Engine, with which a {BLOCK} block has not been tried; remove it"
 _NETWORK = f"it needs a network on which a {BLOCK} block has not been tried; remove it"
-_LAYERS = (
-    f"the {BLOCK} block cuts the layers; remove it and set {BLOCK}.chunks_per_rank or layers_per_chunk, or cut them "
-    "unevenly with --pipeline-model-parallel-layout"
+LAYOUT = "pipeline_model_parallel_layout"
+CHUNK_FLAGS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+"""Arguments that cut the layers of a pipeline rank into chunks."""
+RANK_FLAGS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
+"""Arguments that divide the layers unevenly among the pipeline ranks."""
 
 _DATA_PARALLELISM = (
     *_flags("overlap_grad_reduce overlap_param_gather align_param_gather align_grad_reduce", HONOURED),
@@ -92,19 +97,12 @@ _PARALLELISM = (
     *_flags("hierarchical_context_parallel_sizes", REFUSED, _ENGINE),
     *_flags("distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init", OUTSIDE),
     *_flags("local_rank model_parallel_size scatter_gather_tensors_in_pipeline", OUTSIDE),
-    *_flags("pipeline_model_parallel_layout", HONOURED),
+    *_flags(LAYOUT, HONOURED),
     *_flags("overlap_p2p_comm", OUTSIDE),
-    *(
-        Flag("", REFUSED, argument, note=_LAYERS)
-        for argument in (
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-    ),
+    *(Flag("virtual_pipeline_model_parallel_size", HONOURED, argument) for argument in CHUNK_FLAGS),
+    Flag("num_layers_in_first_pipeline_stage", HONOURED, "decoder_first_pipeline_num_layers"),
+    Flag("num_layers_in_last_pipeline_stage", HONOURED, "decoder_last_pipeline_num_layers"),
+    *_flags("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split", HONOURED),
     Flag(
         "",
         REFUSED,

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
-from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported
+from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported, refuse_whole_models
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
@@ -26,7 +26,7 @@ class ForwardBackward:
 
     Args:
         settings: the block.
-        zero_stage: 0, or 1 with Megatron-core's distributed optimizer.
+        zero_stage: 0, 1 with Megatron-core's distributed optimizer, or 2 or 3 with sharded chunks.
     """
 
     def __init__(self, settings: LgampConfig, zero_stage: int) -> None:
@@ -74,6 +74,8 @@ class ForwardBackward:
             force_all_reduce,
         )
         refuse_unsupported(batch)
+        if self._zero_stage > 1:
+            refuse_whole_models(batch, self._zero_stage)
         timers = batch.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=batch.config.barrier_with_L1_time)
@@ -87,7 +89,7 @@ class ForwardBackward:
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
         if batch.groups.pp not in self._pipelines:
-            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes)
+            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings.patience)
         self._pipelines[batch.groups.pp].run(batch, program, shapes)
 
     def _build_program(

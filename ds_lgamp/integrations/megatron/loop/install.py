@@ -11,21 +11,31 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.megatron.loop.arguments import Job, validate_with_block
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.arguments import Job, refuse_differing_ranks, validate_with_block
 from ds_lgamp.integrations.megatron.loop.checkpoints import guarded
 from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
+from ds_lgamp.integrations.megatron.loop.model_builders import builder_replacements
+from ds_lgamp.integrations.megatron.loop.seams import TESTED
 from ds_lgamp.integrations.megatron.loop.several_chunks import (
     REPLACEMENTS,
-    check_layers,
+    chunks_provider,
     host_cuts_one_rank,
-    share_embedding,
+    refusing_chunks,
 )
-from ds_lgamp.integrations.replacing import replace_everywhere
+from ds_lgamp.integrations.megatron.loop.sharded.install import (
+    into_shards,
+    replacements,
+    sharded_model,
+    training_replacements,
+)
+from ds_lgamp.integrations.megatron.loop.sharded.seams import check_sharding_seams
+from ds_lgamp.integrations.replacing import replace_attribute, replace_everywhere
+from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.runtime import lifeline
 
 _register = getattr(schedules, "register_forward_backward_func", None)
-"""Registers a function in a Megatron-core that has patches/ applied; else None."""
+"""Registers a selector of schedules in a Megatron-core that has patches/ applied; else None."""
 _undo = ExitStack()
 
 
@@ -35,23 +45,46 @@ def install_schedules(job: Job) -> None:
     Replaces functions of Megatron-core unless it has the changes in patches/.
     """
     _undo.callback(lifeline.leave)
-    forward_backward = ForwardBackward(job.settings, job.zero_stage)
+    select = schedule_selector(ForwardBackward(job.settings, job.zero_stage))
     if _register is None:
-        _replace_schedule(forward_backward)
+        _replace_schedule(select)
     else:
-        _register(forward_backward)
+        _register(select)
         _undo.callback(_register, None)
     if not host_cuts_one_rank():
         for function, replacement in REPLACEMENTS.items():
             _replace(function, replacement)
+    mamba = resolve("megatron.core.models.mamba.MambaModel")
+    if mamba is not None and "vp_stage" not in signature(mamba).parameters:
+        replace_attribute(mamba, "__init__", refusing_chunks(mamba.__init__), _undo)
+    if job.zero_stage > 1:
+        check_sharding_seams()
+        for function, replacement in replacements(job.zero_stage).items():
+            _replace(function, replacement)
 
 
-def _replace_schedule(forward_backward: ForwardBackward) -> None:
+def schedule_selector(forward_backward: ForwardBackward) -> Callable[..., ForwardBackward | None]:
+    """A selector, which is called with the arguments of ``get_forward_backward_func`` by keyword.
+
+    It chooses ``forward_backward``, but declines by None for a model of several modules on grids of their own: no
+    program spans them, and Megatron-core has a schedule for them.
+    """
+    several_modules = resolve("megatron.core.process_groups_config.MultiModuleProcessGroupCollection")
+
+    def select(schedule_pg_collection: Any = None, **_sizes: Any) -> ForwardBackward | None:
+        declines = several_modules is not None and isinstance(schedule_pg_collection, several_modules)
+        return None if declines else forward_backward
+
+    return select
+
+
+def _replace_schedule(select: Callable[..., ForwardBackward | None]) -> None:
     stock = schedules.get_forward_backward_func
 
     @wraps(stock)
-    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-        return forward_backward
+    def get_forward_backward_func(*positional: Any, **arguments: Any) -> Callable[..., Any]:
+        given = signature(stock).bind(*positional, **arguments).arguments
+        return select(**given) or stock(**given)
 
     _replace(stock, get_forward_backward_func)
 
@@ -74,18 +107,29 @@ def install_training(job: Job) -> None:
             print(f"ds_lgamp: Megatron-LM's flags replace these keys: {', '.join(unread)}")
         return args
 
-    @wraps(stock_get_model)
-    def get_model(model_provider_func: Callable[..., Any], *positional: Any, **options: Any) -> list[torch.nn.Module]:
+    handshaken = False
+
+    def begin_building() -> None:
+        nonlocal handshaken
         lifeline.start()
         args = training.get_args()
+        if not handshaken:
+            refuse_differing_ranks(args, job)
+            handshaken = True
         if args.yaml_cfg is not None:
             raise ConfigError(f"--yaml-cfg is {args.yaml_cfg}, but the block cannot set arguments beside it; use flags")
+
+    @wraps(stock_get_model)
+    def get_model(model_provider_func: Callable[..., Any], *positional: Any, **options: Any) -> list[torch.nn.Module]:
+        begin_building()
+        args = training.get_args()
         chunks = args.virtual_pipeline_model_parallel_size or 1
         if args.pipeline_model_parallel_size == 1 and chunks > 1:
             model_provider_func = chunks_provider(model_provider_func, chunks)
-        models = stock_get_model(model_provider_func, *positional, **options)
+        build = sharded_model(stock_get_model) if job.zero_stage > 1 else stock_get_model
+        models = build(model_provider_func, *positional, **options)
         if len(models) != chunks:
-            raise ConfigError(f"Megatron-LM built {len(models)} chunks instead of {chunks}; use branch core_r0.16.0")
+            raise ConfigError(f"Megatron-LM built {len(models)} chunks instead of {chunks}; use release {TESTED}")
         return models
 
     @wraps(stock_skip)
@@ -101,15 +145,18 @@ def install_training(job: Job) -> None:
                 for _ in range(training.get_num_microbatches()):
                     next(iterator)
 
-    load, read = guarded(stock_load, stock_read)
+    load, read = guarded(into_shards(stock_load) if job.zero_stage > 1 else stock_load, stock_read)
     install_schedules(job)
-    for stock, replacement in (
-        (stock_validate, validate_args),
-        (stock_get_model, get_model),
-        (stock_skip, dummy_train_step),
-        (stock_load, load),
-        (stock_read, read),
-    ):
+    found: dict[Callable[..., Any], Callable[..., Any]] = {
+        stock_validate: validate_args,
+        stock_get_model: get_model,
+        stock_skip: dummy_train_step,
+        stock_load: load,
+        stock_read: read,
+        **builder_replacements(begin_building, job.zero_stage),
+        **(training_replacements() if job.zero_stage > 1 else {}),
+    }
+    for stock, replacement in found.items():
         _replace(stock, replacement)
 
 
@@ -120,42 +167,3 @@ def uninstall() -> None:
 
 def _replace(stock: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     replace_everywhere("megatron", stock, replacement, _undo)
-
-
-class Chunks(list[torch.nn.Module]):
-    """The chunks of one pipeline rank. Megatron-LM takes them for one model, and sets its ``model_type``."""
-
-    @property
-    def model_type(self) -> Any:
-        return self[0].model_type
-
-    @model_type.setter
-    def model_type(self, value: Any) -> None:
-        for model in self:
-            model.model_type = value
-
-
-def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
-    """A provider that builds ``count`` chunks where ``provider`` would build the whole model of a single pipeline rank.
-
-    Raises ConfigError if the model cannot be built in chunks.
-    """
-    parameters = signature(provider).parameters.values()
-    if not any(parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise ConfigError(
-            "the script's model_provider takes no vp_stage, so its model has no chunks; set "
-            f"{BLOCK}.chunks_per_rank to 1"
-        )
-
-    def provide(pre_process: bool = True, post_process: bool = True, **options: Any) -> Chunks:
-        chunks = Chunks()
-        for stage in range(count):
-            first, last = pre_process and stage == 0, post_process and stage == count - 1
-            model: Any = provider(pre_process=first, post_process=last, vp_stage=stage, **options)
-            model.vp_stage = stage
-            chunks.append(model)
-        check_layers(chunks)
-        share_embedding(chunks)
-        return chunks
-
-    return provide

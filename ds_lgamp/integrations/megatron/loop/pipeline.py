@@ -9,12 +9,15 @@ import torch.distributed as dist
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
+from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedData
+from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -29,16 +32,20 @@ class Pipeline:
     Args:
         first: the first batch.
         shapes: the values that determine the shapes of tensors.
+        patience: how many seconds ranks may wait for one that stands still.
     """
 
-    def __init__(self, first: Batch, shapes: Any) -> None:
+    def __init__(self, first: Batch, shapes: Any, patience: float) -> None:
         lifeline.start()
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()
         self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
-        self._shapes = shapes
-        self._data, self._timing = DistributedData(), MegatronTiming()
+        self._shapes, self._patience = shapes, patience
+        self._data: DistributedData | ShardedData = DistributedData()
+        if partition_of(first.models) is not None:
+            self._data = ShardedData()
+        self._timing = MegatronTiming()
         self._batch: Batch | None = None
         self._executors: dict[int, Executor] = {}
         """By the number of chunks per rank."""
@@ -57,7 +64,10 @@ class Pipeline:
         executor = self._executor_of(batch)
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
-            with executor.run_batch(BatchState(batch.micro_batches, _no_data, not batch.forward_only)):
+            training = not batch.forward_only
+            state = BatchState(batch.micro_batches, _no_data, training, program=program)
+            watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
+            with watched, executor.run_batch(state):
                 self._data.begin(batch)
                 executor.run(program)
                 self._data.end()
@@ -79,6 +89,8 @@ class Pipeline:
                 recompute=False,
                 loss_gradient=self._loss_gradient,
                 timing=self._timing,
+                owns=self._data.owns if isinstance(self._data, ShardedData) else None,
+                alike=dist.get_process_group_ranks(batch.groups.dp_cp),
             )
         return self._executors[len(batch.models)]
 

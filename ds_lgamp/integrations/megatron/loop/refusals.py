@@ -7,6 +7,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.several_chunks import has_two_embeddings
+from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 
 
 def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
@@ -47,4 +48,14 @@ def refuse_unsupported(batch: Batch) -> None:
             "share_embeddings_and_output_weights is True, but the first and the last chunk of this rank have a weight "
             "each; before DistributedDataParallel, call share_embedding of "
             "ds_lgamp.integrations.megatron.loop.several_chunks"
+        )
+
+
+def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
+    """Raises ConfigError if a batch trains models that nobody has sharded. Evaluation takes them as they are."""
+    if not batch.forward_only and partition_of(batch.models) is None:
+        raise ConfigError(
+            f"zero_optimization.stage is {zero_stage}, but the model is in {type(batch.models[0]).__name__}; wrap the "
+            "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded.model, and build the optimizer with "
+            "get_megatron_optimizer"
         )

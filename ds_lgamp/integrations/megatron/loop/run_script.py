@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.ending import failures_end_the_process, leave
+from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
+from ds_lgamp.integrations.speeds import with_speeds
 from ds_lgamp.integrations.user_script import find_modules_beside, run_as_main
 
 OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
@@ -33,7 +35,7 @@ def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 def run_script(script: str, arguments: Sequence[str], path: str) -> NoReturn:
     """Runs ``script`` as ``__main__`` with the block of the file at ``path``, and ends the process with it."""
     with failures_end_the_process():
-        config = _read(path)
+        config = _with_cluster(_read(path), arguments)
         settings = read_block(config)
         find_modules_beside(script)
         if settings is not None:
@@ -48,6 +50,16 @@ def run_script(script: str, arguments: Sequence[str], path: str) -> NoReturn:
             install_training(check_file(config, settings))
         run_as_main(script, arguments)
     leave()
+
+
+def _with_cluster(config: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, unless a flag cuts the layers."""
+    # torch is imported late, as everything that Megatron-LM may want to prepare for.
+    from ds_lgamp.runtime import transport
+
+    options = tuple(map(option_of, (LAYOUT, *CHUNK_FLAGS, *RANK_FLAGS)))
+    cuts = any(argument.startswith(options) for argument in arguments)
+    return config if cuts else with_speeds(config, transport.current(), replicas=False)
 
 
 def _read(path: str) -> dict[str, Any]:

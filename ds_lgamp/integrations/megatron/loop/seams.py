@@ -11,7 +11,9 @@ import inspect
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.seams import missing_names, missing_parameters, resolve
 
-TESTED_VERSION = "0.16.1"
+TESTED_VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""The releases with which Megatron-LM's pretrain_gpt.py was trained. From 0.17 on they need Python 3.12."""
+TESTED = " or ".join([", ".join(TESTED_VERSIONS[:-1]), TESTED_VERSIONS[-1]])
 
 NAMES: dict[str, tuple[str, ...]] = {
     "megatron.core.enums": ("ModelType",),
@@ -25,6 +27,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "initialize_model_parallel",
         "set_virtual_pipeline_model_parallel_world_size",
     ),
+    "megatron.core.pipeline_parallel.schedules": ("get_forward_backward_func",),
     "megatron.core.process_groups_config": ("ProcessGroupCollection",),
     "megatron.core.transformer.enums.LayerType": ("decoder",),
     "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout": (
@@ -56,11 +59,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         "vp_stage",
         "is_last_stage",
     ),
-    f"{_SCHEDULES}.get_forward_backward_func": ("pp_size", "vp_size"),
     "megatron.core.transformer.transformer_block.get_num_layers_to_build": _STAGE,
     "megatron.core.transformer.transformer_layer.get_transformer_layer_offset": _STAGE,
 }
-"""The parameters of each function, in order."""
+"""The parameters of each function, in order. Later releases may add optional ones."""
 
 _INTERFACE = (
     "forward_backward_no_pipelining",
@@ -106,10 +108,16 @@ TRAINING_PARAMETERS = {
         "pg_collection",
     ),
 }
-"""The parameters of each function of Megatron-LM, in order."""
+"""The parameters of each function of Megatron-LM, in order. Later releases may add optional ones."""
+BUILDERS = "megatron.training.models.dist_utils"
+"""The builders of models, which releases from 0.18 on have."""
+BUILDER_PARAMETERS = {
+    f"{BUILDERS}.build_virtual_pipeline_stages": ("build_model_func", "pg_collection", "vp_size", "model_type"),
+}
+"""The parameters of each function of the builders, in order. Later releases may add optional ones."""
+BUILDER_NAMES = {BUILDERS: ("unimodal_build_distributed_models",)}
 TRAINING_LOOKUPS = {
     "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
-    "megatron.training.initialize.initialize_megatron": ("validate_args",),
     "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
     "megatron.training.training.evaluate": ("get_forward_backward_func",),
     "megatron.training.training.setup_model_and_optimizer": ("get_model", "load_checkpoint"),
@@ -123,6 +131,8 @@ TRAINING_LOOKUPS = {
 }
 """The names that each function of Megatron-LM must look up when it is called: ``install_training`` replaces the
 functions, and the executor takes the work of the hooks."""
+VALIDATING = ("megatron.training.initialize.initialize_megatron", "megatron.training.arguments.parse_and_validate_args")
+"""The function that looks up ``validate_args``: up to 0.17, and from 0.18 on."""
 
 
 def check_seams() -> None:
@@ -131,9 +141,9 @@ def check_seams() -> None:
         core = importlib.import_module("megatron.core")
     except ImportError as error:
         raise ConfigError(
-            f"megatron.core cannot be imported ({error}); install megatron-core=={TESTED_VERSION}"
+            f"megatron.core cannot be imported ({error}); install megatron-core=={TESTED_VERSIONS[0]}"
         ) from None
-    _refuse(missing_seams(), f"megatron-core {core.__version__}")
+    refuse(missing_seams(), f"megatron-core {core.__version__}")
 
 
 def check_training_seams() -> None:
@@ -144,15 +154,15 @@ def check_training_seams() -> None:
         raise ConfigError(
             f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree; no package has it"
         ) from None
-    _refuse(
-        missing_parameters(TRAINING_PARAMETERS),
-        f"the Megatron-LM of megatron-core {importlib.import_module('megatron.core').__version__}",
-    )
+    missing = missing_parameters(TRAINING_PARAMETERS, optional_rest=True)
+    if resolve(BUILDERS) is not None:
+        missing += missing_parameters(BUILDER_PARAMETERS, optional_rest=True) + missing_names(BUILDER_NAMES)
+    refuse(missing, f"the Megatron-LM of megatron-core {importlib.import_module('megatron.core').__version__}")
 
 
 def missing_seams() -> list[str]:
     """The seams that the installed Megatron-core lacks."""
-    missing = missing_names(NAMES) + missing_parameters(PARAMETERS)
+    missing = missing_names(NAMES) + missing_parameters(PARAMETERS, optional_rest=True)
     config = resolve("megatron.core.transformer.TransformerConfig")
     fields = {field.name for field in dataclasses.fields(config)} if config is not None else set()
     missing += [f"TransformerConfig.{name}" for name in CONFIG_FIELDS if name not in fields]
@@ -168,8 +178,7 @@ def _ours() -> type:
     return ForwardBackward
 
 
-def _refuse(missing: list[str], host: str) -> None:
+def refuse(missing: list[str], host: str) -> None:
+    """Raises ConfigError if any seam of ``host`` is missing."""
     if missing:
-        raise ConfigError(
-            f"{host} lacks {', '.join(missing)}; ds_lgamp is tested with {TESTED_VERSION}, install that version"
-        )
+        raise ConfigError(f"{host} lacks {', '.join(missing)}; ds_lgamp is tested with {TESTED}; install one")

@@ -2,8 +2,8 @@
 
 Megatron-core refuses a virtual pipeline on one rank (``parallel_state``). Without that refusal, it would silently give
 all layers to every chunk (``transformer_block``), and number the layers of every chunk from the first
-(``transformer_layer``). In a model with tied embeddings, both ends would have a weight of their own. patches/ mends the
-first three in Megatron-core.
+(``transformer_layer``). In a model with tied embeddings, both ends would have a weight of their own. patches/ mends all
+four in Megatron-core.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig, transformer_block, tran
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 
 _stock_initialize = parallel_state.initialize_model_parallel
 _stock_layers = transformer_block.get_num_layers_to_build
@@ -72,7 +72,11 @@ def share_embedding(models: Sequence[torch.nn.Module]) -> None:
     Call it before the chunks go to DistributedDataParallel. The gradients of the first chunk then include both uses.
     """
     first, last = unwrap_model(models[0]), unwrap_model(models[-1])
-    if has_two_embeddings(models):
+    if not has_two_embeddings(models):
+        return
+    if hasattr(last, "share_embedding_of"):
+        last.share_embedding_of(first)
+    else:
         last.output_layer.register_parameter("weight", None)
         # The weight is looked up at every call, because building on the meta device replaces parameters.
         last.shared_embedding_or_output_weight = lambda: first.embedding.word_embeddings.weight
@@ -105,6 +109,25 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
 
+def refusing_chunks(stock: Callable[..., None]) -> Callable[..., None]:
+    """A constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
+
+    It raises ConfigError if the configuration asks for another cut, which the model would ignore.
+    """
+
+    @wraps(stock)
+    def __init__(self: Any, config: Any, *positional: Any, **options: Any) -> None:
+        chunks, layout = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_layout
+        if chunks is not None or layout is not None:
+            raise ConfigError(
+                f"{type(self).__name__} takes no vp_stage, so it has no chunks; set {BLOCK}.chunks_per_rank to 1, and "
+                "a number of layers that the pipeline ranks divide"
+            )
+        stock(self, config, *positional, **options)
+
+    return __init__
+
+
 def _known(stage: int | None) -> int:
     if stage is None:
         raise ConfigError("the model does not say which of a rank's chunks it builds; pass it vp_stage")
@@ -128,3 +151,42 @@ def _layer_count(config: Any, stage: int) -> int:
             "pipeline_model_parallel_layout, or another number of chunks"
         )
     return layers - (first and stage == 0) - (last and stage == chunks - 1)
+
+
+class Chunks(list[torch.nn.Module]):
+    """The chunks of one pipeline rank. Megatron-LM takes them for one model, and sets its ``model_type``."""
+
+    @property
+    def model_type(self) -> Any:
+        return self[0].model_type
+
+    @model_type.setter
+    def model_type(self, value: Any) -> None:
+        for model in self:
+            model.model_type = value
+
+
+def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
+    """A provider that builds ``count`` chunks where ``provider`` would build the whole model of a single pipeline rank.
+
+    Raises ConfigError if the model cannot be built in chunks.
+    """
+    parameters = signature(provider).parameters.values()
+    if not any(parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ConfigError(
+            "the script's model_provider takes no vp_stage, so its model has no chunks; set "
+            f"{BLOCK}.chunks_per_rank to 1"
+        )
+
+    def provide(pre_process: bool = True, post_process: bool = True, **options: Any) -> Chunks:
+        chunks = Chunks()
+        for stage in range(count):
+            first, last = pre_process and stage == 0, post_process and stage == count - 1
+            model: Any = provider(pre_process=first, post_process=last, vp_stage=stage, **options)
+            model.vp_stage = stage
+            chunks.append(model)
+        check_layers(chunks)
+        share_embedding(chunks)
+        return chunks
+
+    return provide

@@ -15,7 +15,9 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.units import weights
 from ds_lgamp.config import ConfigError
+from ds_lgamp.partition.parts import parts_of
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.linear import mean_square, whole_state
 from tests.integrations.deepspeed.models import seed
@@ -160,6 +162,13 @@ def neighbours(folder):
     return sorted(path.name for path in (Path(folder) / "run").iterdir())
 
 
+def shares():
+    """Returns how many elements this rank writes at stage 0, and how many it holds."""
+    partition = engine_of(*LAYOUTS["zero 0"]).optimizer.partition
+    held = sum(part.shape.numel() for unit in partition.units for part in parts_of(unit))
+    return sum(shard.values.numel() for shard in weights(partition).values()), held
+
+
 def few_kept(folder):
     """Returns the content of the directory after each of four synchronous saves."""
     engine = engine_of(1, {"keep_last": 2, "asynchronous_save": False}, {})
@@ -170,6 +179,38 @@ def few_kept(folder):
         seen.append(sorted(path.name for path in Path(folder).iterdir()))
         dist.barrier()
     return seen
+
+
+def newest_whole(folder):
+    """Damages the newest of three checkpoints after another. Returns, after each time, which one was loaded, and the
+    steps of the engine; at last the error."""
+    engine = engine_of(3, {"layers_per_chunk": 1, "asynchronous_save": False}, {})
+    for _ in range(3):
+        steps(engine, 1)
+        engine.save_checkpoint(folder)
+    found = []
+    for damage in (None, cut_tensors, missing_state, cut_tensors):
+        dist.barrier()
+        if damage is not None and dist.get_rank() == 0:
+            damage(Path(folder) / f"global_step{4 - len(found)}")
+        dist.barrier()
+        try:
+            path, _ = engine.load_checkpoint(folder)
+        except CheckpointError as error:
+            found.append(str(error))
+        else:
+            found.append((Path(path).name, engine.global_steps))
+    return found
+
+
+def cut_tensors(checkpoint):
+    """Cuts the file of the last rank."""
+    (file,) = checkpoint.glob("tensors-*/__3_0.distcp")
+    file.write_bytes(file.read_bytes()[:-99])
+
+
+def missing_state(checkpoint):
+    (checkpoint / "state.json").unlink()
 
 
 def fewer_layers(folder):
@@ -301,12 +342,14 @@ def refusals(folder):
     return said
 
 
-def run_all(folder):
+def run_all(folder, layouts):
     prepare_rank()
-    results = {name: resume(str(Path(folder) / name), layout) for name, layout in LAYOUTS.items()}
+    results = {name: resume(str(Path(folder) / name), LAYOUTS[name]) for name in layouts}
     results["weights"] = weights_only(str(Path(folder) / "weights"))
     results["neighbours"] = neighbours(str(Path(folder) / "neighbours"))
+    results["shares"] = shares()
     results["few kept"] = few_kept(str(Path(folder) / "few kept"))
+    results["newest whole"] = newest_whole(str(Path(folder) / "newest whole"))
     results["fewer layers"] = fewer_layers(str(Path(folder) / "fewer layers"))
     results["own buffers"] = own_buffers(str(Path(folder) / "own buffers"))
     results["refusals"] = refusals(folder)

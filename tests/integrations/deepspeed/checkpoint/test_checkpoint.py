@@ -5,6 +5,7 @@ import pytest
 from ds_lgamp.integrations.deepspeed.checkpoint.data_position import micro_batches_here
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.checkpoint.resumed_runs import LAYOUTS, run_all
+from tests.slow import chosen, slow_except
 
 
 @pytest.fixture(scope="module")
@@ -13,11 +14,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
-    return run_on_ranks(4, run_all, str(folder))
+def results(request, folder):
+    return run_on_ranks(4, run_all, str(folder), sorted(chosen(request, "layout") | DEFAULT))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+DEFAULT = {"zero 3, own data", "zero 3, stored activations", "zero 0", "zero 2, bf16"}
+"""Layouts that are not slow. Other tests read their checkpoints."""
+
+
+@pytest.mark.parametrize("layout", slow_except(DEFAULT, list(LAYOUTS)))
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(results, layout):
     for rank in results:
         expected, resumed, again = rank[layout]
@@ -42,9 +47,23 @@ def test_every_copy_of_a_buffer_is_kept(results):
         assert all(loaded == written for written, loaded in rank["own buffers"])
 
 
+def test_ranks_with_the_same_weights_share_their_writing(results):
+    """Ranks 0 and 1 are the first pipeline rank, 2 and 3 the second."""
+    for first, second in (results[:2], results[2:]):
+        (one, held), (other, _) = first["shares"], second["shares"]
+        assert one + other == held and one > 0 and other > 0
+
+
 def test_only_the_last_checkpoints_are_kept(results):
     kept = [["first"], ["first", "second"], ["second", "third"], ["second", "third"]]
     assert results[0]["few kept"] == [sorted([*tags, "latest"]) for tags in kept]
+
+
+def test_where_the_last_checkpoint_is_damaged_the_newest_whole_one_is_loaded(results):
+    for rank in results:
+        *loaded, said = rank["newest whole"]
+        assert loaded == [(f"global_step{step}", step) for step in (3, 2, 1)]
+        assert "global_step3/tensors-" in said and "__3_0.distcp is damaged: its checksum differs" in said
 
 
 def test_a_model_with_more_layers_takes_what_there_is(results):

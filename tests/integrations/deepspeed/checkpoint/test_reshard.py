@@ -15,8 +15,9 @@ from ds_lgamp.partition.agreement import everyone
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import Training, decay_groups, pipeline_module, warmup_factors
+from tests.pairwise import pairwise
 from tests.runtime.models import micro_batch
-from tests.slow import chosen, slow_except
+from tests.slow import chosen
 
 GLOBAL_BATCH = 4
 """Micro-batches of all data-parallel ranks."""
@@ -34,6 +35,8 @@ class Place(NamedTuple):
     stage: int
     block: dict
     data_type: str = "fp32"
+    zero: dict = {}
+    """More keys of zero_optimization."""
 
     @property
     def ranks(self) -> int:
@@ -50,13 +53,17 @@ PLACES = {
     "zero 1, 1f1b": Place(4, 1, 1, {"schedule": "1f1b"}),
     "zero 0, contiguous": Place(2, 2, 0, {"layers_per_chunk": 2, "placement": "contiguous", "recompute": "none"}),
     "zero 2, wide": Place(1, 4, 2, {}),
+    "refreshed shards": Place(1, 4, 3, {}, zero={"zero_hpz_partition_size": 2}),
+    "replicated shards": Place(1, 4, 3, {"layers_per_chunk": 1}, zero={"mics_shard_size": 2}),
+    "zero 2, by speed": Place(2, 2, 2, {"pipeline_rank_speeds": [2, 1], "data_rank_speeds": [3, 1]}),
     "zero 3, eight": Place(4, 2, 3, {}),
 }
 PAIRS = [
     (source, target)
     for source, target in product(PLACES, PLACES)
     # Eight ranks take long on this machine.
-    if target != "zero 3, eight" or source in ("alone", "bf16", "zero 0, contiguous", "zero 3, eight")
+    if (target != "zero 3, eight" or source in ("alone", "bf16", "zero 0, contiguous", "zero 3, eight"))
+    and ("zero 2, by speed" not in (source, target) or "zero 3, modular" in (source, target))
 ]
 """Places that write and places that load."""
 FP32_PAIRS = [pair for pair in PAIRS if all(PLACES[name].data_type == "fp32" for name in pair)]
@@ -73,7 +80,7 @@ def engine_of(place: Place):
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": GLOBAL_BATCH // place.data_ranks,
             "gradient_clipping": TRAINING.clipping,
-            "zero_optimization": {"stage": place.stage},
+            "zero_optimization": {"stage": place.stage, **place.zero},
             "ds_lgamp": place.block,
         }
         if place.data_type == "bf16":
@@ -113,8 +120,8 @@ def save_and_go_on(folder, names):
     return expected
 
 
-def load_and_go_on(folder, sources, names):
-    """Loads the checkpoints of ``sources`` at each place and writes them again. Returns the steps after each load."""
+def load_and_go_on(folder, pairs, names):
+    """Loads checkpoints at each place and writes them again. Returns the steps after each load."""
     _prepare()
     resumed = {}
     for name in names:
@@ -122,7 +129,7 @@ def load_and_go_on(folder, sources, names):
         steps(engine, 1)
         # At stages 1 and 2 this makes the weights complete. A load must replace them, because no gather would follow.
         engine.eval_batch(iter([micro_batch(9, index) for index in range(engine.micro_batches)]))
-        for source in (source for source, target in PAIRS if source in sources and target == name):
+        for source in (source for source, target in pairs if target == name):
             _, client_state = engine.load_checkpoint(folder, tag=source)
             there = PLACES[source]
             rank = engine.stage_id % there.pipeline_ranks, engine.grid.data_parallel_id % there.data_ranks
@@ -144,12 +151,39 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
-DEFAULT = ("alone", "bf16", "zero 2, interleaved", "zero 3, modular")
+DEFAULT = ("alone", "zero 2, interleaved", "zero 3, modular")
 """Places that are not slow."""
 
 
+def factors(pair):
+    """Returns what may matter of both places."""
+    described = {"end": pair}
+    for end, place in zip(("source", "target"), (PLACES[name] for name in pair)):
+        schedule = place.block.get("schedule", "layered")
+        described |= {f"{end} stage": place.stage, f"{end} schedule": schedule, f"{end} type": place.data_type}
+        described |= {f"{end} has a pipeline": place.pipeline_ranks > 1, f"{end} has replicas": place.data_ranks > 1}
+        described |= {f"{end} groups": tuple(place.zero)}
+    return described
+
+
+def covering():
+    """Returns pairs of places that hold every pair of factors. Every place is in some."""
+    described = [factors(pair) for pair in PAIRS]
+    ends = [case.pop("end") for case in described]
+    found = {ends[described.index(case)] for case in pairwise(described)}
+    found |= {pair for pair in PAIRS if "alone" in pair or "zero 2, by speed" in pair}
+    return found | {("fp16", "fp16")}
+
+
+COVERING = covering()
+
+
 def by_speed(pairs):
-    return slow_except([pair for pair in pairs if {*pair} <= {*DEFAULT}], pairs, several=True)
+    """Returns ``pairs`` as parameters. Those that cover the factors are slow, the others are in the full product."""
+    rest = [pair for pair in pairs if not {*pair} <= {*DEFAULT}]
+    slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in rest if pair in COVERING]
+    full = [pytest.param(*pair, marks=pytest.mark.full) for pair in rest if pair not in COVERING]
+    return [*(pair for pair in pairs if pair not in rest), *slow, *full]
 
 
 def at_places(names, function, *arguments):
@@ -167,7 +201,9 @@ def expected(request, folder):
 
 @pytest.fixture(scope="module")
 def resumed(request, folder, expected):
-    return at_places(chosen(request, "target"), load_and_go_on, str(folder), chosen(request, "source"))
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    pairs = {(call["source"], call["target"]) for call in (item.callspec.params for item in items)}
+    return at_places({target for _, target in pairs}, load_and_go_on, str(folder), sorted(pairs))
 
 
 @pytest.mark.parametrize(("source", "target"), by_speed(FP32_PAIRS))
@@ -193,6 +229,7 @@ def test_what_is_loaded_is_what_was_written_to_the_bit(folder, resumed, source, 
     assert scalars[0] == scalars[1] == [SAVED] * 3
 
 
+@pytest.mark.slow
 def test_half_precision_trains_on_close_to_where_it_was(expected, resumed):
     for (source, target), (first, *_) in resumed.items():
         assert first[0] == pytest.approx(expected[source][0][0][0], rel=0.02), (source, target)

@@ -17,6 +17,7 @@ from tests.integrations.deepspeed.checkpoint.stock_runs import (
     go_on,
     train_and_save,
 )
+from tests.slow import chosen, slow_except
 
 KINDS = {
     "fp32": Kind(),
@@ -26,6 +27,8 @@ KINDS = {
     "stage 0": Kind(stage=0, tied=False),
     "a group on some ranks": Kind(stage=0, tied=False, pipeline_ranks=4, vocabulary_group=True),
 }
+DEFAULT = {"fp32", "bf16", "a group on some ranks"}
+"""Kinds that are not slow."""
 TAG = f"global_step{BEFORE}"
 
 
@@ -35,14 +38,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stock(folder):
+def stock(request, folder):
     """Returns the observations of every rank of a stock run, by kind. Ranks 0 and 1 are the first stage, 2 and 3 the
     second."""
-    ranks = run_on_ranks(4, train_and_save, KINDS, folder)
-    return {name: [rank[name] for rank in ranks] for name in KINDS}
+    of_blocks = {BLOCKS[number][0] for number in chosen_blocks(request)}
+    names = chosen(request, "name") | of_blocks | {"fp32"}
+    ranks = run_on_ranks(4, train_and_save, {name: KINDS[name] for name in KINDS if name in names}, folder)
+    return {name: [rank[name] for rank in ranks] for name in names}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_except(DEFAULT, list(KINDS)))
 def test_what_the_engine_holds_is_read(stock, folder, name):
     whole = read_stock(folder / name / TAG)
     groups = 3 if KINDS[name].vocabulary_group else 2
@@ -122,11 +127,12 @@ def leave_options_to_the_run(optimizer):
 
 
 @pytest.fixture(scope="module")
-def blocks(stock, folder):
-    """Returns the observations of runs with a block that load the converted checkpoints. Each run saves into its
-    folder."""
-    places = []
-    for index, (name, layout, block, _) in enumerate(BLOCKS):
+def blocks(request, stock, folder):
+    """Returns the observations of every rank of the runs with a block that load the converted checkpoints, by index of
+    the block. Each run saves into its folder."""
+    numbers, places = sorted(chosen_blocks(request)), []
+    for index in numbers:
+        name, layout, block, _ = BLOCKS[index]
         target = folder / f"block {index}"
         whole = read_stock(folder / name / TAG)
         if block == {"schedule": "1f1b"}:
@@ -134,14 +140,21 @@ def blocks(stock, folder):
         write_whole(target / TAG, whole)
         write_latest(target, TAG)
         places.append((KINDS[name], Place(target, *layout, block), BLOCK_STEPS, target))
-    return run_on_ranks(4, go_on, places)
+    return [dict(zip(numbers, rank)) for rank in run_on_ranks(4, go_on, places)]
 
 
-@pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_a_block_goes_on_where_stock_stopped(stock, blocks, index):
-    name, _, _, tolerance = BLOCKS[index]
+def chosen_blocks(request):
+    """Returns the indices of the blocks that the tests need."""
+    return chosen(request, "block") | {BACK[number][0] for number in chosen(request, "way_back")}
+
+
+@pytest.mark.parametrize(
+    "block", slow_except([number for number, (name, *_) in enumerate(BLOCKS) if name in DEFAULT], range(len(BLOCKS)))
+)
+def test_a_block_goes_on_where_stock_stopped(stock, blocks, block):
+    name, _, _, tolerance = BLOCKS[block]
     for rank in blocks:
-        before, after = stock[name][0], rank[index]
+        before, after = stock[name][0], rank[block]
         assert after.losses == pytest.approx(before.losses[BEFORE : BEFORE + BLOCK_STEPS], rel=tolerance)
         assert after.rates[0] == before.rates[0] and after.counters == before.counters
         assert after.client_state == {"epoch": 4} and after.foreach is False
@@ -177,10 +190,10 @@ def back(blocks, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(BACK)))
-def test_stock_goes_on_where_a_block_stopped(stock, blocks, back, index):
-    source, _ = BACK[index]
+@pytest.mark.parametrize("way_back", range(len(BACK)))
+def test_stock_goes_on_where_a_block_stopped(stock, blocks, back, way_back):
+    source, _ = BACK[way_back]
     name, _, _, tolerance = BLOCKS[source]
     for rank in back:
-        assert rank[index].losses == pytest.approx(stock[name][0].losses[-AFTER:], rel=tolerance)
-        assert rank[index].counters[0] == BEFORE + BLOCK_STEPS
+        assert rank[way_back].losses == pytest.approx(stock[name][0].losses[-AFTER:], rel=tolerance)
+        assert rank[way_back].counters[0] == BEFORE + BLOCK_STEPS

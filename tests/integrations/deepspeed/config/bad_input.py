@@ -5,9 +5,11 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 
 from testing.deepspeed_rank import quiet
+from tests.integrations.deepspeed.config.stand_ins import FusedLamb
 from tests.integrations.deepspeed.linear import linears, mean_square
 
 NULL = object()
@@ -51,6 +53,31 @@ BLOCKS = {
         "ds_lgamp.layers_per_chunk is 2, which cuts 5 layers into 3 chunks, but schedule 'interleaved_1f1b' needs a mu",
     ),
     "more ranks than chunks": ({"layers_per_chunk": 5}, "ds_lgamp.layers_per_chunk is 5, which cuts 5 layers into 1"),
+    "a speed of nothing": (
+        {"pipeline_rank_speeds": [1, 0]},
+        "ds_lgamp.pipeline_rank_speeds[1] is 0: input should be greater than 0",
+    ),
+    "a speed as text": (
+        {"data_rank_speeds": ["2"]},
+        "ds_lgamp.data_rank_speeds[0] is '2': input should be a valid numb",
+    ),
+    "a speed for all": ({"data_rank_speeds": 2}, "ds_lgamp.data_rank_speeds is 2: input should be a valid list"),
+    "too many pipeline speeds": (
+        {"pipeline_rank_speeds": [3, 2, 1]},
+        "ds_lgamp.pipeline_rank_speeds is [3.0, 2.0, 1.0], 3 speeds for 2 pipeline ranks; give one for each rank",
+    ),
+    "too many data-parallel speeds": (
+        {"data_rank_speeds": [2, 1]},
+        "ds_lgamp.data_rank_speeds is [2.0, 1.0], 2 speeds for 1 data-parallel ranks; give one for each rank",
+    ),
+    "two sizes of chunks": (
+        {"pipeline_rank_speeds": [2, 1], "layers_per_chunk": 1},
+        "pipeline_rank_speeds and layers_per_chunk both size the chunks; keep one of them, or set chunks_per_rank",
+    ),
+    "more chunks by speed than layers": (
+        {"pipeline_rank_speeds": [2, 1], "chunks_per_rank": 3},
+        "ds_lgamp.chunks_per_rank is 3: with pipeline_rank_speeds, 2 pipeline ranks would need 6 layers of the most fr",
+    ),
     "more chunks than layers": ({"chunks_per_rank": 4}, "ds_lgamp.chunks_per_rank is 4: 2 pipeline ranks would need 8"),
 }
 
@@ -151,13 +178,85 @@ CONFIGS = {
     "accumulation in integers": ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype is 'int8'"),
     "sums instead of means": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
     "reductions in integers": ({"communication_data_type": "int8"}, "communication_data_type is 'int8', but ds_lgamp"),
-    "an offloaded optimizer": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-        "zero_optimization.offload_optimizer.device is 'cpu'",
+    "an optimizer on the host at stage 0": (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+        "zero_optimization.offload_optimizer.device is 'cpu', but zero_optimization.stage is 0; use stage 1, 2 or 3",
     ),
-    "offloaded parameters": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        "zero_optimization.offload_param.device is 'nvme'",
+    "parameters on the host at stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+        "zero_optimization.offload_param.device is 'cpu', but zero_optimization.stage is 2; use stage 3, or remove it",
+    ),
+    "parameters on the host without the optimizer": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "zero_optimization.offload_param.device is 'cpu', but zero_optimization.offload_optimizer.device is 'none'",
+    ),
+    "parameters on a tape": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}},
+        "zero_optimization.offload_param.device is 'tape', but ds_lgamp takes cpu or nvme (with offload_optimizer) or",
+    ),
+    "parameters on a disk without the optimizer": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+        "zero_optimization.offload_param.device is 'nvme', but zero_optimization.offload_optimizer.device is 'none'",
+    ),
+    "a disk without a path": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        "zero_optimization.offload_optimizer.device is 'nvme', but zero_optimization.offload_optimizer.nvme_path is "
+        "missing; write a folder on the disk",
+    ),
+    "a path that is no name": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 3}}},
+        "zero_optimization.offload_optimizer.nvme_path is 3; write a name in quotes",
+    ),
+    "two disks": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+                "offload_param": {"device": "nvme", "nvme_path": "/var"},
+            }
+        },
+        "zero_optimization.offload_optimizer.nvme_path is '/tmp' and zero_optimization.offload_param.nvme_path is "
+        "'/var'; write one folder for both",
+    ),
+    "a folder that is none": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
+        "zero_optimization.offload_optimizer.nvme_path is '/nowhere', which is no folder on this machine: create it",
+    ),
+    "inputs on a disk without a path": (
+        {"ds_lgamp": {"offload_activations": "nvme"}},
+        "ds_lgamp.offload_activations is 'nvme', but ds_lgamp.nvme_path is missing; write a folder on the disk",
+    ),
+    "a path without a disk": (
+        {"ds_lgamp": {"offload_activations": "cpu", "nvme_path": "/tmp"}},
+        "nvme_path is '/tmp', but offload_activations is 'cpu'; use 'nvme', or remove nvme_path",
+    ),
+    "an optimizer of whole tensors on a disk": (
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+            "optimizer": {"type": "Muon", "params": {"lr": 0.1}},
+        },
+        "zero_optimization.offload_optimizer.device is 'nvme', but Muon steps on all tensors of a rank",
+    ),
+    "a part of the optimizer on the host": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "zero_optimization.offload_optimizer.ratio is 0.5: the host updates everything; remove it",
+    ),
+    "shards of nodes on the host": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "zero_hpz_partition_size": 2,
+            }
+        },
+        "offload_optimizer.device is 'cpu' and zero_optimization.zero_hpz_partition_size is 2, but shards of nodes",
+    ),
+    "an optimizer of whole tensors on the host": (
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "optimizer": {"type": "Muon", "params": {"lr": 0.1}},
+        },
+        "offload_optimizer.device is 'cpu', but Muon steps on all tensors of a rank together; remove ",
     ),
     "quantized weights": (
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
@@ -166,7 +265,22 @@ CONFIGS = {
     "tensor parallelism by DeepSpeed": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2"),
     "compiled communication": ({"compile": {"deepcompile": True}}, "compile.deepcompile is True"),
     "another engine": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled is True"),
-    "an optimizer of whole tensors": ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'lamb', which scales by the"),
+    "an optimizer of whole tensors": (
+        {"optimizer": {"type": "MuAdam"}},
+        "optimizer.type is 'muadam', which scales by the shapes of whole tensors; shards take one of",
+    ),
+    "an option that LAMB lacks": (
+        {"optimizer": {"type": "Lamb", "params": {"lr": 0.1, "eps_inside_sqrt": True}}},
+        "optimizer.params is {'lr': 0.1, 'eps_inside_sqrt': True}, but lamb refuses it (TypeError: ",
+    ),
+    "an option that Muon lacks": (
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.1, "amsgrad": True}}},
+        "optimizer.params.amsgrad is no option of Muon; remove it",
+    ),
+    "a value that Muon lacks": (
+        {"optimizer": {"type": "Muon", "params": {"ns_method": "svd"}}},
+        "but muon refuses it (ValueError: ns_method is 'svd'; use one of standard, gram)",
+    ),
     "an unknown optimizer": ({"optimizer": {"type": "Adma"}}, "optimizer.type is 'Adma'"),
 }
 
@@ -251,6 +365,22 @@ OPTIMIZERS = {
     "one of whole tensors": (
         lambda module: torch.optim.Adafactor(module.parameters()),
         "optimizer is Adafactor, which keeps sums over rows and columns of whole matrices; shards take one of",
+    ),
+    "Muon of vectors": (
+        lambda module: MuonWithAuxAdam(
+            [{"params": [p for p in module.parameters() if p.dim() == 1], "use_muon": True}]
+        ),
+        "bias has shape [6], but Muon makes matrices orthogonal; put it into a group with use_muon False",
+    ),
+    "Muon of blocks that do not fit": (
+        lambda module: MuonWithAuxAdam(
+            [{"params": [p for p in module.parameters() if p.dim() == 2], "use_muon": True, "blocks": 4}]
+        ),
+        "weight has 6 rows, but its group has blocks 4; use a divisor of the rows",
+    ),
+    "clipping inside LAMB": (
+        lambda module: FusedLamb(module.parameters(), max_grad_norm=1.0),
+        'FusedLamb with max_grad_norm 1.0; set it to 0, and write "gradient_clipping": 1.0 into the configuration',
     ),
     "foreign parameters": (
         lambda module: sgd([nn.Parameter(torch.ones(2, 3))]),

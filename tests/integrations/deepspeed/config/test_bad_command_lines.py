@@ -37,6 +37,11 @@ COMMANDS = {
         '{"ds_lgamp": {}, # DeepSpeed reads HJSON\n"torch_autocast": {"enabled": true}}',
         "torch_autocast.enabled is True",
     ),
+    "a misspelt key, in a file of the Trainer": (
+        [str(SCRIPTS / "trains_with_trainer.py"), "--deepspeed", "c.json", "--output_dir", "runs"],
+        '{"train_batch_size": "auto", "ds_lgamp": {"pipeline_rank": 2}}',
+        "ds_lgamp.pipeline_rank is no known key; did you mean pipeline_ranks?",
+    ),
     "stages that do not divide the ranks": (
         [str(EXAMPLE), "--deepspeed_config", "c.json", "--stages", "2"],
         json.dumps(merged({})),

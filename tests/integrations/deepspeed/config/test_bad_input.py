@@ -87,9 +87,9 @@ EXPECTED = {
     (
         "rank",
         "another block",
-    ): "ds_lgamp is {'resident_chunks': 1} on rank 0 and {'resident_chunks': 2} on rank 1",
-    ("rank", "another loss scale"): "fp16 is {'loss_scale': 1} on rank 0 and {'loss_scale': 2} on rank 1",
-    ("rank", "a block"): "ds_lgamp is None on rank 0 and {} on rank 1; give every rank the same configuration",
+    ): "ds_lgamp.resident_chunks is 1 on rank 0 and 2 on rank 1",
+    ("rank", "another loss scale"): "fp16.loss_scale is 1 on rank 0 and 2 on rank 1",
+    ("rank", "a block"): "ds_lgamp is absent on rank 0 and {} on rank 1; give every rank the same configuration",
 }
 
 

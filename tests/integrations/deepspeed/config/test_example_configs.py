@@ -14,7 +14,9 @@ from tests.runtime.models import micro_batch
 
 EXAMPLES = sorted((ROOT / "example_configs").glob("*.json"))
 FLAGS = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
-"""launch/pretrain_gpt.py adds these to the quickstart's configuration."""
+"""launch/pretrain_gpt.py adds these to the quickstart's configuration, launch/pretrain_bert.py to that of BERT."""
+COMPLETED = ("quickstart", "bert")
+"""The beginnings of such configurations. Adam takes the place of BERT's LAMB, which stock has for GPUs only."""
 TRAINING = Training(tuples=False)
 
 
@@ -43,7 +45,7 @@ def train_all():
     runs = {}
     for path in EXAMPLES:
         config = json.loads(path.read_text())
-        if path.stem.startswith("quickstart"):
+        if path.stem.startswith(COMPLETED):
             config = {**FLAGS, **config, "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
         pipeline_ranks = 1 if path.stem == "lga" else 2
         runs[path.stem] = losses_of(config, pipeline_ranks), losses_of(without_block(config), pipeline_ranks), config

@@ -16,6 +16,7 @@ from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, withou
 from ds_lgamp.integrations.deepspeed.config.keys import (
     AMOUNT,
     COUNT,
+    GROUP,
     INDEX,
     INTERVAL,
     KEYS,
@@ -53,6 +54,7 @@ ODD = 987
 SAMPLES = {
     **{"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2},
     INTERVAL: float("inf"),
+    GROUP: -1,
 }
 WRONG = {
     COUNT: [0, 1.0, "1", True],
@@ -63,6 +65,7 @@ WRONG = {
     OBJECT: [[], "lr"],
     STAGE: [4, "3", True],
     INTERVAL: [0, 1.5, "1", True],
+    GROUP: [0, -2, "2", True],
 }
 
 
@@ -126,6 +129,24 @@ def test_a_value_of_another_kind_is_refused(key):
         ({"prescale_gradients": None, "zero_optimization": {"overlap_comm": None}}, []),
         ({"aio": {"block_size": 1, "queue_depth": 2}}, ["aio"]),
         ({"bfloat16": {"immediate_grad_update": True}}, ["bfloat16.immediate_grad_update"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False, "fast_init": True}}},
+            ["zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_optimizer.fast_init"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/local"}}},
+            ["zero_optimization.offload_optimizer.nvme_path"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 5}}},
+            ["zero_optimization.offload_optimizer.buffer_count"],
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "mics_shard_size": 8}}, []),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 8}}, ["zero_optimization.mics_shard_size"]),
+        (
+            {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8, "mics_shard_size": -1}},
+            ["zero_optimization.zero_hpz_partition_size"],
+        ),
     ],
 )
 def test_meaningless_keys_are_listed_in_the_order_of_the_table(config, reported):
@@ -153,7 +174,7 @@ def test_keys_beside_a_switch_that_is_off_are_not_mentioned(config):
     [
         (
             {"zero_optimization": {"offload_param": {"device": "CPU"}}},
-            "zero_optimization.offload_param.device is 'CPU': ",
+            "zero_optimization.offload_param.device is 'CPU', but ds_lgamp takes cpu or nvme (with offload",
         ),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow is {}: "),
         ({"weight_quantization": {"num_bits": 4}}, "weight_quantization is {'num_bits': 4}: "),

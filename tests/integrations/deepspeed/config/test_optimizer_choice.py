@@ -29,14 +29,19 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     Kernels,
     check_elementwise,
     check_optimizer_type,
+    check_updates_alone,
     choose_optimizer,
     kernels_of,
     state_tensors,
     try_out,
     updates_in_place,
 )
+from ds_lgamp.integrations.deepspeed.config.whole_tensors import translated, works_on_shards
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
+from ds_lgamp.optimizers.lamb import Lamb
+from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.runtime.measure import PeakMemory
+from tests.integrations.deepspeed.config.stand_ins import FusedLAMB, FusedLamb
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -108,6 +113,22 @@ CHOICES = {
     "Adagrad": ("adagrad", {"lr": 0.1}, CPU, ON_THIS_CPU, Adagrad, {"lr": 0.1, "fused": True}),
     "Adagrad without a kernel": ("adagrad", {"lr": 0.1}, CUDA, WITH_APEX, Adagrad, {"lr": 0.1}),
     "one that has no kernel": ("NAdam", {"lr": 0.1}, CPU, ON_THIS_CPU, torch.optim.NAdam, {"lr": 0.1}),
+    "LAMB, with betas as JSON has them": (
+        *("lamb", {"lr": 0.1, "betas": [0, 0.9]}, CPU, ON_THIS_CPU),
+        *(Lamb, {"lr": 0.1, "betas": (0.0, 0.9)}),
+    ),
+    "Muon's options by kind of tensor": (
+        *("muon", {"lr": 0.1, "momentum": 0.9, "eps": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.2}, CPU),
+        *(ON_THIS_CPU, Muon),
+        {
+            "matrices": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2},
+            "others": {"lr": 0.1, "eps": 1e-6, "betas": (0.9, 0.99), "weight_decay": 0.2, "fused": True},
+        },
+    ),
+    "Muon with two rates": (
+        *("muon", {"lr": 1.0, "muon_lr": 0.1, "adam_lr": 0.2, "ns_method": "standard", "torch_adam": True}, CPU),
+        *(ON_THIS_CPU, Muon, {"matrices": {"lr": 0.1, "ns_method": "standard"}, "others": {"lr": 0.2}}),
+    ),
     "Lion on the CPU": ("lion", {"lr": 0.1}, CPU, ON_THIS_CPU, DeepSpeedCPULion, {"lr": 0.1}),
     "Lion": ("lion", {"lr": 0.1}, CUDA, NO_KERNELS, FusedLion, {"lr": 0.1}),
     "DeepSpeed's CPU Adam on request": (
@@ -249,6 +270,9 @@ GONE = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"]
 
 @pytest.mark.parametrize("name", sorted(set(TORCH) - {"Optimizer"}))
 def test_every_optimizer_of_torch_works_on_shards_or_is_refused_with_the_reason(name):
+    if TORCH[name] is getattr(torch.optim, "Muon", None):
+        assert works_on_shards(TORCH[name])
+        return
     known, reason = TORCH[name] in ELEMENTWISE, WHOLE_TENSORS.get(name.lower())
     assert known != (reason is not None), "a new optimizer: look at its update"
     config_name = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
@@ -289,11 +313,83 @@ def test_of_deepspeeds_classes_these_pass():
         except ConfigError:
             continue
         passed.add(kind)
-    assert passed == ON_CPU | ON_ACCELERATOR
+    assert passed == ON_CPU | ON_ACCELERATOR | {lamb.FusedLamb}
     with pytest.raises(ConfigError, match="takes parameters on the CPU, and they are on cuda"):
         check_elementwise(made_without_parameters(DeepSpeedCPUAdam), True, CUDA)
     with pytest.raises(ConfigError, match="takes parameters on the CPU, and they are on cuda; write AdamW"):
         choose_optimizer("DeepSpeedCPUAdam", {}, CUDA, NO_KERNELS)
+
+
+# Counterparts on shards
+
+
+def held(make, **options):
+    return make([nn.Parameter(torch.ones(4, 6))], **options)
+
+
+@pytest.mark.parametrize(
+    ("client", "kind", "options"),
+    [
+        (held(torch.optim.Muon, lr=0.1), Muon, {"lr": 0.1, "use_muon": True, "ns_method": "standard", "blocks": 1}),
+        (held(FusedLamb, lr=0.1), Lamb, {"lr": 0.1, "max_coeff": 10.0, "corrects": "step", "adapts_undecayed": True}),
+        (
+            *(held(FusedLAMB, lr=0.1), Lamb),
+            {"max_coeff": float("inf"), "corrects": "moments", "adapts_undecayed": False},
+        ),
+        (held(FusedLAMB, use_nvlamb=True, lr=0.1), Lamb, {"min_coeff": 0.0, "adapts_undecayed": True}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Optimizer) else "",
+)
+def test_a_counterpart_has_the_same_groups_and_hooks(client, kind, options):
+    called = []
+    client.register_step_post_hook(lambda *_: called.append(True))
+    (group,), groups = client.param_groups, client.param_groups
+    made = translated(client)
+    assert type(made) is kind and made.param_groups is groups and made.param_groups[0] is group
+    assert options.items() <= group.items()
+    made.load_state_dict(made.state_dict())
+    assert made.param_groups is groups and made.param_groups[0] is group, "schedulers hold them"
+    made.pieces = []
+    made._matrices = []
+    made.step()
+    assert called == [True]
+
+
+@pytest.mark.parametrize(
+    ("client", "words"),
+    [
+        (held(FusedLamb, lr=0.1, max_grad_norm=1.0), 'set it to 0, and write "gradient_clipping": 1.0'),
+        (held(FusedLAMB, lr=0.1, adam_w_mode=False), "FusedLAMB with adam_w_mode False"),
+        (held(FusedLAMB, lr=0.1, grad_averaging=False), "FusedLAMB with grad_averaging False"),
+        (held(FusedLamb, lr=0.1, min_coeff=20.0), "optimizer is FusedLamb, but min_coeff is 20.0 and max_coeff 10.0"),
+    ],
+)
+def test_what_a_counterpart_lacks_is_refused(client, words):
+    with pytest.raises(ConfigError, match=words):
+        translated(client)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"per_head_muon": True}, "per_head_muon is True, which Muon on shards does not take; use groups with blocks"),
+        ({"adam_w_mode": False}, "adam_w_mode is False, which Muon on shards does not take; use true"),
+    ],
+)
+def test_what_muon_by_name_lacks_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        choose_optimizer("muon", options, CPU, ON_THIS_CPU)
+
+
+def test_updates_of_single_chunks_are_refused():
+    for kind in (Lamb, Muon, FusedLamb):
+        with pytest.raises(ConfigError, match=f"overlap_update is true, but {kind.__name__} steps on all tensors of a"):
+            check_updates_alone(kind)
+
+
+def test_other_optimizers_stay_as_they_are():
+    client = held(AdamW)
+    assert translated(client) is client
 
 
 def test_a_subclass_or_a_namesake_needs_a_word_of_the_user():

@@ -14,7 +14,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import Training, pipeline_module, scaled_weights
 from tests.integrations.deepspeed.running import Layout, batches, gathered
 
-TRAINING = Training(tuples=False, steps=5)
+TRAINING = Training(blocks=5, tuples=False, steps=5)
 FP32 = {}
 BF16 = {"bf16": {"enabled": True}}
 BF16_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}

@@ -103,6 +103,8 @@ class Case(NamedTuple):
     optimizer: str
     """json: over trainable parameters; client: over all parameters; subset: without one matrix."""
     block: dict
+    zero: dict = {}
+    """More keys of zero_optimization."""
 
 
 def module_of(model, pipeline_ranks):
@@ -124,7 +126,7 @@ def config_of(case, **settings):
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": case.stage},
+        "zero_optimization": {"stage": case.stage, **case.zero},
         "ds_lgamp": {"layers_per_chunk": 1, **case.block},
         **settings,
     }

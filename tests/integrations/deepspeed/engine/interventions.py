@@ -97,8 +97,8 @@ def intervene_on_one_process(data_ranks):
     return record
 
 
-def intervene(pipeline_ranks, stage):
-    engine = engine_of(pipeline_ranks, stage)
+def intervene(pipeline_ranks, stage, zero=None):
+    engine = engine_of(pipeline_ranks, stage, zero=zero)
     parameters = list(engine.module.parameters())
     record = {"losses": []}
 
@@ -139,9 +139,9 @@ def intervene(pipeline_ranks, stage):
 # The same in bf16. Master weights and weights match to the bit.
 
 
-def half_precision(pipeline_ranks, stage):
+def half_precision(pipeline_ranks, stage, zero=None):
     """Returns pairs of tensors that must be equal, by description."""
-    engine = engine_of(pipeline_ranks, stage, BF16, clipping=0)
+    engine = engine_of(pipeline_ranks, stage, BF16, clipping=0, zero=zero)
     parameters = named(engine)
     for step in range(2):
         engine.train_batch(batches(step, engine))

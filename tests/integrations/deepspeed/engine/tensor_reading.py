@@ -15,14 +15,15 @@ FP32, BF16 = {}, {"bf16": {"enabled": True}}
 MOMENTUM = "momentum_buffer"
 
 
-def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None, hook=None):
-    """Builds an engine. The user's optimizer calls ``hook`` after its steps."""
+def engine_of(pipeline_ranks, stage, precision=FP32, clipping=TRAINING.clipping, block=None, hook=None, zero=None):
+    """Builds an engine. The user's optimizer calls ``hook`` after its steps. ``zero`` has more keys of
+    zero_optimization."""
     ds_lgamp.install()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": clipping,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(zero or {})},
         "ds_lgamp": block or {},
         **precision,
     }

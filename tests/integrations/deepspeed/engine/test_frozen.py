@@ -6,7 +6,7 @@ formula predict.
 
 import math
 from collections import Counter
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.cost.memory import ElementBytes, UnitSize, rank_memory
+from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.storage import aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
 from ds_lgamp.runtime.executor import ActionError
@@ -44,6 +46,14 @@ def train_and_compare(case):
 
     Returns the calls of that step.
     """
+    engine, counter = trained_as_one_process(case)
+    check_traffic(case, engine, counter)
+    check_memory(case, engine)
+    return Counter(kind for kind, sent in counter.log if sent > SMALL)
+
+
+def trained_as_one_process(case):
+    """Compares the training with one process. Returns the engine, and the counter of the last step."""
     engine = engine_of(case)
     losses, norms = [], []
     for step in range(STEPS):
@@ -54,14 +64,14 @@ def train_and_compare(case):
     assert losses == pytest.approx(expected_losses, rel=1e-5), case
     assert norms == pytest.approx(expected_norms, rel=1e-4), case
     partition = engine.optimizer.partition
+    # With overlap_update, the next step would run what the last one left to it.
+    partition.catch_up()
     for name, tensor in gathered(partition, lambda unit: unit.storage.shard).items():
         if "adapter" in name:
             torch.testing.assert_close(tensor, parameters[name].detach(), rtol=1e-4, atol=1e-5, msg=f"{case} {name}")
         else:
             assert torch.equal(tensor, first[name]), (case, name)
-    check_traffic(case, engine, counter)
-    check_memory(case, engine)
-    return Counter(kind for kind, sent in counter.log if sent > SMALL)
+    return engine, counter
 
 
 def sizes_of(partition):
@@ -102,7 +112,8 @@ def check_memory(case, engine):
     """Compares the memory held between steps."""
     partition, spec = engine.optimizer.partition, engine.program_spec
     actions, element_bytes = build_program(spec)[engine.stage_id], ElementBytes(optimizer=4)
-    told = rank_memory(actions, sizes_of(partition), case.stage, engine.dp_world_size, element_bytes, True)
+    place = case.stage, engine.dp_world_size, element_bytes
+    told = rank_memory(actions, sizes_of(partition), *place, True, hierarchy=spec.hierarchy)
     partition.release_all()
     stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in stored}
@@ -155,6 +166,20 @@ def explained(stage):
     spec = engine.program_spec
     assert facts.memory == rank_memory(build_program(spec)[0], sizes, stage, 2, ElementBytes(optimizer=4), True)
     return told.frozen_gathers
+
+
+def explained_by_nodes(case):
+    """Compares training with shards of nodes with one process, and the last step's bytes and memory with the
+    explanation."""
+    module, config = module_of(case.model, 1), config_of(case)
+    given = for_deepspeed(config)
+    facts = explain(module, config, DeepSpeedConfig(given, module.mpu()), None, partition_method_of(module)).ranks[0]
+    engine, counter = trained_as_one_process(case)
+    peers = {unit.policy.nodes.peers for unit in engine.optimizer.partition.units}
+    between = sum(sent for group in peers for _, sent in counter.calls_in(group))
+    assert 0 < between == facts.bytes_between_nodes, case
+    assert sum(sent for _, sent in counter.log if sent > SMALL) == facts.collective_bytes_sent, case
+    check_memory(case, engine)
 
 
 def half_precision():
@@ -237,6 +262,13 @@ def on_four_ranks(folder):
     return calls_of(2, 3)
 
 
+def on_nodes():
+    prepare_rank()
+    blocks = cycle([*BLOCKS, {"overlap_update": True, "data_rank_speeds": [3, 1, 2, 2]}])
+    for model, zero in product(ENDS, ({"zero_hpz_partition_size": 2}, {"mics_shard_size": 2})):
+        explained_by_nodes(Case(model, 1, 3, "json", next(blocks), zero))
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     """Runs the checks on two ranks. The ranks assert equality with one process and all counts."""
@@ -284,6 +316,11 @@ def test_two_by_two_ranks_and_a_checkpoint(tmp_path):
     assert first == {"all_gather": 1 + 1 + 2 + 3, "all_to_all": 1, "send": first["send"]}
     # Chunks 1, 3 and 5. Chunks 3 and 5 stay.
     assert last == {"all_gather": 2 * (2 + 1), "all_to_all": 2, "send": last["send"]}
+
+
+@pytest.mark.slow
+def test_shards_of_nodes_are_explained():
+    run_on_ranks(4, on_nodes)
 
 
 def test_one_rank_and_a_parameter_that_is_unfrozen_too_late():

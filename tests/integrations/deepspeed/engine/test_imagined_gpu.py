@@ -82,7 +82,7 @@ UNCOUNTED = {
     "overflow": Case(2, half=True, checks_overflow=True),
 }
 """Cases whose kernels are not counted."""
-DEFAULT = {"stage 0, fp32", "stage 1, fp32", "stage 2, bf16", "stage 3, bf16", "1f1b", "groups", *UNCOUNTED}
+DEFAULT = {"stage 0, fp32", "stage 2, bf16", "stage 3, bf16", "groups", *UNCOUNTED}
 LAYERS, MICRO_BATCHES, STEPS = 4, 4, 3
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from testing import simnccl
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.engine import test_overlapped_updates as overlapped
 from tests.integrations.deepspeed.models import Training
 from tests.integrations.deepspeed.running import Layout, train
 
@@ -45,3 +46,31 @@ def test_the_engine_trains_as_on_gloo(ranks):
     for own, others in zip(simulated, on_gloo):
         for layout, numbers, expected in zip(LAYOUTS[ranks], own, others, strict=True):
             assert len(numbers) == len(expected) and all(map(torch.equal, numbers, expected)), layout
+
+
+OVERLAPPED = [
+    {"grid": (2, 2), "stage": stage, "optimizer": "adamw", "precision": "bf16", "clipping": clipping, "tied": True}
+    for stage, clipping in ((1, 0.0), (2, 0.3), (3, 0.0), (3, 0.3))
+]
+
+
+def train_overlapped():
+    """Returns what every training with updates of single chunks shows."""
+    prepare_rank()
+    runs = []
+    for seed, case in enumerate(OVERLAPPED):
+        simnccl.deliver("random", seed)
+        runs.append(overlapped.train({**case, "block": "layered"}, overlap_update=True))
+    if dist.get_backend() == simnccl.NAME:
+        simnccl.synchronize()
+    return runs
+
+
+@pytest.mark.slow
+def test_updates_of_single_chunks_are_as_on_gloo():
+    on_gloo = run_on_ranks(4, train_overlapped)
+    simulated = run_on_ranks(4, train_overlapped, backend=simnccl.NAME)
+    for own, others in zip(simulated, on_gloo):
+        for case, run, expected in zip(OVERLAPPED, own, others, strict=True):
+            assert run.numbers == expected.numbers, case
+            assert all(torch.equal(value, expected.weights[name]) for name, value in run.weights.items()), case

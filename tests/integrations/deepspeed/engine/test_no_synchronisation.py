@@ -53,12 +53,20 @@ def to_device(tensor):
 
 BF16 = {"bf16": {"enabled": True}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+OVERLAP = {"ds_lgamp": {"overlap_update": True}}
 CASES = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
     "clipping": (3, {"gradient_clipping": 0.1}),
     "bf16": (3, UNCHECKED),
     "overflow": (3, BF16),
     "overflow, SGD": (3, BF16, torch.optim.SGD),
+    "overlapped": (3, {**UNCHECKED, **OVERLAP}),
+    "overlapped, clipping": (2, {**UNCHECKED, **OVERLAP, "gradient_clipping": 0.1}),
+    "overlapped, overflow": (3, {**BF16, **OVERLAP}),
+    "reported": (3, {**UNCHECKED, "ds_lgamp": {"nonfinite": "report"}}, torch.optim.SGD),
+    "aborted": (1, {"ds_lgamp": {"nonfinite": "abort"}}, torch.optim.SGD),
+    "skipped": (2, {"ds_lgamp": {"nonfinite": "skip"}}),
+    "skipped, SGD": (2, {"ds_lgamp": {"nonfinite": "skip"}}, torch.optim.SGD),
 }
 """ZeRO stage, further settings and optimizer."""
 
@@ -74,7 +82,7 @@ def calls_in_a_batch(stage, settings, optimizer=torch.optim.AdamW):
     engine = engine_of(module, {}, stage, optimizer(module.parameters(), lr=0.1, fused=True), **settings)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
     # Removes the agreement that every rank has data. It runs between hosts, before the batch.
-    engine._loader.largest = lambda value: value
+    engine._loader.largest = lambda *values: list(values)
     calls = Counter()
     for step in range(3):
         data = iter([(inputs.to(dtype), labels) for inputs, labels in batches(2, start=step)])
@@ -90,7 +98,7 @@ def calls():
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_the_device_only_where_the_host_decides_to_skip_it(calls, name):
-    expected = {"_local_scalar_dense": 1} if name == "overflow, SGD" else {}
+    expected = {"_local_scalar_dense": 1} if name in ("overflow, SGD", "skipped, SGD") else {}
     assert [rank[name] for rank in calls] == [expected] * 4
 
 

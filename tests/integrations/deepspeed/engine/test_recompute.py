@@ -97,8 +97,7 @@ def engine(kinds, pipeline_ranks, **block):
 
 
 def gradients_of(engine, width=WIDTH):
-    """Runs a step. Returns its gradients by global name, and the most bytes that it needed in addition to the existing
-    ones."""
+    """Runs a step. Returns its gradients by global name."""
     found, step = {}, engine.optimizer.step
 
     def recording_step():
@@ -107,13 +106,18 @@ def gradients_of(engine, width=WIDTH):
 
     engine.optimizer.step = recording_step
     first = MICRO_BATCHES * engine.grid.data_parallel_id
-    batch = iter([micro_batch(first + index, width) for index in range(MICRO_BATCHES)])
+    engine.train_batch(iter([micro_batch(first + index, width) for index in range(MICRO_BATCHES)]))
+    return found
+
+
+def gradients_and_peak_of(engine):
+    """Also returns the most bytes that the step needed in addition to the existing ones."""
     # Deletes engines of earlier cases, because their memory would count as freed by this step.
     gc.collect()
     with PeakMemory(live_tensors()) as memory:
         before = memory.live()
-        engine.train_batch(batch)
-    return found, memory.peak - before
+        gradients = gradients_of(engine)
+    return gradients, memory.peak - before
 
 
 def reference_gradients(kinds, data_ranks):
@@ -150,7 +154,7 @@ def keep_views_and_changed_tensors():
     for stage, resident in ((3, 1), (3, 2), (3, 4), (1, 2)):
         for recompute in ("none", "full"):
             made = engine(KEEPING, 2, resident_chunks=resident, recompute=recompute)
-            check(gradients_of(made)[0], KEEPING, (stage, resident, recompute))
+            check(gradients_of(made), KEEPING, (stage, resident, recompute))
     return True
 
 
@@ -167,7 +171,7 @@ def recompute_in_three_ways():
         made = engine(ATTENDING, 1, recompute=recompute)
         layers = [layer for layer in made.module.modules() if isinstance(layer, Attending)]
         assert all(layer.recompute_selectively == (recompute == "selective") for layer in layers)
-        gradients, peaks[recompute] = gradients_of(made)
+        gradients, peaks[recompute] = gradients_and_peak_of(made)
         check(gradients, ATTENDING, recompute)
     return peaks
 
@@ -218,7 +222,7 @@ def recompute_attention_of_megatron():
             selective.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
             continue
         del recomputed[:]
-        outcomes[recompute] = gradients_of(megatron_engine(recompute), HIDDEN)[0], len(recomputed)
+        outcomes[recompute] = gradients_of(megatron_engine(recompute), HIDDEN), len(recomputed)
     layers = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     as_configured = megatron_engine("selective", **layers).module
     assert not any(getattr(module, selective.MEGATRON_SWITCH, False) for module in as_configured.modules())

@@ -24,7 +24,7 @@ from tests.slow import chosen, slow_except
 
 WIDTH, INNER, VOCABULARY = 13, 29, 11
 """Odd numbers, which do not fill a processor's vectors."""
-MICRO_BATCHES, STEPS, SAVED, LIMIT = 4, 4, 2, 0.05
+MICRO_BATCHES, STEPS, SAVED, LIMIT = 4, 3, 2, 0.05
 
 
 class Layout(NamedTuple):
@@ -47,6 +47,7 @@ LAYOUTS = {
     "contiguous": Layout(2, 3, {"layers_per_chunk": 2, "placement": "contiguous", "resident_chunks": 6}),
     "modular": Layout(2, 2, {"layers_per_chunk": 1, "resident_chunks": 1, "recompute": "none"}),
     "two chunks": Layout(2, 1, {"chunks_per_rank": 2}),
+    "by speed": Layout(2, 3, {"pipeline_rank_speeds": [1, 3]}),
     "modular of four": Layout(4, 3, {"layers_per_chunk": 1}),
     "interleaved of four": Layout(4, 0, {"schedule": "interleaved_1f1b", "layers_per_chunk": 3}),
     "1f1b of four": Layout(4, 2, {"schedule": "1f1b", "recompute": "none"}),
@@ -162,7 +163,8 @@ def micro_batch(step, data_rank, index):
 
 def batch_of(engine, step=None):
     step = engine.global_steps if step is None else step
-    return iter([micro_batch(step, engine.grid.data_parallel_id, index) for index in range(MICRO_BATCHES)])
+    count = engine.own_spec.micro_batches if step < 99 else MICRO_BATCHES
+    return iter([micro_batch(step, engine.grid.data_parallel_id, index) for index in range(count)])
 
 
 def train(engine, steps):
@@ -258,6 +260,20 @@ def test_a_run_is_the_same_to_the_bit_in_every_layout(spawned, data_ranks):
     assert all(norm > LIMIT for _, norm in first.steps), "a step is not clipped"
     for name, other in runs.items():
         assert other == first, name
+
+
+def shares():
+    """Returns runs of two data-parallel ranks that share 8 micro-batches as 6 and 2."""
+    prepare_rank()
+    speeds = {"data_rank_speeds": [3, 1]}
+    layouts = [Layout(1, 0, {}), Layout(1, 3, {"layers_per_chunk": 2}), Layout(1, 1, {"schedule": "gpipe"})]
+    return [run(layout._replace(block={**layout.block, **speeds})) for layout in layouts]
+
+
+@pytest.mark.slow
+def test_so_it_is_for_data_parallel_ranks_of_the_same_unlike_speeds():
+    first, *others = (merged(list(on_ranks)) for on_ranks in zip(*run_on_ranks(2, shares)))
+    assert others == [first, first] and len(first.parameters) == 1 + 5 * 6 + 3
 
 
 def plain_run():

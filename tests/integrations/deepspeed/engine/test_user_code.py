@@ -181,8 +181,9 @@ class ReportingWithoutLossFunction(PipelineModule):
 
 
 def additional_losses_without_a_loss_function():
+    """GPipe's order computes the last chunk twice, but its losses count once."""
     results = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
+    for block in (None, {"schedule": "gpipe"}):
         with quiet():
             layers = [*linears(3), LayerSpec(Announcing, 6, 6)]
             module = ReportingWithoutLossFunction(layers, num_stages=2, seed_layers=True, seed_fn=seed)
@@ -190,6 +191,11 @@ def additional_losses_without_a_loss_function():
         loss = engine.train_batch(batches(2)).item()
         results.append({"loss": loss, "constant": float(engine.get_additional_losses()["constant"])})
     return results
+
+
+def dropout_of_seeded_layers():
+    """Each layer, micro-batch and step has a seed of its own."""
+    return both(lambda: [LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.Dropout, 0.5)] * 2)
 
 
 def normed_linear():
@@ -298,6 +304,7 @@ COMPARISONS = [
     norm_of_owned_parameters,
     several_losses,
     additional_losses_without_a_loss_function,
+    dropout_of_seeded_layers,
     buffers_that_forwards_move,
     buffers_that_forwards_replace,
     a_loss_that_changes_its_labels,

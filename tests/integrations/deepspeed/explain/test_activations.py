@@ -1,5 +1,6 @@
 """The memory of activations calculated with fake tensors equals that of real ones."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ def test_fake_tensors_tell_what_the_benchmark_measures_with_real_ones(recompute)
     blocks = [Block(index, SIZE) for index in range(SIZE.blocks)]
     weights = [parameter for block in blocks for parameter in block.parameters()]
     told = measured(blocks, micro_batch(SIZE, 0, 0), settings=LgampConfig(recompute=recompute))
-    assert told == activation_bytes(SIZE, recompute == "full")
+    assert replace(told, flops=()) == activation_bytes(SIZE, recompute == "full")
     assert [parameter for block in blocks for parameter in block.parameters()] == weights, (
         "the layers have other parameters"
     )

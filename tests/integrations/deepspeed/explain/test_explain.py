@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,91 +13,17 @@ import pytest
 import torch.distributed as dist
 
 from ds_lgamp.runtime.measure import CollectiveCounter
-from testing import SCRIPTS
+from testing import ROOT, SCRIPTS
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.explain.scripts import DATA_SCRIPT, FORKS, MODEL_SCRIPT, UNUSUAL_SCRIPT
 
 SCRIPT = SCRIPTS / "public_example.py"
+HANGS_AFTER = 300
+"""Seconds, far more than a busy machine takes."""
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "communication_data_type": "bf16", "ds_lgamp": {}}
-FORKS = """
-import json, os, sys
-import torch._dynamo  # every optimizer imports it
-import ds_lgamp.integrations.deepspeed.explain.explain
-from ds_lgamp.cli.main import main
-
-statuses = {}
-for name, words in json.load(sys.stdin).items():
-    child = os.fork()
-    if child == 0:
-        for descriptor in (1, 2):
-            os.dup2(os.open(f"{name}.{descriptor}", os.O_CREAT | os.O_WRONLY), descriptor)
-        sys.exit(main(["run", "--explain", *words]))
-    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(json.dumps(statuses))
-"""
-UNUSUAL_SCRIPT = """
-import json, sys
-import torch
-from torch import distributed
-
-distributed.init_process_group("gloo")
-said = ["nothing"]
-distributed.broadcast_object_list(said, src=1)
-assert said == ["nothing"] and distributed.new_group([0, 1], backend="gloo").size() == 2
-import deepspeed
-deepspeed.init_distributed("gloo")
-from deepspeed.pipe import LayerSpec, PipelineModule
-
-class Picky(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-        assert self.weight.sum().item() < 1e9, "needs data"
-
-def engine(config):
-    layers = [LayerSpec(torch.nn.Linear, 4, 4), torch.tanh, LayerSpec(Picky), LayerSpec(torch.nn.Linear, 4, 2)]
-    net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=torch.nn.functional.mse_loss)
-    return deepspeed.initialize(model=net, config=config)[0]
-
-print("a script may print")
-try:
-    made = engine(json.loads(sys.argv[1]))
-finally:
-    made.destroy()
-"""
-DATA_SCRIPT = """
-import json, sys
-import deepspeed
-import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
-from torch.utils.data import TensorDataset
-
-class Picky(torch.nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden) * (2 if sys.argv[2] == "picky" and hidden.sum() > 0 else 1)
-
-deepspeed.init_distributed("gloo")
-layers = [LayerSpec(Picky, 32, 32), torch.relu, LayerSpec(torch.nn.Linear, 32, 32), LayerSpec(torch.nn.Linear, 32, 2)]
-net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=torch.nn.functional.cross_entropy)
-data = TensorDataset(torch.zeros(9, 32, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.long))
-deepspeed.initialize(model=net, config=json.loads(sys.argv[1]), training_data=data)
-"""
-MODEL_SCRIPT = """
-import json, sys
-import deepspeed
-import torch
-import transformers
-from deepspeed.pipe import PipelineModule
-
-deepspeed.init_distributed("gloo")
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
-if sys.argv[2] == "by hand":
-    body = model.model
-    end = torch.nn.Sequential(body.norm, model.lm_head)
-    model = PipelineModule([body.embed_tokens, *body.layers, end], num_stages=2, partition_method="uniform")
-optimizer = torch.optim.AdamW(model.parameters())
-deepspeed.initialize(model=model, optimizer=optimizer, config=json.loads(sys.argv[1]))
-"""
+NODES = {"stage": 3, "zero_hpz_partition_size": 2}
+HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 UNUSUAL_CONFIG = {
     **BATCH,
     "zero_optimization": {"stage": 2},
@@ -118,8 +45,8 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory):
-    """Returns the outcomes of several explanations by name. One runs by itself and the others in forks of one process,
-    because importing DeepSpeed takes seconds."""
+    """Returns the outcomes of several explanations by name. They run in forks of one process, because importing
+    DeepSpeed takes seconds."""
     folder = tmp_path_factory.mktemp("explain")
     (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
     (folder / "data.py").write_text(DATA_SCRIPT)
@@ -134,6 +61,17 @@ def explained(tmp_path_factory):
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
         "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
+        "cluster": ["--ranks", "4", "--json", "--cluster", on_islands(folder), *on_example(folder, "cluster", LAYERED)],
+        "shares": ["--ranks", "4", "--cluster", on_islands(folder), *on_example(folder, "s", LAYERED), "--stages", "1"],
+        "nodes": [
+            *("--ranks", "4", "--json", "--cluster", on_islands(folder)),
+            *(*on_example(folder, "nodes", {**LAYERED, "zero_optimization": NODES}), "--stages", "1"),
+        ],
+        "host": ["--ranks", "4", "--json", *on_example(folder, "host", {**LAYERED, "zero_optimization": HOST})],
+        "order": [
+            *("--ranks", "4", "--cluster", on_islands(folder)),
+            *(str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"),
+        ],
         "no block": ["--ranks", "4", *on_example(folder, "no_block", {**LAYERED, "ds_lgamp": {"enabled": False}})],
         "too many": ["--ranks", "4", *on_example(folder, "too_many", {**LAYERED, "ds_lgamp": {"chunks_per_rank": 9}})],
         "typo": ["--ranks", "4", *on_example(folder, "typo", {**LAYERED, "ds_lgamp": {"resident_chunk": 2}})],
@@ -145,34 +83,44 @@ def explained(tmp_path_factory):
         "empty": [str(folder / "empty.py")],
         "too few ranks": ["--ranks", "3", *on_example(folder, "too_few", LAYERED)],
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    commands = {"json": ["-m", "ds_lgamp", "run", "--explain", *runs.pop("json")], "forks": ["-c", FORKS]}
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=folder,
-        )
-        for name, words in commands.items()
-    }
-    statuses, complaints = processes["forks"].communicate(json.dumps(runs), timeout=120)
-    assert processes["forks"].returncode == 0, complaints
-    outcomes = {
+    forks = python(folder, "-c", FORKS, words=json.dumps(runs))
+    assert forks.status == 0, forks.complaints
+    return {
         name: Ended(status, (folder / f"{name}.1").read_text(), (folder / f"{name}.2").read_text())
-        for name, status in json.loads(statuses).items()
+        for name, status in json.loads(forks.output).items()
     }
-    output, complaints = processes["json"].communicate(timeout=120)
-    return outcomes | {"json": Ended(processes["json"].returncode, output, complaints)}
+
+
+def python(folder, *options, words=""):
+    """Starts python, with a number of ranks in the environment that ``--ranks`` overrides, and waits for its end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *options]
+    done = subprocess.run(
+        command, input=words, capture_output=True, text=True, env=environment, cwd=folder, timeout=HANGS_AFTER
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+def test_the_command_explains_by_itself(explained, tmp_path):
+    words = ["-m", "ds_lgamp", "run", "--explain", "--ranks", "4", "--json", *on_example(tmp_path, "json", LAYERED)]
+    assert facts_of(python(tmp_path, *words)) == facts_of(explained["json"])
 
 
 def on_example(folder, name, config):
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return [str(SCRIPT), "--deepspeed_config", str(path)]
+
+
+def on_islands(folder):
+    """Writes a cluster file of two islands, one twice as fast as the other, with two GPUs each."""
+    network = {"nodes": 1, "gpus_per_node": 2, "network": "roce", "bandwidth": "10 GB/s", "latency": "2 us"}
+    islands = [{"name": "fast", "speed": 2.0, **network}, {"name": "slow", "speed": 1.0, **network}]
+    path = folder / "islands.json"
+    between = {"bandwidth": "1 GB/s", "latency": "50 us"}
+    path.write_text(json.dumps({"islands": islands, "between": between, "peak": "1 TFLOP/s"}))
+    return str(path)
 
 
 def facts_of(ended):
@@ -267,6 +215,63 @@ def test_the_example_is_explained(explained):
     assert [rank["traffic"]["reduces"] for rank in facts["ranks"]] == [3, 3]
     assert facts["micro_batch_outer_gathers"] == 2 * 3 * 4
     assert [rank["memory"]["stored_activations"] for rank in facts["ranks"]] == [11, 9]
+
+
+def test_on_a_cluster_layers_are_shared_by_the_speeds_of_its_islands(explained):
+    """The 6 blocks are 2 and 1 in each round. Chunks take equally long, so the bubble is that of equal ranks."""
+    facts = facts_of(explained["cluster"])
+    assert facts["assignment"]["pipeline_speeds"] == facts["pipeline_rank_speeds"] == [2, 1]
+    chunks = [[chunk["layer_types"].count("BlockPipe") for chunk in rank["chunks"]] for rank in facts["ranks"]]
+    assert chunks == [[2, 2], [1, 1]]
+    assert facts["bubble"] == facts["bubble_formula"] == pytest.approx(1 / 8)
+    assert facts["data_rank_speeds"] is None and facts["micro_batch_shares"] == [4, 4]
+
+
+def test_on_a_cluster_shards_of_nodes_send_between_islands_what_peers_exchange(explained):
+    facts = facts_of(explained["nodes"])
+    assert facts["hierarchy"] == {"node_ranks": 2, "replicated": False}
+    (rank,), sent = facts["ranks"], facts["assignment"]["bytes_sent"]
+    assert sent["between"] == 4 * rank["bytes_between_nodes"] > 0 == sent["island"]
+    assert sent["node"] == 4 * (rank["collective_bytes_sent"] - rank["bytes_between_nodes"])
+
+
+def test_what_the_host_holds_and_what_the_bus_carries_is_told(explained):
+    """Three chunks on each rank and two resident: 4 loads, of parts as large as those that gathers send."""
+    facts, in_memory = facts_of(explained["host"]), facts_of(explained["json"])
+    assert facts["offload"] == {"parameters": True} and in_memory["offload"] is None
+    for rank, plain in zip(facts["ranks"], in_memory["ranks"]):
+        assert (rank["memory"]["weights"], rank["memory"]["optimizer_state"]) == (0, 0)
+        host = rank["memory"]["host"]
+        assert host["optimizer_state"] == plain["memory"]["optimizer_state"]
+        assert host["master_weights"] == host["gradients"] == rank["bus_bytes_stored"] == plain["memory"]["weights"]
+        assert rank["traffic"] == plain["traffic"] and rank["memory"]["peak"] < plain["memory"]["peak"]
+        # With two data-parallel ranks a gather sends one part, as it was loaded. A reduction does so in bf16. The sum
+        # of the tied embedding sends one of 64 elements.
+        tied = rank["tied_sums"] * 4 * 64
+        assert rank["collective_bytes_sent"] == rank["bus_bytes_loaded"] + rank["bus_bytes_stored"] // 2 + tied
+
+
+def test_a_cluster_file_shows_who_is_which_rank_and_what_links_carry(explained):
+    ended = explained["order"]
+    assert ended.status == 0, ended.complaints
+    text = ended.output[ended.output.index("Ranks on cluster") :]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "fast fast-0 roce 2 0-1 0 0-1" in lines and "slow slow-0 roce 1 2-3 1 0-1" in lines
+    assert "0 2 inside nodes between islands" in lines
+    assert any(line.startswith("between islands ") for line in lines)
+    assert re.search(r"On the clock, a step takes \S+ s if compute takes no time.", text)
+    assert re.search(r"With compute it takes \S+ s, of which \S+ s of the network are exposed.", text)
+    assert "as the launcher numbers them" in text
+
+
+def test_without_a_pipeline_micro_batches_are(explained):
+    ended = explained["shares"]
+    assert ended.status == 0, ended.complaints
+    words = (
+        "micro-batches by the speeds of data-parallel ranks, 2, 2, 1, 1: 5, 5, 3, 3; what follows is for a rank with 5"
+    )
+    assert words in ended.output.splitlines()
+    assert "= 2*6*5 = 60 times per step and rank, not 10." in ended.output
 
 
 def test_text_is_for_people_and_nothing_but_the_explanation(explained):

@@ -1,18 +1,25 @@
 """Both launchers run an unedited script. If a rank fails, the job ends and names it."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
 import time
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from testing import SCRIPTS
+from testing.ranks import run_on_ranks
 
 SCRIPT = SCRIPTS / "public_example.py"
 INSTALLS = SCRIPTS / "installs.py"
@@ -22,8 +29,8 @@ LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {}}
 BIN = Path(sys.executable).parent
 
 
-def torchrun(*words: str) -> list[str]:
-    return [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "4", *words]
+def torchrun(*words: str, ranks: int = 4) -> list[str]:
+    return [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", str(ranks), *words]
 
 
 def deepspeed(*words: str) -> list[str]:
@@ -54,7 +61,11 @@ def start(command: list[str], **variables: str) -> subprocess.CompletedProcess:
 
 def result_of(completed: subprocess.CompletedProcess) -> tuple[str, list[float]]:
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    (line,) = (line for line in completed.stdout.splitlines() if "RESULT" in line)
+    return result_in(completed.stdout)
+
+
+def result_in(output: str) -> tuple[str, list[float]]:
+    (line,) = (line for line in output.splitlines() if "RESULT" in line)
     engine, *losses = line.split("RESULT ")[1].split()
     return engine, [float(loss) for loss in losses]
 
@@ -69,64 +80,84 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(folder):
-    """Runs the script on plain DeepSpeed without ds_lgamp on the command line."""
-    engine, losses = result_of(launch(torchrun(), folder, STOCK, "--checkpoint", str(folder / "embedding.pt")))
-    assert engine == "PipelineEngine"
-    return losses
+    """Returns a function that returns the losses of the script on ranks of plain DeepSpeed."""
+    path = folder / "stock.json"
+    path.write_text(json.dumps(STOCK))
+    arguments = ["--deepspeed_config", str(path), "--checkpoint", str(folder / "embedding.pt")]
+
+    @cache
+    def on_ranks(ranks: int) -> list[float]:
+        engine, losses = result_in(run_on_ranks(ranks, output_of_script, arguments)[0])
+        assert engine == "PipelineEngine"
+        return losses
+
+    return on_ranks
+
+
+def output_of_script(arguments: list[str]) -> str:
+    """Runs the script on a rank that is started already, because a launcher's ranks take seconds to import."""
+    os.environ["LOCAL_RANK"], sys.argv = str(dist.get_rank()), [str(SCRIPT), *arguments]
+    # The process group is not the script's own.
+    dist.destroy_process_group = lambda: None
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return output.getvalue()
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "ranks"),
     [
-        torchrun("-m", "ds_lgamp", "run"),
-        pytest.param(deepspeed("--module", "ds_lgamp", "run"), marks=pytest.mark.slow),
+        (torchrun("-m", "ds_lgamp", "run", ranks=2), 2),
+        pytest.param(torchrun("-m", "ds_lgamp", "run"), 4, marks=pytest.mark.slow),
+        pytest.param(deepspeed("--module", "ds_lgamp", "run"), 4, marks=pytest.mark.slow),
     ],
-    ids=["torchrun", "deepspeed"],
+    ids=["torchrun", "torchrun with data parallelism", "deepspeed"],
 )
-def test_an_unedited_script_trains_the_same_under_both_launchers(command, folder, stock):
+def test_an_unedited_script_trains_the_same_under_both_launchers(command, ranks, folder, stock):
     engine, losses = result_of(launch(command, folder, LAYERED, "--checkpoint", str(folder / "embedding.pt")))
     assert engine == "LgampEngine"
-    assert losses == pytest.approx(stock, rel=1e-6)
+    assert losses == pytest.approx(stock(ranks), rel=1e-6)
 
 
 @pytest.mark.slow
 def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     command = torchrun("-m", "ds_lgamp", "run")
     completed = launch(command, folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
-    assert result_of(completed) == ("PipelineEngine", stock)
+    assert result_of(completed) == ("PipelineEngine", stock(4))
 
 
 # torchrun then checks as rarely as deepspeed whether a rank has ended, so the other ranks can report what they know.
 RARELY = ("--monitor_interval", "1")
 
 
+LAUNCHES = {
+    "torchrun": (torchrun(*RARELY, "-m", "ds_lgamp", "run"), SCRIPT),
+    "deepspeed": (deepspeed("--module", "ds_lgamp", "run"), SCRIPT),
+    "installed under torchrun": (torchrun(*RARELY), INSTALLS),
+    "installed under deepspeed": (deepspeed(), INSTALLS),
+}
+TROUBLES = {
+    "raise": r"rank [23] \(pipeline rank 1\) failed at F3.3 of step \d: ArithmeticError: the layer is in trouble",
+    "kill": r"rank [01] \(pipeline rank 0\) failed at \w*4.\d of step \d: LinkError: the link to rank [23] failed",
+}
+"""Each with what is said of it."""
+SLOW = {
+    *(("torchrun", "raise"), ("deepspeed", "kill")),
+    *(("installed under torchrun", "kill"), ("installed under deepspeed", "raise")),
+}
+"""Every launcher, every way to begin and every trouble, and all pairs of them. The rest is in the full product."""
+
+
 @pytest.mark.parametrize(
-    ("command", "script"),
+    ("launcher", "trouble"),
     [
-        (torchrun(*RARELY, "-m", "ds_lgamp", "run"), SCRIPT),
-        pytest.param(deepspeed("--module", "ds_lgamp", "run"), SCRIPT, marks=pytest.mark.slow),
-        pytest.param(torchrun(*RARELY), INSTALLS, marks=pytest.mark.slow),
-        pytest.param(deepspeed(), INSTALLS, marks=pytest.mark.slow),
-    ],
-    ids=["torchrun", "deepspeed", "installed under torchrun", "installed under deepspeed"],
-)
-@pytest.mark.parametrize(
-    ("trouble", "evidence"),
-    [
-        pytest.param(
-            "raise",
-            r"rank [23] \(pipeline rank 1\) failed at F3.3: ArithmeticError: the layer is in trouble",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "kill",
-            r"rank [01] \(pipeline rank 0\) failed at \w*4.\d: LinkError: the link to rank [23] failed",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.full)
+        for case in product(LAUNCHES, TROUBLES)
     ],
 )
-def test_a_failing_rank_ends_the_job_and_is_named(command, script, trouble, evidence, folder):
+def test_a_failing_rank_ends_the_job_and_is_named(launcher, trouble, folder):
     """Chunk 3 is on pipeline rank 1, global ranks 2 and 3. Its twelfth forward is F3.3 of the second step."""
+    (command, script), evidence = LAUNCHES[launcher], TROUBLES[trouble]
     completed = launch(command, folder, LAYERED, "--trouble", trouble, script=script)
     output = completed.stdout + completed.stderr
     assert completed.returncode != 0

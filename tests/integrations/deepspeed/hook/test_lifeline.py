@@ -14,10 +14,10 @@ SCRIPT = SCRIPTS / "waits_for_ever.py"
 RANKS = 3
 ENTRIES = {"run": (["-m", "ds_lgamp", "run"], []), "installed": ([], ["--install"])}
 """Words before and after the script."""
-DIED = f"ds_lgamp: rank 2 on {socket.gethostname()} died; this rank, {{rank}}, ends\n"
+DIED = f"ds_lgamp: rank 2 on {socket.gethostname()} died; this rank, {{rank}} on {socket.gethostname()}, ends"
 FAILED = (
     f"ds_lgamp: rank 2 on {socket.gethostname()} failed (ArithmeticError: the script is in trouble); "
-    "this rank, {rank}, ends\n"
+    f"this rank, {{rank}} on {socket.gethostname()}, ends"
 )
 
 

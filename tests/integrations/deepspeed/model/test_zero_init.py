@@ -97,7 +97,8 @@ def compare(stages):
     found = {}
     for stage in (1, 3):
         config = {**CONFIG, "zero_optimization": {"stage": stage}}
-        runs = {name: trained(constructed(*both, stages), stage) for name, both in contexts(config).items()}
+        wanted = {name: both for name, both in contexts(config).items() if stage == 3 or name in ("none", "both")}
+        runs = {name: trained(constructed(*both, stages), stage) for name, both in wanted.items()}
         state, *others = runs["none"]
         for name, (own, *own_others) in runs.items():
             same = own.keys() == state.keys() and all(torch.equal(own[key], state[key]) for key in state)
@@ -158,7 +159,7 @@ def ranks():
 
 def test_state_and_losses_are_those_of_an_ordinary_construction(ranks):
     for found, *_ in ranks:
-        assert len(found) == 12
+        assert len(found) == 2 + 6
         assert found == {case: [True] * 4 for case in found}
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin
+from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
@@ -53,24 +55,31 @@ def prepare() -> None:
     ds_lgamp.install()
 
 
-def train_with_trainer(folder: str, runs: Sequence[tuple[str, int, int | None, str]]) -> None:
+def train_with_trainer(folder: str, runs: Sequence[tuple[str, int, dict[str, Any] | None, str]]) -> None:
     """Runs the Trainer's script several times on each rank that torchrun has started.
 
     Args:
         folder: each run has a folder of its own in it, where it leaves its history.
-        runs: the name of each, its ZeRO stage, its number of pipeline ranks, which is None for stock DeepSpeed, and its
-            words for the command line.
+        runs: the name of each, its ZeRO stage, its block, which is None for stock DeepSpeed, and its words for the
+            command line.
     """
     compile_no_collective()
     ds_lgamp.install()
-    for name, stage, pipeline, words in runs:
+    # As Accelerate does on a GPU. zero.Init would take this for the only rank otherwise, stock's too.
+    deepspeed.init_distributed("gloo")
+    # It computes in fp16, slowly.
+    get_accelerator().is_fp16_supported = lambda: True
+    for name, stage, block, words in runs:
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        block = {} if pipeline is None else {"ds_lgamp": {"pipeline_ranks": pipeline}}
-        config = {**AUTO, **block, "zero_optimization": {**AUTO["zero_optimization"], "stage": stage}}
+        config = {
+            **AUTO,
+            "ds_lgamp": {"enabled": False} if block is None else block,
+            "zero_optimization": {**AUTO["zero_optimization"], "stage": stage},
+        }
         given = ["--deepspeed", json.dumps(config), "--output_dir", str(Path(folder, name)), *WORDS]
         trainer = trains_with_trainer.main([*given, *words.format(folder=folder).split()])
-        if pipeline is not None:
+        if block is not None:
             trainer.deepspeed.wait_for_checkpoint()
     dist.destroy_process_group()
 

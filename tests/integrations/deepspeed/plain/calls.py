@@ -11,6 +11,8 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.deepspeed.model.layout import layer_types
+from ds_lgamp.integrations.deepspeed.plain.state import whole_state
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize
@@ -175,6 +177,7 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     fails("plain module", engine_of, WithTargets())
     fails("too many ranks", engine_of, nn.Sequential(WithTargets()))
     fails("indivisible", initialize, sequential(), configuration(1, {"pipeline_ranks": 3}))
+    fails("unlike replicas", initialize, sequential(), configuration(1, {"data_rank_speeds": [2, 1]}))
 
     engine = engine_of(sequential())
     fails("train_batch", engine.train_batch)
@@ -188,13 +191,15 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine = engine_of(sequential())
     fails("uneven", uneven)
 
-    def factors() -> None:
+    def factors(growth: int) -> None:
         for number in range(MICRO_BATCHES):
-            engine.backward(engine(*pairs(0, rank, number)) * (1 + number * rank))
+            engine.backward(engine(*pairs(0, rank, number)) * (1 + number * growth))
             engine.step()
 
     engine = engine_of(sequential())
-    fails("factors", factors)
+    fails("factors", factors, 1)
+    engine = engine_of(sequential())
+    fails("factors of a rank", factors, rank)
 
     engine = engine_of(sequential())
     engine.set_gradient_accumulation_boundary(True)
@@ -204,7 +209,21 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
 
     engine = engine_of(sequential())
     engine.set_gradient_accumulation_boundary(True)
+    fails("nothing to step", engine.step)
+    fails("step alone", lambda: engine.step() if rank else engine(*pairs(0, rank, 0)))
+
+    engine = engine_of(sequential())
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(*pairs(0, rank, 0)))
+    fails("state in a step", engine.step if rank else lambda: whole_state(engine))
+
+    engine = engine_of(sequential())
+    engine.set_gradient_accumulation_boundary(True)
     fails("ended", lambda: engine(*pairs(0, rank, 0)) if rank else finish_engines())
+
+    engine = engine_of(sequential())
+    engine.eval()
+    fails("in evaluation", engine.backward, engine(*pairs(0, rank, 0)))
 
     engine = initialize(nn.Sequential(Inputs(), WithTargets(), Inputs()), configuration(1, {}))
     engine.set_gradient_accumulation_boundary(True)
@@ -226,6 +245,15 @@ def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:
     assert elsewhere and not any(parameter.numel() for parameter in elsewhere)
     rank = dist.get_rank()
     return [sum(train(engine, *(micro_batch(step, rank, number) for number in range(2)))) for step in range(3)]
+
+
+def blocks_of_chunks(name: str, block: dict[str, Any]) -> list[int]:
+    """Returns how many blocks of the model each chunk has."""
+    prepare_rank()
+    ds_lgamp.install()
+    placed = initialize(make(name), configuration(1, block)).placed
+    types, bounds = layer_types(placed), placed.layout.bounds
+    return [types[start:end].count("Block") for start, end in zip(bounds, bounds[1:])]
 
 
 def train_variants(name: str, variants: list[dict[str, Any]]) -> list[list[float]]:

@@ -60,6 +60,19 @@ def adapter_at_two_layouts(folder: str) -> dict[str, Any]:
     return {"expected": expected, "losses": train(other, 1), "strict": strict, "adapter": set(adapter)}
 
 
+def with_longer_batches(folder: str) -> list[int]:
+    """Goes on from a step of two micro-batches with steps of three. Returns the engine's steps after each call."""
+    trained(make("Llama"), 2, {}, steps=1).save_checkpoint(folder)
+    engine = initialize(make("Llama"), configuration(2, {}, MICRO_BATCHES + 1))
+    engine.load_checkpoint(folder)
+    steps = []
+    for number in range(MICRO_BATCHES + 1):
+        engine.backward(engine(**micro_batch(1, 0, number)).loss)
+        engine.step()
+        steps.append(engine.global_steps)
+    return steps
+
+
 def trained(model: Any, stage: int, block: dict[str, Any], steps: int = 2) -> Any:
     """Returns the engine of ``model`` after some steps."""
     prepare_rank()

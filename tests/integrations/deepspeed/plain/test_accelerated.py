@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from testing.launching import torchrun
 from testing.ranks import run_on_ranks
+from testing.scripts.trains_with_trainer import tiny
 from tests.integrations.deepspeed.plain.accelerated import train_with_accelerate
 from tests.integrations.deepspeed.plain.training import train_alone
 from tests.slow import slow_except
@@ -23,8 +24,8 @@ LONG = "--max_steps 30"
 def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_layout(tmp_path):
     runs: list[Any] = [
         ("stock", 2, None, SHORT),
-        ("whole", 3, 2, SHORT),
-        ("resumed", 2, 1, f"{SHORT} --resume_from_checkpoint {{folder}}/whole/checkpoint-3"),
+        ("whole", 3, {"pipeline_ranks": 2}, SHORT),
+        ("resumed", 2, {}, f"{SHORT} --resume_from_checkpoint {{folder}}/whole/checkpoint-3"),
     ]
     histories = train(tmp_path, runs)
     for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
@@ -43,12 +44,53 @@ def test_trainer_logs_what_stock_deepspeed_does_over_30_steps(tmp_path, words):
     for pipeline, stage in ((1, 2), (2, 2), (2, 1), (1, 3)):
         name = f"{pipeline}-{stage}"
         resume = f"{words} --resume_from_checkpoint {{folder}}/{name}/checkpoint-14"
-        runs += [(name, stage, pipeline, saving), (f"{name}-resumed", stage, pipeline, resume)]
+        block = {"pipeline_ranks": pipeline}
+        runs += [(name, stage, block, saving), (f"{name}-resumed", stage, block, resume)]
     histories = train(tmp_path, runs)
     tolerance = 1e-2 if "bf16" in words else 1e-5
     assert len(logged(histories["stock"], "loss")) == 30
     for name, history in histories.items():
         assert logged(history, "loss") == pytest.approx(logged(histories["stock"], "loss"), rel=tolerance), name
+
+
+BEST = (
+    "--eval_strategy steps --eval_steps 1 --save_strategy steps --save_steps 1 --save_total_limit 1 "
+    "--load_best_model_at_end true --metric_for_best_model eval_loss --greater_is_better true"
+)
+
+
+@pytest.mark.slow
+def test_a_trainer_loads_pretrained_weights_in_shards_and_removes_checkpoints_that_a_thread_writes(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    words = "--max_steps 6 --model {folder}/model"
+    background = {"pipeline_ranks": 2, "asynchronous_save": True}
+    runs: list[Any] = [("stock", 2, None, words)]
+    # At stage 3 from_pretrained partitions with zero.Init what it loads.
+    runs += [(f"pretrained-{pipeline}", 3, {"pipeline_ranks": pipeline}, words) for pipeline in (1, 2)]
+    runs += [("limited", 3, background, f"{words} --save_strategy steps --save_steps 1 --save_total_limit 1")]
+    runs += [("best", 3, background, f"{words} {BEST}")]
+    runs += [("resumed", 3, background, f"{words} --resume_from_checkpoint {{folder}}/limited/checkpoint-6")]
+    histories = train(tmp_path, runs)
+    for name, history in histories.items():
+        assert logged(history, "loss") == pytest.approx(logged(histories["stock"], "loss"), rel=1e-5), name
+    assert [folder.name for folder in (tmp_path / "limited").glob("checkpoint-*")] == ["checkpoint-6"]
+    losses = logged(histories["best"], "eval_loss")
+    best = 1 + losses.index(max(losses))
+    assert [folder.name for folder in (tmp_path / "best").glob("checkpoint-*")] == [f"checkpoint-{best}"]
+
+
+@pytest.mark.slow
+def test_a_trainer_in_fp16_scales_its_loss_as_stock_deepspeed_does(tmp_path):
+    words = "--max_steps 8 --fp16 true"
+    runs: list[Any] = [("stock", 2, None, words)]
+    runs += [
+        (f"{pipeline}-{stage}", stage, {"pipeline_ranks": pipeline}, words) for pipeline, stage in ((2, 2), (1, 3))
+    ]
+    histories = train(tmp_path, runs)
+    for name, history in histories.items():
+        for key in ("loss", "grad_norm"):
+            # Ten roundings of fp16. Other processors round other sums; a wrong scale would differ by a factor of 2.
+            assert logged(history, key) == pytest.approx(logged(histories["stock"], key), rel=5e-3), (name, key)
 
 
 LOOPS = [("Llama", 2, 2), ("GPT-2", 1, 3), ("GPT-2", 2, 3)]

@@ -13,6 +13,7 @@ BLOCKS = [
     {"schedule": "gpipe", "recompute": "none"},
     {"schedule": "interleaved_1f1b", "chunks_per_rank": 3},
     {"micro_batch_group": 2, "resident_chunks": 1},
+    {"pipeline_rank_speeds": [1, 2]},
     {"reproducible": True},
     {"defer_gathers": True},
 ]
@@ -95,19 +96,32 @@ def test_every_schedule_cut_and_precision_trains():
         assert half == pytest.approx(wanted.losses, rel=1e-2)
 
 
+def test_every_chunk_has_as_many_blocks_as_the_others_whatever_precedes_and_follows_them():
+    block = {"pipeline_ranks": 2, "chunks_per_rank": 2}
+    assert run_on_ranks(2, calls.blocks_of_chunks, "Llama", block) == [[1, 1, 1, 1]] * 2
+
+
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
         "plain module": "list its layers in a PipelineModule, or in an nn.Sequential whose last module",
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
+        "unlike replicas": "ds_lgamp.data_rank_speeds is [2.0, 1.0], but a script that calls engine(...) gives every",
         "no loss": "append a module that computes the loss",
         "train_batch": "call engine(...), engine.backward and engine.step",
         "named": "engine(...) got inputs, but an nn.Sequential takes no named arguments",
         "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
-        "factors": "multiplied by factors from 0.5 to 1",
+        "factors": "the losses of one batch were multiplied by factors from 0.5 to 1",
+        "factors of a rank": "losses multiplied by 0.5, but rank 1 calls engine.step() with losses multiplied by "
+        "factors from 0.5 to 1",
         "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step",
         "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
+        "nothing to step": "engine.step() is called, but no engine(...) since the last step",
+        "step alone": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 0 micro-batches",
+        "state in a step": "rank 0 reads the state of the whole model (state_dict, save_pretrained, save_16bit_model), "
+        "but rank 1 calls engine.step() with losses multiplied by 0.5",
+        "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
         "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
     }.items():
         assert words in errors[what]

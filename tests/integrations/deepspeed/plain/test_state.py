@@ -6,7 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.plain.states import adapted, adapter_at_two_layouts, train_and_read
+from tests.integrations.deepspeed.plain.states import (
+    adapted,
+    adapter_at_two_layouts,
+    train_and_read,
+    with_longer_batches,
+)
 from tests.integrations.transformers.models import make
 from tests.slow import slow_except
 
@@ -75,3 +80,7 @@ def test_an_adapter_is_saved_whole_and_goes_on_at_another_layout_without_frozen_
     fresh = adapted("Llama").state_dict()
     assert first["adapter"] == {name for name in loaded if "lora" in name}
     assert all(not torch.equal(loaded[name], fresh[name]) for name in first["adapter"])
+
+
+def test_a_loaded_run_begins_a_batch_whatever_the_accumulation_was(tmp_path):
+    assert run_on_ranks(1, with_longer_batches, str(tmp_path)) == [[1, 1, 2]]

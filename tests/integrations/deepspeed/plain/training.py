@@ -11,7 +11,7 @@ from deepspeed.utils import safe_get_full_grad
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
-from tests.integrations.transformers.models import make, micro_batch
+from tests.integrations.transformers.models import make, micro_batch_of
 
 STEPS = 3
 MICRO_BATCHES = 2
@@ -36,7 +36,7 @@ def train_alone(name: str, ranks: int, micro_batches: int = MICRO_BATCHES) -> li
         for rank, course in enumerate(courses):
             course.losses.append(0.0)
             for number in range(micro_batches):
-                loss = model(**micro_batch(step, rank, number)).loss
+                loss = model(**micro_batch_of(name, step, rank, number)).loss
                 (loss / (ranks * micro_batches)).backward()
                 course.losses[-1] += loss.item()
         trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -84,7 +84,7 @@ def _train(name: str, stage: int, block: dict[str, Any]) -> Course:
     for step in range(STEPS):
         course.losses.append(0.0)
         for number in range(MICRO_BATCHES):
-            loss = engine(**micro_batch(step, dist.get_rank(), number)).loss
+            loss = engine(**micro_batch_of(name, step, dist.get_rank(), number)).loss
             engine.backward(loss)
             engine.step()
             course.losses[-1] += loss.item()

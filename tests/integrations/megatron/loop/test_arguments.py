@@ -9,10 +9,15 @@ from argparse import Namespace
 import pytest
 
 from ds_lgamp.config import ConfigError, LgampConfig, read_block
-from ds_lgamp.integrations.megatron.loop.arguments import check_file, chunk_sizes, layout_of, validate_with_block
-from ds_lgamp.integrations.megatron.loop.install import Chunks, chunks_provider
+from ds_lgamp.integrations.megatron.loop.arguments import check_file, validate_with_block
+from ds_lgamp.integrations.megatron.loop.cuts import chunk_sizes, layout_of
 from ds_lgamp.integrations.megatron.loop.run_script import split_option
-from ds_lgamp.integrations.megatron.loop.several_chunks import get_num_layers_to_build, get_transformer_layer_offset
+from ds_lgamp.integrations.megatron.loop.several_chunks import (
+    Chunks,
+    chunks_provider,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
 
 
 def flags(**given):
@@ -81,6 +86,9 @@ def validated(args, config):
         ({"schedule": "1f1b"}, 2, 8, None),
         ({"schedule": "gpipe"}, 1, 8, None),
         ({"chunks_per_rank": 1}, 4, 8, None),
+        ({"pipeline_rank_speeds": [1, 3]}, 2, 8, "Et|ttt|t|tttL"),
+        ({"pipeline_rank_speeds": [3, 1], "chunks_per_rank": 1}, 2, 8, "Etttttt|ttL"),
+        ({"pipeline_rank_speeds": [1, 1], "schedule": "1f1b"}, 2, 8, None),
     ],
 )
 def test_the_block_cuts_every_layer_into_some_chunk(block, ranks, layers, layout):
@@ -91,6 +99,39 @@ def test_the_block_cuts_every_layer_into_some_chunk(block, ranks, layers, layout
     assert (args.virtual_pipeline_model_parallel_size or 1) * ranks == chunks
     # With one pipeline rank, Megatron-LM would reset the flags that gather whole chunks.
     assert args.align_param_gather is (chunks > ranks)
+
+
+VIRTUAL, EACH = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "ranks", "layers", "layout"),
+    [
+        ({VIRTUAL: 2}, {}, 2, 8, "Ett|tt|tt|ttL"),
+        ({VIRTUAL: 2}, {}, 1, 8, "Etttt|ttttL"),
+        ({VIRTUAL: 1}, {}, 2, 8, None),
+        ({EACH: 1}, {}, 2, 4, "Et|t|t|tL"),
+        ({EACH: 4}, {}, 2, 8, None),
+        ({FIRST: 2}, {}, 2, 8, "Et|ttt|t|tttL"),
+        ({FIRST: 2}, {"chunks_per_rank": 1}, 2, 8, None),
+        ({FIRST: 2}, {"schedule": "1f1b"}, 2, 8, None),
+        ({FIRST: 4, LAST: 2, VIRTUAL: 2}, {}, 4, 14, "Ett|tt|tt|t|tt|tt|tt|tL"),
+        ({LAST: 2}, {"chunks_per_rank": 2}, 3, 10, "Ett|tt|t|tt|tt|tL"),
+        ({EMBEDDING: True, LOSS: True}, {"chunks_per_rank": 2}, 2, 6, "Et|tt|tt|tL"),
+        ({EMBEDDING: True, LOSS: True}, {}, 1, 2, "E|t|t|L"),
+        ({LOSS: True, EACH: 2}, {}, 2, 7, "Ett|tt|tt|tL"),
+    ],
+)
+def test_flags_cut_the_layers_as_in_megatron_core(given, block, ranks, layers, layout):
+    given = {"pipeline_model_parallel_size": ranks, "num_layers": layers, "data_parallel_size": 1, **given}
+    args, _ = validated(flags(**given), {"ds_lgamp": block})
+    assert args.pipeline_model_parallel_layout == layout
+    # Megatron-core takes no other cut beside a layout. Without one, it reads the flags itself.
+    for name in (VIRTUAL, EACH, FIRST, LAST, EMBEDDING, LOSS):
+        default = flags().__dict__[name]
+        assert getattr(args, name) == (given.get(name, default) if layout is None else default)
 
 
 def test_chunks_are_gathered_and_reduced_whole_unless_the_user_says_otherwise():
@@ -146,8 +187,19 @@ def test_keys_that_nobody_reads_are_named():
 
 
 REFUSED = [
-    ({"zero_optimization": {"stage": 3}}, {}, {}, "zero_optimization.stage is 3, but .* launch/pretrain_gpt.py"),
-    ({"zero_optimization": {"stage": 2}}, {}, {}, "zero_optimization.stage is 2, but"),
+    ({"zero_optimization": {"stage": 4}}, {}, {}, "zero_optimization.stage is 4; set 0, 1, 2 or 3"),
+    (
+        {"zero_optimization": {"stage": 3}},
+        {},
+        {"num_experts": 4},
+        "--num-experts is 4 beside zero_optimization.stage 2",
+    ),
+    (
+        {"zero_optimization": {"stage": 3}},
+        {},
+        {"mtp_num_layers": 1},
+        "--mtp-num-layers is 1 beside zero_optimization.stage 2 or 3: .*; remove it",
+    ),
     ({"zero_optimization": {"stage": 1}}, {}, {}, "stage is 1, but --use-distributed-optimizer is not given"),
     ({}, {}, {"use_distributed_optimizer": True}, "stage is 0, but --use-distributed-optimizer is given"),
     ({"train_batch_size": 64}, {}, {}, "train_batch_size is 64, but --global-batch-size is 32"),
@@ -156,15 +208,78 @@ REFUSED = [
     ({"gradient_clipping": 0.5}, {}, {}, "gradient_clipping is 0.5, but --clip-grad is 1.0"),
     ({"bf16": {"enabled": True}}, {}, {}, "bf16.enabled is True, but --bf16 is False"),
     ({}, {"reproducible": True}, {}, "reproducible is True, .*--deterministic-mode"),
+    ({}, {"overlap_update": True}, {}, "overlap_update is True, but Megatron-LM's own optimizer"),
+    (
+        {},
+        {"nonfinite": "skip"},
+        {},
+        "nonfinite is 'skip', but Megatron-LM has a check of its own; remove it, and set --check",
+    ),
     ({}, {"placement": "contiguous"}, {}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({}, {"chunks_per_rank": 5}, {}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
     ({}, {"layers_per_chunk": 3}, {}, "is 3: 8 layers make 3 chunks, but .* 2 .*-parallel-layout"),
     ({}, {}, {"num_layers": 1}, "--pipeline-model-parallel-size is 2, but the model has 1 layers; use at most 1"),
     ({}, {"recompute": "none"}, {"recompute_activations": True}, "recompute is 'none', but the flags say selective"),
-    ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank is 2: the"),
-    ({}, {}, {"decoder_first_pipeline_num_layers": 3}, "unevenly with --pipeline-model-parallel-layout"),
+    ({}, {}, {"num_virtual_stages_per_pipeline_rank": 3}, r"ranks have \[4, 4\] layers, which 3 chunks .* a divisor"),
+    ({}, {}, {"num_virtual_stages_per_pipeline_rank": 0}, "which 0 chunks on each cannot share equally"),
+    ({}, {}, {"num_layers_per_virtual_pipeline_stage": 3}, r"is 3, but .* \[4, 4\] layers; use a divisor"),
+    (
+        {},
+        {},
+        {"num_layers_per_virtual_pipeline_stage": 1, "decoder_first_pipeline_num_layers": 2},
+        r"is 1, but .* \[2, 6\] layers; .* or --num-virtual-stages-per-pipeline-rank",
+    ),
+    ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 7}, "--num-layers is 7, which leaves 7 layers"),
+    (
+        {},
+        {},
+        {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 3},
+        "and --decoder-last-pipeline-num-layers is 3, which leaves 2 layers to 0 pipeline ranks",
+    ),
+    ({}, {}, {"decoder_first_pipeline_num_layers": 0}, "first-pipeline-num-layers is 0, which leaves 8 layers to 1"),
+    ({}, {}, {"decoder_first_pipeline_num_layers": 9}, "which leaves -1 layers to 1 pipeline ranks"),
+    ({}, {}, {"account_for_loss_in_pipeline_split": True}, "pipeline-split is True, which leaves 9 layers to 2"),
+    (
+        {},
+        {},
+        {"account_for_loss_in_pipeline_split": True, "decoder_first_pipeline_num_layers": 3},
+        "--decoder-first-.* and --account-for-loss-.* are given, .* remove one of them",
+    ),
+    (
+        {},
+        {"chunks_per_rank": 2},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        "--num-virtual-stages-per-pipeline-rank and ds_lgamp.chunks_per_rank both cut the layers; keep one",
+    ),
+    (
+        {},
+        {},
+        {"num_virtual_stages_per_pipeline_rank": 2, "num_layers_per_virtual_pipeline_stage": 2},
+        "per-pipeline-rank and --num-layers-per-virtual-pipeline-stage both cut",
+    ),
+    (
+        {},
+        {"layers_per_chunk": 2},
+        {"decoder_first_pipeline_num_layers": 2},
+        "--decoder-first-pipeline-num-layers and ds_lgamp.layers_per_chunk both cut",
+    ),
+    (
+        {},
+        {},
+        {"decoder_first_pipeline_num_layers": 2, "pipeline_model_parallel_layout": "Ett|tt|tt|ttL"},
+        "--pipeline-model-parallel-layout and --decoder-first-pipeline-num-layers both cut",
+    ),
+    (
+        {},
+        {"schedule": "1f1b"},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        "takes one chunk per rank",
+    ),
     ({}, {"chunks_per_rank": 2}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "chunks_per_rank both cut"),
-    ({}, {}, {"use_megatron_fsdp": True}, "--use-megatron-fsdp is True: .* launch/pretrain_gpt.py"),
+    ({}, {"pipeline_rank_speeds": [2, 1]}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "speeds both cut"),
+    ({}, {"pipeline_rank_speeds": [2]}, {}, "1 speeds for 2 pipeline ranks"),
+    ({}, {"data_rank_speeds": [2, 1]}, {}, "data_rank_speeds is .*, but Megatron-LM's training loop"),
+    ({}, {}, {"use_megatron_fsdp": True}, "--use-megatron-fsdp is True: .* set zero_optimization.stage 3"),
     ({}, {}, {"use_torch_fsdp2": True}, "--use-torch-fsdp2 is True: "),
     (
         {},

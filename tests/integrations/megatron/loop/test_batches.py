@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.runtime.executor import ActionError, Executor
+from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
@@ -261,12 +262,12 @@ def odd_evaluation_and_what_follows_a_failure(_training):
     failures: list[str] = []
     if dist.get_rank() == 1:
         # The first action of rank 1 would wait for a message that never comes.
-        return len(reports), failures
+        return len(reports), failures, here.batch
     for _ in range(2):
         with pytest.raises(ActionError) as failure:
             training.forward_backward(**training.call(0) | {"forward_step_func": fail})
         failures.append(str(failure.value))
-    return len(reports), failures
+    return len(reports), failures, here.batch
 
 
 QUESTIONS = [
@@ -357,8 +358,8 @@ def test_evaluation_takes_any_number_of_micro_batches_whatever_the_schedule(rank
 
 
 def test_no_batch_follows_one_that_failed(ranks):
-    _, (first, second) = ranks[0]["odd_evaluation_and_what_follows_a_failure"]
-    assert "rank 0 (pipeline rank 0) failed at F0.0: ArithmeticError: trouble" in first
+    _, (first, second), number = ranks[0]["odd_evaluation_and_what_follows_a_failure"]
+    assert f"rank 0 (pipeline rank 0) failed at F0.0 of batch {number - 1}: ArithmeticError: trouble" in first
     assert second == "an earlier batch failed, and its communication cannot be undone; restart the run"
 
 

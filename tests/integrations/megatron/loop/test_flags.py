@@ -51,6 +51,8 @@ EXPERTS = {
     "moe_token_dispatcher_type": "allgather",
 }
 INSTANCES = {"num_distributed_optimizer_instances": 2}
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+CUTS = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", *ENDS}
 RATES = {"lr": 0.02, "min_lr": 0.001, "decoupled_lr": 0.1, "decoupled_min_lr": 0.002, "weight_decay": 0.5}
 
 PLACES = {
@@ -77,6 +79,10 @@ PLACES = {
     "fused and whole": place(2, 2, sharded=False, gradient_accumulation_fusion=True, overlap_grad_reduce=True),
     "rates": place(1, 4, others=UNTIED, qk_layernorm=True, apply_wd_to_qk_layernorm=True, **RATES),
     "rates of a pipeline": place(2, 2, **RATES),
+    "first rank": place(2, 2, others=UNTIED, num_layers_in_first_pipeline_stage=6),
+    "last rank": place(2, 2, sharded=False, num_layers_in_last_pipeline_stage=6),
+    "embedding and loss": place(2, 2, num_layers=6, **ENDS),
+    "nothing but embedding and loss": place(1, 4, num_layers=2, **ENDS),
     "gathers in the update": place(1, 4, overlap_param_gather_with_optimizer_step=True),
     "order": place(2, 2, order="tp-cp-ep-pp-dp"),
     "experts": place(1, 4, **EXPERTS),
@@ -96,7 +102,8 @@ ROUNDING = dict.fromkeys(("all-to-all", "bf16", "fp16", "growing scale", "fixed 
 
 def alone(where):
     """Returns the same place with Megatron-core's own loop and one chunk. Gathers in the update need several chunks."""
-    options = tuple(option for option in where.options if "optimizer_step" not in option[0])
+    of_chunks = {"overlap_param_gather_with_optimizer_step", *CUTS}
+    options = tuple(option for option in where.options if option[0] not in of_chunks)
     return where._replace(pipeline_ranks=1, chunks_per_rank=1, schedule=STOCK, options=options)
 
 
@@ -158,7 +165,11 @@ def norm_in_buffers(training, force_all_reduce):
 
 
 # test_batches.py and test_arguments.py show these.
-SHOWN_ELSEWHERE = {"defer_embedding_wgrad_compute", "pipeline_model_parallel_layout"}
+SHOWN_ELSEWHERE = {
+    "defer_embedding_wgrad_compute",
+    "pipeline_model_parallel_layout",
+    "virtual_pipeline_model_parallel_size",
+}
 OF_PLACES = {
     "use_distributed_optimizer": "distributed_optimizer",
     "align_grad_reduce": "aligned",

@@ -1,9 +1,22 @@
-"""Megatron-LM's unedited pretrain_bert.py and pretrain_t5.py on the CPU, on a corpus of random sentences."""
+"""Megatron-LM's unedited pretrain_bert.py, pretrain_t5.py and pretrain_mamba.py on the CPU."""
+
+import os
+from functools import cache
 
 import pytest
 import torch
 
-from testing.pretraining import LAYERS, MICRO_BATCHES, block_flag, megatron_tree, pretrain
+from testing import ROOT
+from testing.pretraining import (
+    DISTRIBUTED_OPTIMIZER,
+    LAYERS,
+    MICRO_BATCHES,
+    PIPELINE,
+    block_flag,
+    megatron_tree,
+    pretrain,
+)
+from testing.pretraining import MODEL as MOCK
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import prepare_process
 
@@ -14,15 +27,39 @@ MODEL = f"""
     --global-batch-size {2 * MICRO_BATCHES} --legacy-tokenizer --tokenizer-type BertWordPieceLowerCase
 """
 SCRIPTS = {
-    "pretrain_bert.py": f"--num-layers {LAYERS} --seq-length 32 --spec local",
-    "pretrain_t5.py": f"--encoder-num-layers {LAYERS} --decoder-num-layers {LAYERS} --encoder-seq-length 32 "
+    "pretrain_bert.py": f"{MODEL} --num-layers {LAYERS} --seq-length 32 --spec local",
+    "pretrain_t5.py": f"{MODEL} --encoder-num-layers {LAYERS} --decoder-num-layers {LAYERS} --encoder-seq-length 32 "
     "--decoder-seq-length 16 --vocab-extra-ids 20",
+    "pretrain_mamba.py": f"{MOCK} --spec testing.mamba_layers stack --hybrid-override-pattern M-M*M-M- "
+    "--mamba-num-groups 2 --mamba-head-dim 32 --mamba-state-dim 8",
 }
+RUNS = {
+    "BERT, P1": ("pretrain_bert.py", 1, 0, "", 4),
+    "BERT, P2": ("pretrain_bert.py", 2, 0, PIPELINE, 2),
+    "BERT, P1 x W2 at stage 1": ("pretrain_bert.py", 2, 1, DISTRIBUTED_OPTIMIZER, 4),
+    "BERT, P1 x W2 at stage 2": ("pretrain_bert.py", 2, 2, "", 4),
+    "BERT, P2 x W2 at stage 3": ("pretrain_bert.py", 4, 3, PIPELINE, 2),
+    "T5": ("pretrain_t5.py", 1, 0, "", 1),
+    "T5, W2 at stage 1": ("pretrain_t5.py", 2, 1, DISTRIBUTED_OPTIMIZER, 1),
+    "T5, W2 at stage 3": ("pretrain_t5.py", 2, 3, "", 1),
+    "Mamba, P2": ("pretrain_mamba.py", 2, 0, PIPELINE, 1),
+    "Mamba, W2 at stage 1": ("pretrain_mamba.py", 2, 1, DISTRIBUTED_OPTIMIZER, 1),
+    "Mamba, P2 x W2 at stage 3": ("pretrain_mamba.py", 4, 3, PIPELINE, 1),
+}
+"""Script, ranks, stage, flags, and chunks per rank."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layers_of_mamba():
+    """Lets the tree import ``testing.mamba_layers``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Returns flags for a corpus and its vocabulary."""
+    """Returns flags for a corpus of random sentences and its vocabulary."""
     megatron_tree()
     folder = tmp_path_factory.mktemp("corpus")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(WORDS))]
@@ -46,38 +83,47 @@ def write_corpus(prefix):
 
 @pytest.fixture(scope="module")
 def stock(corpus, tmp_path_factory):
-    """Returns by script the flags that start a run from the same weights, and the losses without a block."""
-    found = {}
-    for script, flags in SCRIPTS.items():
+    """Returns a function from a script to the flags that start a run from the same weights, and to the losses without
+    a block."""
+
+    @cache
+    def train(script):
         folder = tmp_path_factory.mktemp("start")
-        pretrain(
-            1,
-            f"{flags} {corpus} --save {folder} --save-interval 1 --exit-interval 1",
-            **{"script": script, "model": MODEL},
-        )
-        start = f"{flags} {corpus} --load {folder} --finetune"
-        found[script] = start, pretrain(1, start, script=script, model=MODEL)
-    return found
+        flags = data_of(script, corpus)
+        pretrain(1, f"{flags} --save {folder} --save-interval 1 --exit-interval 1", **of(script))
+        start = f"{flags} --load {folder} --finetune"
+        return start, pretrain(1, start, **of(script))
+
+    return train
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "flags", "chunks"),
-    [
-        ("pretrain_bert.py", 1, "", 4),
-        ("pretrain_bert.py", 2, "--pipeline-model-parallel-size 2", 2),
-        ("pretrain_t5.py", 1, "", 1),
-    ],
-)
-def test_other_models_train_with_a_block_as_without(stock, script, ranks, flags, chunks, tmp_path):
-    start, losses = stock[script]
-    block = block_flag(flags, tmp_path, chunks_per_rank=chunks)
-    ours = pretrain(ranks, f"{start} {flags} {block}", "-m ds_lgamp run", script=script, model=MODEL)
+def data_of(script, corpus):
+    return "" if script == "pretrain_mamba.py" else corpus
+
+
+def of(script):
+    return {"script": script, "model": SCRIPTS[script]}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_other_models_train_with_a_block_as_without(stock, name, tmp_path):
+    script, ranks, stage, flags, chunks = RUNS[name]
+    start, losses = stock(script)
+    block = block_flag(flags, tmp_path, stage, chunks_per_rank=chunks)
+    ours = pretrain(ranks, f"{start} {flags} {block}", "-m ds_lgamp run", **of(script))
     assert ours.training == pytest.approx(losses.training, rel=1e-6)
     assert ours.validation == pytest.approx(losses.validation, rel=1e-6)
 
 
-def test_t5_in_chunks_is_refused_with_a_way_out(corpus, tmp_path):
-    script = "pretrain_t5.py"
-    with pytest.raises(AssertionError, match="ds_lgamp: .* takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"):
-        flags = f"{SCRIPTS[script]} {corpus} {block_flag('', tmp_path, chunks_per_rank=2)}"
-        pretrain(1, flags, "-m ds_lgamp run", script=script, model=MODEL)
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags", "words"),
+    [
+        ("pretrain_t5.py", 1, "", "takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"),
+        ("pretrain_mamba.py", 1, "", "MambaModel takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"),
+        ("pretrain_mamba.py", 2, PIPELINE, "MambaModel takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"),
+    ],
+)
+def test_models_without_chunks_are_refused_with_a_way_out(corpus, script, ranks, flags, words, tmp_path):
+    with pytest.raises(AssertionError, match=f"ds_lgamp: .*{words}"):
+        block = block_flag("", tmp_path, chunks_per_rank=2)
+        pretrain(ranks, f"{data_of(script, corpus)} {flags} {block}", "-m ds_lgamp run", **of(script))

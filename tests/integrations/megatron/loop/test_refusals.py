@@ -5,7 +5,9 @@ from argparse import Namespace
 import pytest
 import torch
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.megatron.loop.arguments import Job
+from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 
@@ -56,6 +58,25 @@ def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_re
     share_embedding(models)
     refuse_unsupported(batch_of(*models))
     assert models[1].shared_embedding_or_output_weight() is models[0].embedding.word_embeddings.weight
+
+
+@pytest.mark.parametrize("cut", [{"virtual": 2}, {"layout": "Ett|tL"}])
+def test_a_model_that_takes_no_vp_stage_is_refused_where_it_would_ignore_the_cut(cut):
+    from megatron.core.models.mamba import MambaModel
+
+    install_schedules(Job(LgampConfig(), 0, {}))
+    try:
+        with pytest.raises(ConfigError, match="MambaModel takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"):
+            MambaModel(cut_as(**cut), None, 8, 8)
+        with pytest.raises(AttributeError, match="attention_backend"):
+            MambaModel(cut_as(), None, 8, 8)
+    finally:
+        uninstall()
+
+
+def cut_as(virtual=None, layout=None):
+    """Returns as much of a TransformerConfig as says how its layers are cut."""
+    return Namespace(virtual_pipeline_model_parallel_size=virtual, pipeline_model_parallel_layout=layout)
 
 
 def model(**attributes):

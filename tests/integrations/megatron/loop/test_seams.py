@@ -9,7 +9,8 @@ from megatron.core.pipeline_parallel import schedules
 
 from ds_lgamp.cli.environment import inspect_environment
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.seams import check_seams, check_training_seams, missing_seams
+from ds_lgamp.integrations.megatron.loop.seams import TESTED, check_seams, check_training_seams, missing_seams
+from ds_lgamp.integrations.megatron.loop.sharded.seams import check_sharding_seams
 
 
 def test_the_installed_version_has_every_seam():
@@ -29,13 +30,23 @@ def test_what_moved_is_named_with_the_version(monkeypatch):
     with pytest.raises(ConfigError) as refusal:
         check_seams()
     assert str(refusal.value) == (
-        f"megatron-core {megatron.core.__version__} lacks {lacks}; ds_lgamp is tested with 0.16.1, install that version"
+        f"megatron-core {megatron.core.__version__} lacks {lacks}; ds_lgamp is tested with {TESTED}; install one"
     )
 
 
 def test_a_schedule_with_another_interface_is_a_seam_that_moved(monkeypatch):
     monkeypatch.setattr(schedules, "forward_backward_no_pipelining", lambda *, forward_step_func, more: None)
     assert missing_seams() == ["the parameters of forward_backward_no_pipelining"]
+
+
+def test_stages_2_and_3_have_seams_of_their_own(monkeypatch):
+    from megatron.core.optimizer import optimizer
+
+    check_sharding_seams()
+    monkeypatch.delattr(optimizer.Float16OptimizerWithFloat16Params, "_copy_main_params_to_model_params")
+    check_seams()
+    with pytest.raises(ConfigError, match="lacks Float16OptimizerWithFloat16Params._copy_main_params_to_model"):
+        check_sharding_seams()
 
 
 def test_without_megatron_it_is_said(monkeypatch):

@@ -1,0 +1,67 @@
+"""Ways to train a GPT whose optimizer state, and mostly parameters too, lie in the memory of the host."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from benchmarks.gpt.contenders import Contender, Layered, StockDeepSpeed
+from benchmarks.gpt.model import Gpt, batch_of, build_optimizer
+from benchmarks.gpt.sizes import GptSize
+from benchmarks.record import OURS
+
+OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
+"""DeepSpeed's keys."""
+IN_MEMORY = f"{OURS}, all on the device"
+
+
+class Fsdp2:
+    """FSDP2 with one group per layer. The sharded weights are in fp32; compute is in bf16.
+
+    Args:
+        size: model and batch.
+        recompute: mode of :class:`Gpt`.
+        device: where to train.
+        offload: whether weights, gradients and optimizer state lie in the memory of the host.
+    """
+
+    def __init__(self, size: GptSize, recompute: str, device: torch.device, offload: bool) -> None:
+        self.batch = batch_of(size, device)
+        with torch.device("cpu") if offload else device:
+            self.model = Gpt(size, recompute).float()
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        shard = partial(
+            fully_shard,
+            mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+            # The mask of the loss stays in fp32.
+            mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy(),
+        )
+        for layer in self.model.layers:
+            shard(layer)
+        shard(self.model)
+        self.optimizer = build_optimizer(self.model.parameters())
+
+    def step(self) -> torch.Tensor:
+        losses = []
+        for tokens, labels in self.batch:
+            loss = self.model(tokens, labels)
+            (loss / len(self.batch)).backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+
+ALL = (OPTIMIZER, PARAMETERS)
+CONTENDERS = (
+    Contender(IN_MEMORY, partial(Layered, stage=3)),
+    Contender(f"{OURS}, all on the host", partial(Layered, stage=3, offload=ALL)),
+    Contender(f"{OURS}, optimizer on the host", partial(Layered, stage=3, offload=[OPTIMIZER])),
+    Contender("DeepSpeed ZeRO-3, all on the host", partial(StockDeepSpeed, stage=3, offload=ALL)),
+    Contender("FSDP2, all on the host", partial(Fsdp2, offload=True)),
+    Contender("FSDP2, all on the device", partial(Fsdp2, offload=False)),
+)
+"""In running order."""

@@ -1,0 +1,26 @@
+"""Tables of docs/offload.md, from recorded runs."""
+
+from benchmarks.bus import RATIO
+from benchmarks.record import Row, read
+from docs.pivot import CONTENDER, by_metric, median, metric, micro_batches, pivot, setting, with_spread
+
+MB = 1e-6
+
+
+def moved() -> str:
+    """MB that every contender loads and stores in a step, by micro-batches."""
+    rows = [row for row in read("offload").rows if row.unit == "bytes"]
+
+    def cell(found: list[Row]) -> str:
+        amounts = {row.metric: row.median * MB for row in found}
+        return f"{amounts['loaded']:.2f} + {amounts['stored']:.2f}"
+
+    return pivot(rows, [CONTENDER], micro_batches, cell)
+
+
+def throttled() -> str:
+    """Milliseconds of a step behind a throttled bus, measured and on the clock."""
+    cells = {"step": with_spread(".0f"), "simulated": median(".0f"), RATIO: median(".2f")}
+    headings = {"step": "step, ms", "simulated": "clock, ms", RATIO: RATIO}
+    keys = [("load, ms", setting("load_ms")), ("micro-batches", setting("micro_batches")), CONTENDER]
+    return pivot(read("bus").rows, keys, metric, by_metric(cells), headings, numbers_from=3)

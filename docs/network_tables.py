@@ -1,0 +1,42 @@
+"""Tables of unlike networks, as Markdown, from recorded runs."""
+
+from collections.abc import Callable, Sequence
+
+from benchmarks import unlike as unlike_networks
+from benchmarks.record import PART, Row, read
+from docs.pivot import CONTENDER, Label, by_metric, median, metric, pivot, setting, with_spread
+from docs.tables import MB
+
+_Cell = Callable[[list[Row]], str]
+_PLACE: list[Label] = [("network", setting(PART)), ("between", setting("between")), ("ranks", setting("order"))]
+_MILLISECONDS = {"step": "step, ms", "clock": "clock, ms"}
+
+
+def unlike() -> str:
+    """Seconds of a step, MB between islands, and both relative to a fast network, on every network in both orders."""
+    cells = {"step": with_spread(".2f"), "bytes between islands": median(".1f", MB)}
+    cells |= dict.fromkeys((unlike_networks.RATIO, unlike_networks.BOUND), median(".2f"))
+    return _table("unlike", _PLACE, cells, {"step": "step, s", "bytes between islands": "MB between islands"})
+
+
+def islands() -> str:
+    """Milliseconds of a step of virtual compute, measured and on the clock, on every network in its orders of ranks."""
+    return _table("islands", _PLACE, _on_clock("step / fast everywhere"), _MILLISECONDS)
+
+
+def speeds() -> str:
+    """Milliseconds of a step with equal work and with work by speed, and on the clock."""
+    keys: list[Label] = [("key", setting("key")), ("speeds", setting("speeds"))]
+    return _table("speeds", keys, _on_clock("step / all busy"), _MILLISECONDS)
+
+
+def _on_clock(ratio: str) -> dict[str, _Cell]:
+    ratios = dict.fromkeys(("step / clock", ratio), median(".2f"))
+    return {"step": with_spread(".0f"), "clock": median(".0f"), **ratios}
+
+
+def _table(name: str, keys: Sequence[Label], cells: dict[str, _Cell], headings: dict[str, str]) -> str:
+    """Returns the rows of a record by ``keys`` and contender, with a column for each metric of ``cells``."""
+    names = {metric: metric for metric in cells} | headings
+    by = [*keys, CONTENDER]
+    return pivot(read(name).rows, by, metric, by_metric(cells), names, numbers_from=len(by))

@@ -1,0 +1,79 @@
+"""``ds_lgamp plan --calibrate``: measures this machine and writes its cluster file."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.quantity import with_unit
+from ds_lgamp.runtime.calibrate import Calibration, calibrate
+
+
+def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
+    """Measures, and writes ``path``. Rank 0 writes and prints. Returns the exit status.
+
+    Under torchrun, all ranks measure links too. What cannot be measured stays as the file has it; a new file gets the
+    links of the ready cluster a100, and standard error says which ones to correct.
+
+    Raises ValueError if the file exists and is no cluster file.
+    """
+    accelerator = get_accelerator()
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(accelerator.device_name(int(os.environ.get("LOCAL_RANK", 0))))
+    if device.type != "cpu":
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if ranks > 1:
+        dist.init_process_group(accelerator.communication_backend_name() if device.type != "cpu" else "gloo")
+    found = calibrate(device)
+    if rank == 0:
+        text = merged(_existing(path), found)
+        path.write_text(json.dumps(text, indent=2) + "\n")
+        output.write(json.dumps(text) + "\n" if as_json else f"{path}:\n{json.dumps(text, indent=2)}\n")
+    if ranks > 1:
+        dist.destroy_process_group()
+    return 0
+
+
+def merged(text: dict[str, Any], found: Calibration) -> dict[str, Any]:
+    """Returns the cluster file ``text`` with what was ``found`` in place of what it said."""
+    text = {"name": "measured", **text}
+    text["nodes"], text["gpus_per_node"] = max(found.nodes, text.get("nodes", 1)), found.ranks_per_node
+    text["peak"] = with_unit(found.flops, "FLOP/s")
+    text["memory"] = with_unit(found.memory, "B")
+    text["memory_bandwidth"] = with_unit(found.memory_bandwidth, "B/s")
+    assumed = named_cluster("a100")
+    for name, link in (("inside", found.inside), ("between", found.between)):
+        if link is not None:
+            text[name] = {**text.get(name, {}), **_link(link.bandwidth, link.latency)}
+        elif name not in text:
+            ready = getattr(assumed, name)
+            text[name] = _link(ready.bandwidth, ready.latency)
+            print(f"{name} was not measured: the file has that of {assumed.name}; correct it", file=sys.stderr)
+    # The rates above were reached, so nothing remains to be lost but what small products lose.
+    reached = {"matmul": 1.0, "memory": 1.0, "between": 1.0, "dimension": round(found.half_size, 1)}
+    if found.gather_inside is not None:
+        reached["inside"] = round(min(1.0, found.gather_inside), 3)
+    text["efficiency"] = {**text.get("efficiency", {}), **reached}
+    return text
+
+
+def _link(bandwidth: float, latency: float) -> dict[str, str]:
+    return {"bandwidth": with_unit(bandwidth, "B/s"), "latency": with_unit(latency, "s")}
+
+
+def _existing(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--cluster is '{path}', which is no JSON ({error}); name another file") from error
+    if not isinstance(text, dict):
+        raise ValueError(f"--cluster is '{path}', which holds no JSON object; name another file")
+    return text

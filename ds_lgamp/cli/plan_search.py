@@ -1,0 +1,173 @@
+"""``ds_lgamp plan --model ... --cluster ... --batch-size ...``: the ranked table, its reasons, and files made of it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.exact import exact_seconds, is_quick
+from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.network_need import bandwidth_needed
+from ds_lgamp.planner.quantity import with_unit
+from ds_lgamp.planner.reasons import reasons
+from ds_lgamp.planner.search import Plan, describe, search
+from ds_lgamp.planner.write import why_not, write
+
+DAY = 86400
+LOSS = 0.05
+"""Of the bandwidth that is told: how much longer a step may take than on an unlimited network."""
+
+
+def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, output: TextIO) -> int:
+    """Prints the best plans, and writes what the options ask for. Returns the exit status.
+
+    Raises ValueError, with a sentence, if nothing fits.
+    """
+    plans = search(model, cluster, options.batch_size, options.objective, options.top)
+    if options.json:
+        json.dump(as_json(model, cluster, plans, options.tokens), output)
+        output.write("\n")
+    else:
+        print_table(model, cluster, plans, options.tokens, output)
+    if options.plot is not None:
+        from ds_lgamp.cli.plan_plot import plot
+
+        plot(model, cluster, plans, options.plot)
+    if options.write is not None:
+        written = write_best(model, cluster, plans, options.write)
+        print(
+            f"{options.write} has ds_config.json and launch.sh of: {describe(written.configuration)}", file=sys.stderr
+        )
+    return 0
+
+
+def days_of(plan: Plan, model: Model, tokens: float | None) -> float | None:
+    """Returns the days that ``tokens`` take; None if their number is unknown."""
+    if tokens is None:
+        return None
+    steps = tokens / (plan.configuration.sequences * model.sequence_length)
+    return steps * plan.prediction.seconds / DAY
+
+
+def dollars_of(plan: Plan, model: Model, tokens: float | None) -> float | None:
+    """Returns the price of ``tokens``, or of a step if their number is unknown; None without a price."""
+    if plan.dollars is None or tokens is None:
+        return plan.dollars
+    return plan.dollars * tokens / (plan.configuration.sequences * model.sequence_length)
+
+
+def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None) -> dict[str, Any]:
+    """Returns what the table tells, with numbers in seconds, bytes and dollars."""
+    best = plans[0].configuration
+    return {
+        "model": {"name": model.name, "parameters": model.parameters},
+        "cluster": {"name": cluster.name, "gpus": cluster.gpus},
+        "plans": [
+            {
+                "method": plan.method,
+                **asdict(plan.configuration),
+                "seconds": plan.prediction.seconds,
+                "parts_seconds": plan.prediction.parts,
+                "mfu": plan.prediction.mfu,
+                "memory_bytes": plan.memory._asdict(),
+                "memory_bytes_total": plan.memory.total,
+                "fits_with_bytes_to_spare": cluster.memory - plan.memory.total,
+                "host_bytes_to_spare": cluster.host.memory - plan.memory.host,
+                "days": days_of(plan, model, tokens),
+                "dollars": dollars_of(plan, model, tokens),
+            }
+            for plan in plans
+        ],
+        "exact_seconds": exact_seconds(model, cluster, best) if is_quick(best) else None,
+        "bandwidth_needed_bytes_per_second": bandwidth_needed(model, cluster, best, LOSS),
+        "reasons": reasons(plans),
+    }
+
+
+def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None, output: TextIO) -> None:
+    """Prints the plans as a table, and the sentences about the best one."""
+    table = Table(box=SIMPLE, title=title(model, cluster, plans[0]), title_justify="left")
+    heads = ["method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step", "MFU", "bubble", "network", "GPU"]
+    shows_host = any(plan.memory.host for plan in plans)
+    heads += ["host"] if shows_host else []
+    for head in [*heads, *(["days"] if tokens else []), *(["cost"] if plans[0].dollars is not None else [])]:
+        table.add_column(head, justify="left" if head == "method" else "right")
+    for plan in plans:
+        table.add_row(*cells(plan, model, tokens, shows_host))
+    console = Console(file=output, width=None if output.isatty() else 140, highlight=False)
+    console.print(table)
+    for sentence in reasons(plans):
+        console.print(sentence)
+    needed = bandwidth_needed(model, cluster, plans[0].configuration, LOSS)
+    if needed is not None:
+        console.print(
+            f"A step takes {LOSS:.0%} longer than on an unlimited network if a network card carries "
+            f"{with_unit(needed * 8, 'bit/s')}; {cluster.name} has {with_unit(cluster.between.bandwidth * 8, 'bit/s')}."
+        )
+    best = plans[0].configuration
+    if is_quick(best):
+        console.print(f"Run action by action on the clock, it takes {exact_seconds(model, cluster, best):.4g} s.")
+    console.print(
+        "chunks: per rank (resident); batch: micro-batches x sequences, by group; network: exposed share of the step; "
+        "GPU: memory per GPU" + ("; host: memory on the host for each GPU." if shows_host else ".")
+    )
+
+
+def title(model: Model, cluster: Cluster, best: Plan) -> str:
+    return (
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, on {best.configuration.gpus} of "
+        f"{cluster.gpus} GPUs of {cluster.name}, {best.configuration.sequences} sequences of {model.sequence_length} "
+        "tokens per step"
+    )
+
+
+def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = False) -> list[str]:
+    """Returns the cells of a row."""
+    of, told = plan.configuration, plan.prediction
+    parts = told.parts
+    network = sum(parts[name] for name in ("tensor_parallel", "messages", "data_parallel", "gathers"))
+    days, dollars = days_of(plan, model, tokens), dollars_of(plan, model, tokens)
+    chunks = "-" if of.micro_batch_outer else str(of.chunks_per_rank)
+    if of.zero_stage == 3 and not of.micro_batch_outer:
+        chunks += f" ({min(of.resident_chunks, of.chunks_per_rank)})"
+    return [
+        plan.method,
+        str(of.data_ranks),
+        str(of.pipeline_ranks),
+        str(of.tensor_ranks),
+        chunks,
+        f"{of.micro_batches} x {of.micro_batch}" + (f" by {of.group}" if of.group < of.micro_batches else ""),
+        str(of.zero_stage),
+        of.recompute,
+        f"{told.seconds:.3g} s",
+        f"{told.mfu:.1%}",
+        f"{told.bubble / told.seconds:.1%}",
+        f"{network / told.seconds:.1%}",
+        f"{plan.memory.total / 1e9:.3g} GB",
+        *([f"{plan.memory.host / 1e9:.3g} GB" if plan.memory.host else "-"] if shows_host else []),
+        *([] if days is None else [f"{days:.3g}"]),
+        *([] if dollars is None else [f"${dollars:,.4g}"]),
+    ]
+
+
+def write_best(model: Model, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> Plan:
+    """Writes the files of the first plan that a script can run into ``folder``, and returns it.
+
+    Raises ValueError with the first reason if no plan can be written.
+    """
+    complaints = []
+    for plan in plans:
+        complaint = why_not(model, plan.configuration)
+        if complaint is None:
+            write(model, plan.configuration, cluster, folder)
+            return plan
+        complaints.append(complaint)
+    raise ValueError(f"--write finds no plan that a script can run: {complaints[0]}")

@@ -1,0 +1,35 @@
+"""``ds_lgamp plan --model ... --law ...``: the shortest training by method."""
+
+import json
+from dataclasses import asdict
+from typing import TextIO
+
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.scaling import critical_batch
+from ds_lgamp.planner.search import describe
+from ds_lgamp.planner.shortest import BUSY, shortest
+
+
+def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool, output: TextIO) -> int:
+    """Prints the shortest training of each method. Returns the exit status. Raises ValueError if none is possible."""
+    found = shortest(model, cluster, tokens, law)
+    if not found:
+        raise ValueError(f"{model.name} does not fit {cluster.name} with any layout at its critical batch")
+    batch = critical_batch(model, law)
+    if as_json:
+        rows = {
+            name: {"days": entry.days, "gpus": entry.plan.configuration.gpus, **asdict(entry.plan.configuration)}
+            for name, entry in found.items()
+        }
+        json.dump({"critical_batch": batch, "methods": rows}, output)
+        output.write("\n")
+        return 0
+    output.write(
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {tokens:g} tokens: critical batch {batch} "
+        f"sequences ({law}); at least {BUSY:.0%} of all GPUs' time is compute.\n"
+    )
+    for entry in sorted(found.values(), key=lambda entry: entry.days):
+        of = entry.plan.configuration
+        output.write(f"{entry.days:8.3g} days on {of.gpus:,} GPUs: {describe(of)}\n")
+    return 0

@@ -1,0 +1,187 @@
+"""``ds_lgamp run --cluster``: puts the right processes together before a script starts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.cost.assignment import Assignment, Demand
+from ds_lgamp.integrations.ending import failures_end_the_process
+from ds_lgamp.integrations.transports import install_transports
+from ds_lgamp.planner.assign import as_launched, assign, ranked
+from ds_lgamp.planner.demand import megatron_demand
+from ds_lgamp.planner.exposed import Exposed, exposed
+from ds_lgamp.planner.islands import IslandCluster, read_islands
+from ds_lgamp.planner.presence import Presence, places_of
+from ds_lgamp.runtime import transport
+from ds_lgamp.runtime.before_init import Launch, interfaces, launcher_hosts_store, node_name, node_number
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import ProgramSpec
+
+if TYPE_CHECKING:
+    # DeepSpeed, which this imports, is imported late: it may be missing, and takes seconds.
+    from ds_lgamp.integrations.deepspeed.explain.assigned import LaidOut
+
+_OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_")
+"""How the names of a launcher's variables begin. A dry run is started without them."""
+_DRY_RUN = timedelta(hours=1)
+
+
+def place_ranks(path: str, demand_of: Callable[[Launch], Demand]) -> None:
+    """Gives this process its rank and its networks, as :func:`assigned` chooses them. An error ends the process."""
+    with failures_end_the_process():
+        transport.use(assigned(path, demand_of))
+        # Never closed: the process keeps its networks until it ends.
+        install_transports(ExitStack())
+
+
+def assigned(path: str, demand_of: Callable[[Launch], Demand]) -> Assignment:
+    """Chooses the rank of this process, and sets ``RANK`` before anything is initialised. Collective over all processes
+    of the job; every one raises the same ConfigError.
+
+    Args:
+        path: the cluster file.
+        demand_of: returns what a step of the job sends, the same in every process; may raise ValueError in all of them.
+    """
+    try:
+        cluster = read_islands(path)
+        launch = Launch()
+        own = Presence(node_name(), node_number(), launch.gpu, tuple(interfaces()))
+        places = places_of(cluster, [Presence(*json.loads(text)) for text in launch.everyone(json.dumps(own))])
+        demand = demand_of(launch)
+        # The process that hosts the store stays rank 0, because the others look for the store there.
+        assignment = assign(cluster, demand, None if launcher_hosts_store() else places[0])
+    except ValueError as error:
+        raise ConfigError(f"--cluster is {path}: {error}") from None
+    place = places[launch.rank]
+    rank = assignment.rank_of[place]
+    os.environ["RANK"] = str(rank)
+    if "ROLE_RANK" in os.environ:
+        os.environ["ROLE_RANK"] = str(rank)
+    for name, value in _environment(cluster, place.island).items():
+        os.environ.setdefault(name, value)
+    if rank == 0:
+        seconds = [sum(each.seconds.values()) for each in (assignment, as_launched(cluster, demand, places))]
+        print(
+            f"ds_lgamp: {assignment.order}. Its messages take {seconds[0]:.3g} s per step, {seconds[1]:.3g} s in the "
+            "launcher's order",
+            file=sys.stderr,
+        )
+    return assignment
+
+
+def dry_run(script: str, arguments: Sequence[str], explained: Path | None, launch: Launch) -> Demand:
+    """Returns what the step of a DeepSpeed script sends. Rank 0 runs ``--explain`` for that, unless ``explained`` is
+    what it printed before."""
+
+    def facts() -> str:
+        if explained is not None:
+            return _text_of(explained)
+        return _explained(script, arguments, launch.ranks)
+
+    try:
+        return demand_of(json.loads(launch.from_first(facts, _DRY_RUN)))
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError("--explained is not what ds_lgamp run --explain --json prints; write it anew") from None
+
+
+def of_flags(arguments: Sequence[str], config: str, launch: Launch) -> Demand:
+    """Returns what the step of a Megatron-LM script with the configuration file ``config`` sends."""
+    block = json.loads(_text_of(Path(config))).get(BLOCK) or {}
+    return megatron_demand(arguments, block, launch.ranks)
+
+
+def demand_of(facts: Mapping[str, Any]) -> Demand:
+    """Returns what the step sends of which ``--explain --json`` prints ``facts``. Messages of unknown size count as
+    none."""
+    ranks, hierarchy = facts["ranks"], _hierarchy(facts)
+    return Demand(
+        facts["pipeline_ranks"],
+        facts["data_ranks"],
+        facts["tensor_ranks"],
+        tuple(rank["collective_bytes_sent"] for rank in ranks),
+        tuple(rank["hop_bytes"] or 0 for rank in ranks),
+        hierarchy=hierarchy,
+        peer_bytes=() if hierarchy is None else tuple(rank["bytes_between_nodes"] for rank in ranks),
+        micro_batch_shares=tuple(facts["micro_batch_shares"]),
+    )
+
+
+def _hierarchy(facts: Mapping[str, Any]) -> Hierarchy | None:
+    return None if facts["hierarchy"] is None else Hierarchy(**facts["hierarchy"])
+
+
+def laid_out_on(path: str, facts: Mapping[str, Any]) -> "LaidOut":
+    """Returns how ranks would be laid out on the cluster file ``path``. Raises ConfigError if they cannot be."""
+    from ds_lgamp.integrations.deepspeed.explain.assigned import LaidOut, OtherOrder
+
+    try:
+        cluster = read_islands(path)
+        demand = demand_of(facts)
+        chosen, *others = ranked(cluster, demand)
+        launched = as_launched(cluster, demand, cluster.slots)
+        times = _exposed(cluster, chosen, demand, facts)
+    except ValueError as error:
+        raise ConfigError(f"--cluster is {path}: {error}") from None
+    return LaidOut(
+        cluster.name,
+        [island.name for island in cluster.islands],
+        demand,
+        all(rank["hop_bytes"] is not None for rank in facts["ranks"]),
+        chosen,
+        [OtherOrder(other.order, sum(other.seconds.values())) for other in (*others, launched)],
+        times.network,
+        times.step,
+        times.exposed,
+    )
+
+
+def _exposed(cluster: IslandCluster, assignment: Assignment, demand: Demand, facts: Mapping[str, Any]) -> Exposed:
+    """Returns what the clock says of the program that ``facts`` describe."""
+    owned = {chunk["chunk"]: (rank["pipeline_rank"], chunk) for rank in facts["ranks"] for chunk in rank["chunks"]}
+    chunks = [owned[number] for number in range(facts["chunks"])]
+    spec = ProgramSpec(
+        placement=tuple(rank for rank, _ in chunks),
+        schedule=facts["schedule"],
+        micro_batches=facts["micro_batches"],
+        micro_batch_group=facts["micro_batch_group"],
+        zero_stage=facts["zero_stage"],
+        resident_chunks=facts["resident_chunks"],
+        defers_gathers=facts["defers_gathers"],
+        updates=facts["updates"],
+        hierarchy=demand.hierarchy,
+    )
+    parameters, flops = ([chunk[name] for _, chunk in chunks] for name in ("parameters", "forward_flops"))
+    return exposed(cluster, assignment, demand, spec, parameters, flops, facts["recompute"] == "full")
+
+
+def _environment(cluster: IslandCluster, island: int) -> dict[str, str]:
+    """Returns the variables of a node of ``island``. They hold for the whole process; groups choose networks by
+    options."""
+    outside = cluster.outside(island).interface
+    sockets = {} if outside is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", transport.GLOO_INTERFACE), outside)
+    return {**sockets, **cluster.islands[island].environment}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _explained(script: str, arguments: Sequence[str], ranks: int) -> str:
+    """Returns the JSON of a dry run. Raises ValueError with the last line of one that fails."""
+    words = ["-m", "ds_lgamp", "run", "--explain", "--json", "--ranks", str(ranks), script, *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHER)}
+    dry = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    if dry.returncode:
+        last = (dry.stderr.strip().splitlines() or ["without a word"])[-1]
+        raise ValueError(f"the dry run that counts what the script sends failed: {last}")
+    return dry.stdout

@@ -1,0 +1,324 @@
+"""Predicts the memory of parameters, gradients and updates on a pipeline rank by following its program. ``memory.py``
+has the formula."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_lgamp.cost.ledger import Ledger
+from ds_lgamp.cost.storage import part_size
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
+
+_MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
+
+    parameters: int
+    """Elements that its parameters take in its storage, each rounded up by ``storage.aligned``."""
+    trainable: int
+    """How many of these elements the optimizer owns."""
+    chunks: tuple[int, ...]
+    """The chunks of the rank that use the unit; one unless the module is tied."""
+    tied: bool = False
+    copies: int = 1
+    """How many pipeline ranks hold the tied module and sum their gradients."""
+    frozen: bool = False
+    """Whether no parameter has a gradient."""
+
+    def parts(self, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None = None) -> int:
+        """Returns how many equal parts the unit is cut into."""
+        if hierarchy is not None and (hierarchy.replicated or self.frozen):
+            return hierarchy.node_ranks
+        return data_ranks if zero_stage > 0 else 1
+
+    def part(self, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None = None) -> int:
+        """Returns the elements of one part, including padding."""
+        return part_size(self.parameters, data_ranks) * (data_ranks // self.parts(zero_stage, data_ranks, hierarchy))
+
+    def kept(self, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None = None) -> int:
+        """Returns the elements whose weights a rank keeps between steps."""
+        sharers = data_ranks if hierarchy is None else hierarchy.node_ranks
+        return part_size(self.parameters, data_ranks) * data_ranks // (sharers if zero_stage == 3 else 1)
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes per element."""
+
+    weights: int = 4
+    gradients: int = 4
+    """Gradients while they accumulate."""
+    optimizer: int | None = 0
+    """Optimizer state, without master weights; None if unknown."""
+    update: int | None = 0
+    """Temporary memory of the optimizer, per element it updates at once; None if unknown."""
+    updates_together: bool = False
+    """Whether the optimizer updates all elements at once (torch's ``foreach``) or one unit after another."""
+    communication: int | None = None
+    """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
+
+    @property
+    def master(self) -> int:
+        """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
+        return max(self.weights, _MASTER_BYTES)
+
+    @property
+    def travelling(self) -> int:
+        """Gradients while they are reduced."""
+        return self.gradients if self.communication is None else self.communication
+
+
+class StateWalk:
+    """Takes and frees in a ledger what ``ZeroPartition`` takes and frees in memory."""
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        units: Sequence[UnitSize],
+        zero_stage: int,
+        data_ranks: int,
+        size: ElementBytes,
+        all_to_all: bool,
+        in_rank_order: bool,
+        hierarchy: Hierarchy | None,
+        ledger: Ledger,
+        step: int | None = None,
+    ) -> None:
+        self.units = [HeldUnit(unit, zero_stage, data_ranks, hierarchy) for unit in units]
+        self.training = [unit for unit in self.units if not unit.size.frozen]
+        self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
+        self.partitioned = zero_stage > 0 and data_ranks > 1
+        self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
+        # One data-parallel rank alone sends no gradients.
+        self.size = size if data_ranks > 1 else replace(size, communication=None)
+        self.zero_stage, self.all_to_all, self.ledger = zero_stage, all_to_all, ledger
+        self.in_rank_order = in_rank_order
+        self.nodes = 1 if hierarchy is None else hierarchy.nodes(data_ranks)
+        self.reducing: dict[int, list[HeldUnit]] = {}
+        """Units under reduction, by the chunk whose REDUCE launched it."""
+        self.combining: dict[int, list[HeldUnit]] = {}
+        """The same units, once the reduction inside their nodes is over."""
+        self.take_gradients()
+        self.of_step = step
+        """Temporary memory of an optimizer that steps on all units together; None for others."""
+        self.postpones = _postpones(actions)
+        if self.postpones:
+            for unit in self.training:
+                unit.postponed = True
+                ledger.take("gradients", self.finished(unit))
+
+    def take_gradients(self) -> None:
+        """Takes the gradients that a rank holds all the time."""
+        if not self.partitioned:
+            for unit in self.training:
+                self.ledger.take("gradients", self.size.gradients * unit.part)
+
+    def follow(self, action: Action) -> None:
+        using = self.using.get(action.chunk, [])
+        if action.kind is Kind.GATHER:
+            self.gather(using, action.chunk)
+        elif action.kind is Kind.RELEASE:
+            self.release(using, action.chunk)
+        elif action.kind is Kind.BACKWARD:
+            self.begin_backward(using)
+        elif action.kind is Kind.REDUCE:
+            self.reducing[action.chunk] = self.reduce(using)
+        elif action.kind is Kind.WAIT_REDUCE:
+            self.combining[action.chunk] = self.reducing.pop(action.chunk)
+            for unit in self.combining[action.chunk]:
+                self.finish_reduction(unit)
+        elif action.kind is Kind.COMBINE:
+            for unit in self.combining[action.chunk]:
+                self.combine(unit)
+        elif action.kind is Kind.WAIT_COMBINE:
+            for unit in self.combining[action.chunk]:
+                self.finish_combination(unit)
+        elif action.kind is Kind.UPDATE:
+            for unit in using:
+                if unit.postponed or (unit in self.training and unit.is_alone and not self.postpones):
+                    self.update_alone(unit)
+        elif action.kind is Kind.STEP:
+            self.step()
+
+    def gather(self, units: Sequence["HeldUnit"], chunk: int) -> None:
+        for unit in units:
+            if not unit.holders and self.partitioned and self.zero_stage == 3:
+                self.ledger.take("resident", self.size.weights * unit.full)
+            unit.holders.add(chunk)
+
+    def release(self, units: Sequence["HeldUnit"], chunk: int) -> None:
+        for unit in units:
+            unit.holders.discard(chunk)
+            if not unit.holders and self.partitioned and self.zero_stage == 3:
+                self.ledger.free("resident", self.size.weights * unit.full)
+
+    def begin_backward(self, units: Sequence["HeldUnit"]) -> None:
+        if not self.partitioned:
+            return
+        beginning = [unit for unit in units if not unit.size.frozen and not unit.accumulating]
+        for unit in beginning:
+            # The program waits for this chunk's REDUCE only. Another chunk's REDUCE may still reduce a tied unit.
+            self.finish_reduction(unit)
+            self.combine(unit)
+            self.finish_combination(unit)
+        for unit in beginning:
+            self.ledger.take("buffers", self.size.gradients * unit.full)
+            unit.accumulating = True
+
+    def reduce(self, units: Sequence["HeldUnit"]) -> list["HeldUnit"]:
+        """Starts the reduction of each unit whose last user is done. Returns the units whose reduction must be
+        finished."""
+        done = []
+        for unit in units:
+            if unit.size.frozen:
+                continue
+            unit.users_done += 1
+            if unit.users_done == len(unit.size.chunks):
+                unit.users_done = 0
+                if self.size.communication is not None:
+                    kind = "buffers" if self.partitioned else "gradients"
+                    self.ledger.take(kind, self.size.communication * unit.full)
+                if self.receives:
+                    self.start_reduction(unit)
+                    done.append(unit)
+        return done
+
+    def start_reduction(self, unit: "HeldUnit") -> None:
+        unit.accumulating, unit.reducing = False, True
+        if self.size.communication is not None and self.partitioned:
+            self.ledger.free("buffers", self.size.gradients * unit.full)
+        self.ledger.take("buffers", self.received(unit))
+
+    def received(self, unit: "HeldUnit") -> int:
+        """Returns the bytes that the reduction of ``unit`` receives."""
+        return self.size.travelling * (unit.full if self.all_to_all else unit.kept)
+
+    def finish_reduction(self, unit: "HeldUnit") -> None:
+        if not unit.reducing:
+            return
+        unit.reducing = False
+        done_with = self.received(unit)
+        if not self.partitioned:
+            self.ledger.pass_by("buffers", self.size.travelling * unit.full // self.data_ranks)
+            self.ledger.free("buffers", done_with)
+            return
+        done_with += self.size.travelling * unit.full
+        summed = self.size.master * unit.kept
+        if self.all_to_all or self.size.travelling != self.size.master:
+            self.ledger.take("buffers", summed)
+            done_with += summed
+        if self.nodes == 1:
+            self.ledger.free("buffers", done_with)
+            self.add(unit)
+        else:
+            self.ledger.free("buffers", done_with - summed)
+            unit.node_sum = summed
+
+    def combine(self, unit: "HeldUnit") -> None:
+        """Starts to combine the node's sum with those of other nodes."""
+        if not unit.node_sum:
+            return
+        travelling = self.size.travelling * unit.kept
+        if self.size.travelling != self.size.master:
+            self.ledger.take("buffers", travelling)
+            self.ledger.free("buffers", unit.node_sum)
+        unit.node_sum = 0
+        replicated = unit.part == unit.kept
+        received = self.size.travelling * (unit.kept if self.all_to_all else unit.part)
+        unit.combining = travelling + (received if not replicated or self.in_rank_order else 0)
+        self.ledger.take("buffers", unit.combining - travelling)
+
+    def finish_combination(self, unit: "HeldUnit") -> None:
+        if not unit.combining:
+            return
+        replicated = unit.part == unit.kept
+        if replicated and self.in_rank_order:
+            self.ledger.pass_by("buffers", self.size.travelling * unit.kept // self.nodes)
+        if self.size.travelling != self.size.master or (self.all_to_all and not replicated):
+            self.ledger.pass_by("buffers", self.size.master * unit.part)
+        self.ledger.free("buffers", unit.combining)
+        unit.combining = 0
+        self.add(unit)
+
+    def add(self, unit: "HeldUnit") -> None:
+        """Adds what was reduced to the gradient of the shard."""
+        if not unit.reduced:
+            # Later groups add their gradients to this one.
+            self.ledger.take("gradients", self.size.master * unit.part)
+        unit.reduced = True
+
+    def finish_gradient(self, unit: "HeldUnit") -> None:
+        """Converts the gradient to the type of the master weights."""
+        if not self.partitioned and self.size.travelling != self.size.master:
+            self.ledger.take("gradients", self.finished(unit))
+            self.ledger.free("gradients", (self.size.communication or 0) * unit.part)
+
+    def finished(self, unit: "HeldUnit") -> int:
+        """Returns the bytes of a gradient that the optimizer reads, if it does not lie where it accumulated."""
+        size = self.size
+        lies_apart = self.partitioned or size.communication is not None or size.gradients != size.master
+        return size.master * unit.part if lies_apart else 0
+
+    def update_alone(self, unit: "HeldUnit") -> None:
+        """Updates ``unit`` and frees its gradient."""
+        if not unit.postponed:
+            self.finish_gradient(unit)
+            unit.updated = True
+        unit.postponed = False
+        self.update([unit])
+        self.ledger.free("gradients", self.finished(unit))
+
+    def update(self, units: Sequence["HeldUnit"]) -> None:
+        owned = [min(unit.part, unit.size.trainable) for unit in units]
+        at_once = sum(owned) if self.size.updates_together else max(owned, default=0)
+        self.ledger.pass_by("update", (self.size.update or 0) * at_once if self.of_step is None else self.of_step)
+
+    def step(self) -> None:
+        units = [unit for unit in self.training if not unit.updated]
+        # Tied units are summed last, one after another.
+        for unit in sorted(units, key=lambda unit: unit.size.tied):
+            self.finish_gradient(unit)
+            if unit.size.copies > 1:
+                self.ledger.pass_by("copies", self.size.master * unit.part * unit.size.copies)
+        if not self.postpones:
+            self.update(units)
+
+
+class HeldUnit:
+    """A unit and its state at the current action of its rank."""
+
+    def __init__(self, size: UnitSize, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None) -> None:
+        self.size = size
+        self.part = size.part(zero_stage, data_ranks, hierarchy)
+        self.full = self.part * size.parts(zero_stage, data_ranks, hierarchy)
+        self.kept = self.full // (data_ranks if hierarchy is None else hierarchy.node_ranks)
+        self.holders: set[int] = set()
+        self.users_done = 0
+        self.accumulating = False
+        self.reducing = False
+        """Whether its reduction is under way."""
+        self.is_alone = size.copies == 1 and len(size.chunks) == 1
+        """Whether one chunk uses it, here and on other ranks."""
+        self.postponed = False
+        """Whether the step before left its update to this one."""
+        self.updated = False
+        """Whether it was updated ahead of the step."""
+        self.node_sum = self.combining = 0
+        """Bytes of what the node has summed up, and of what is under way between nodes."""
+        self.reduced = False
+        self.loaded = False
+        """Whether the weights that the host sent lie on the device: until the gather is over or, with one data-parallel
+        rank, until they are released."""
+
+
+def _postpones(actions: Sequence[Action]) -> bool:
+    """Whether updates of the step before stand ahead of the forwards."""
+    kinds = (action.kind for action in actions if action.kind in (Kind.UPDATE, Kind.FORWARD))
+    return next(kinds, None) is Kind.UPDATE
+
+
+def _chunks(units: Sequence[UnitSize]) -> set[int]:
+    return {chunk for unit in units for chunk in unit.chunks}

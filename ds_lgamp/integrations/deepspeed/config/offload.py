@@ -1,0 +1,131 @@
+"""Offloading, as ds_config.json asks for it: ``offload_optimizer`` and ``offload_param`` of ``zero_optimization``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import FusedAdam
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.cost.disk import OnDisk
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import check_updates_alone, choose_optimizer, kernels_of
+from ds_lgamp.integrations.deepspeed.config.shard_keys import active
+from ds_lgamp.schedule.offload import Offload
+
+_OPTIMIZER, _PARAMETERS = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
+
+
+def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
+    """Returns what a DeepSpeedConfig leaves to the host; None if everything stays on the device.
+
+    Raises ConfigError for stages and shards that cannot be offloaded, and for parameters on the host without the
+    optimizer.
+
+    Args:
+        given: ds_config.json, as the user wrote it.
+    """
+    zero = config.zero_config
+    optimizer, parameters = _is_on_host(zero.offload_optimizer), _is_on_host(zero.offload_param)
+    stage = int(zero.stage)
+    if parameters and stage < 3:
+        raise ConfigError(
+            f"{_said(config, _PARAMETERS)}, but zero_optimization.stage is {stage}; use stage 3, or remove it"
+        )
+    if parameters and not optimizer:
+        raise ConfigError(
+            f"{_said(config, _PARAMETERS)}, but {_OPTIMIZER} is 'none'; set that to 'cpu' or 'nvme' too, or remove both"
+        )
+    if not optimizer:
+        return None
+    if stage == 0:
+        raise ConfigError(
+            f"{_said(config, _OPTIMIZER)}, but zero_optimization.stage is 0; use stage 1, 2 or 3, or remove it"
+        )
+    shards = active(given)
+    if stage == 3 and shards:
+        name, ranks = next(iter(shards.items()))
+        raise ConfigError(
+            f"{_said(config, _OPTIMIZER)} and zero_optimization.{name} is {ranks}, but shards of nodes stay on the "
+            "device; remove one of them"
+        )
+    return Offload(parameters)
+
+
+def on_disk_of(config: Any, settings: LgampConfig) -> OnDisk:
+    """Returns what of the host's part a DeepSpeedConfig and the block leave to a disk."""
+    zero = config.zero_config
+    inputs = settings.offload_activations == "nvme"
+    return OnDisk(_is_on_disk(zero.offload_optimizer), _is_on_disk(zero.offload_param), inputs)
+
+
+def disk_path(config: Any, settings: LgampConfig) -> tuple[str, Path] | None:
+    """Returns the folder of what lies on a disk, and the key that names it; None if nothing does.
+
+    Raises ConfigError if no key names one, or if two name different ones.
+    """
+    zero = config.zero_config
+    users = {key: getattr(zero, key.split(".")[1]) for key in (_OPTIMIZER, _PARAMETERS)}
+    named = {f"zero_optimization.{key.split('.')[1]}.nvme_path": users[key] for key in users if _is_on_disk(users[key])}
+    paths = {key: section.nvme_path for key, section in named.items()}
+    if settings.offload_activations == "nvme":
+        block = settings.nvme_path
+        if block is not None or not named:
+            paths[f"{BLOCK}.nvme_path"] = None if block is None else Path(block)
+    if not paths:
+        return None
+    for key, path in paths.items():
+        if path is None:
+            user = f"{BLOCK}.offload_activations" if key.startswith(BLOCK) else f"{key.rpartition('.')[0]}.device"
+            raise ConfigError(f"{user} is 'nvme', but {key} is missing; write a folder on the disk")
+    (key, path), *others = paths.items()
+    for other, second in others:
+        if second != path:
+            raise ConfigError(f"{key} is {str(path)!r} and {other} is {str(second)!r}; write one folder for both")
+    return key, path
+
+
+def device_of_updates(config: Any) -> torch.device:
+    """Returns where the optimizer of a DeepSpeedConfig updates."""
+    on_host = _is_on_host(config.zero_config.offload_optimizer)
+    return torch.device("cpu" if on_host else get_accelerator().current_device_name())
+
+
+def refuse_offloaded_optimizer(config: Any, optimizer: Any) -> None:
+    """Raises ConfigError if the host's thread cannot update one chunk after another with this optimizer. What a
+    function makes is checked when it is made.
+
+    Args:
+        optimizer: what the user passed as such; None if ds_config.json names it.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_offloaded(config, type(optimizer))
+    elif optimizer is None:
+        device = device_of_updates(config)
+        choice = choose_optimizer(config.optimizer_name, config.optimizer_params or {}, device, kernels_of(device))
+        check_offloaded(config, choice.kind)
+        if choice.kind is FusedAdam and get_accelerator().device_name() != device.type:
+            raise ConfigError(
+                "optimizer.params.bias_correction is False, for which DeepSpeed's Adam needs shards on the device, but "
+                f"{_said(config, _OPTIMIZER)}; write optimizer.type DeepSpeedCPUAdam"
+            )
+
+
+def check_offloaded(config: Any, kind: type) -> None:
+    """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result in the host's thread."""
+    check_updates_alone(kind, _said(config, _OPTIMIZER))
+
+
+def _is_on_host(section: Any) -> bool:
+    return section is not None and section.device != "none"
+
+
+def _is_on_disk(section: Any) -> bool:
+    return section is not None and section.device == "nvme"
+
+
+def _said(config: Any, key: str) -> str:
+    """Returns words on the value of ``key``, one of the two devices."""
+    section = getattr(config.zero_config, key.split(".")[1])
+    return f"{key} is '{section.device}'"

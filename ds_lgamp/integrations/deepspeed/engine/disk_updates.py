@@ -1,0 +1,182 @@
+"""Steps a torch optimizer in the host's thread, for one unit after another, where state lies on a disk."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdates
+from ds_lgamp.integrations.deepspeed.engine.updates import Options, Updates
+from ds_lgamp.partition.disk import Disk
+from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.update_buffers import Contents, UpdateBuffers
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+State = dict[str, Any]
+"""The optimizer's state of a segment."""
+
+
+class DiskUpdates(HostUpdates):
+    """Updates for units that lie on the disk, or parts of them.
+
+    The optimizer's shards and states are tensors on the disk, so that whoever reads or writes them, also a step of the
+    whole optimizer, needs to know nothing of it. :meth:`update_alone` steps on copies in buffers instead.
+
+    Args:
+        host: says what lies on the disk.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, host: Host, disk: Disk) -> None:
+        super().__init__(optimizer, partition)
+        self._disk, self._holds_states = disk, host.on_disk.optimizer
+        self._segments = list(partition.segments())
+        self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        """Room on the disk for the states of each shard."""
+        units = [unit for unit in partition.units if unit.trains]
+        self._take_room()
+        self._buffers = UpdateBuffers(disk, max((self._contents(unit).bytes for unit in units), default=0))
+        # A state that is loaded is a tensor in memory.
+        optimizer.register_load_state_dict_post_hook(lambda _: self.settle_states())
+
+    def _take_room(self) -> None:
+        """Takes the space of the states, before the optimizer makes them. Raises ValueError if the disk is full."""
+        if not self._holds_states:
+            return
+        made = [self._states_made_for(options) for options in self.options()]
+        for segment in self._segments:
+            sizes = made[segment.group]
+            size = segment.end - segment.start
+            self._states[segment.shard] = {key: self._disk.empty(size, dtype) for key, dtype in sizes.items()}
+
+    def _states_made_for(self, options: dict[str, Any]) -> dict[str, torch.dtype]:
+        """Returns names and types of the states with a value for every element, from a step on two elements."""
+        trial = Parameter(torch.zeros(2))
+        trial.grad = torch.zeros(2)
+        group = {**options, "params": [trial]}
+        self._twin.param_groups, self._twin.state = [group], defaultdict(dict)
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            # It makes its state in its constructor.
+            self._twin.state[trial] = {"step": torch.zeros(()), "sum": torch.zeros(2)}
+        self._twin.step()
+        return {key: value.dtype for key, value in self._twin.state[trial].items() if _is_elementwise(value, trial)}
+
+    def announce(self, unit: Unit) -> None:
+        """Lets ``unit`` be read ahead of its update. Its gradient is final."""
+        self._buffers.announce(unit, self._contents(unit))
+
+    def _contents(self, unit: Unit) -> Contents:
+        """Returns what the update of ``unit`` reads and writes on the disk."""
+        shards = [segment.shard for segment in unit.master.segments]
+        own = [value for shard in shards for value in self._states.get(shard, {}).values()]
+        made = {id(value) for shard in shards for value in self.optimizer.state.get(shard, {}).values()}
+        gradient = unit.stored_gradient
+        read = [gradient, unit.master.values, *(home for home in own if id(home) in made)]
+        weights = [unit.storage.shard] if unit.master.is_copy else []
+        on_disk = self._disk.holds
+        return Contents(
+            [home for home in (gradient, unit.master.values, *weights, *own) if on_disk(home)],
+            [home for home in read if on_disk(home)],
+        )
+
+    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None]:
+        with self._named(unit):
+            places = self._buffers.fetch(unit)
+            written = self._update(unit, factor, options, places)
+            unit.drop_gradient()
+        return self._buffers.put(unit, written)
+
+    def _update(self, unit: Unit, factor: Any, options: Options, places: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Updates the copies of ``unit`` in ``places`` and what of it lies in memory. Returns the tensors whose copies
+        have changed."""
+
+        def near(tensor: torch.Tensor) -> torch.Tensor:
+            return places.get(id(tensor), tensor)
+
+        gradient, values = near(unit.stored_gradient), near(unit.master.values)
+        unit.scale_gradient(factor, gradient)
+        copies = {segment.shard: _copy_of(segment, values, gradient) for segment in unit.master.segments}
+        state, self._twin.state = self.optimizer.state, defaultdict(dict)
+        for shard, copy in copies.items():
+            if shard in state:
+                self._twin.state[copy] = {
+                    key: near(value) if isinstance(value, torch.Tensor) else value
+                    for key, value in state[shard].items()
+                }
+        self._twin.param_groups = [
+            {**group, "params": [copies[shard] for shard in self.shards_of(unit, index)]}
+            for index, group in enumerate(options)
+        ]
+        self._twin.step()
+        written = [unit.master.values]
+        for shard, copy in copies.items():
+            if copy in self._twin.state:
+                state[shard], homes = self._kept(shard, self._twin.state[copy], near)
+                written += homes
+        if unit.master.is_copy:
+            near(unit.storage.shard).copy_(values)
+            written.append(unit.storage.shard)
+        return [home for home in written if id(home) in places]
+
+    def _kept(
+        self, shard: torch.Tensor, state: State, near: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[State, list[torch.Tensor]]:
+        """Returns the ``state`` after a step, with tensors on the disk in place of those in memory, and the former."""
+        kept, homes = dict(state), []
+        for key, value in state.items():
+            if self._holds_states and _is_elementwise(value, shard):
+                kept[key] = home = self._home(shard, key, value)
+                homes.append(home)
+                place = near(home)
+                if place is not value:
+                    place.copy_(value)
+        return kept, homes
+
+    def _home(self, shard: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Returns the room of a state on the disk. What the first step did not make gets some now."""
+        homes = self._states[shard]
+        if key not in homes or homes[key].dtype != value.dtype:
+            homes[key] = self._disk.empty(value.numel(), value.dtype)
+        return homes[key]
+
+    def settle_states(self) -> None:
+        self._move_states(self._segments)
+
+    def _move_states(self, segments: list[Segment]) -> None:
+        for segment in segments if self._holds_states else ():
+            state = self.optimizer.state.get(segment.shard, {})
+            for key, value in state.items():
+                if _is_elementwise(value, segment.shard):
+                    home = self._home(segment.shard, key, value)
+                    if home is not value:
+                        home.copy_(value)
+                    state[key] = home
+
+    def _follow(self, *_: Any) -> None:
+        segments = [segment for unit in self._lagging for segment in unit.master.segments]
+        super()._follow()
+        self._move_states(segments)
+
+
+def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> Updates:
+    """Returns the updates for where the shards of ``partition`` lie."""
+    host = partition.host
+    if host is None:
+        return Updates(optimizer, partition)
+    if host.bus.disk is None or not host.on_disk.state:
+        return HostUpdates(optimizer, partition)
+    return DiskUpdates(optimizer, partition, host, host.bus.disk)
+
+
+def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> Parameter:
+    """Returns a parameter that stands for the shard of ``segment``, with its gradient."""
+    copy = Parameter(values[segment.start : segment.end])
+    copy.grad = gradient[segment.start : segment.end]
+    return copy
+
+
+def _is_elementwise(value: Any, shard: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shard.shape

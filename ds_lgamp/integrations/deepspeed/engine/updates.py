@@ -1,0 +1,110 @@
+"""Steps a torch optimizer on the shards of all units at once, or of one unit after another."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.optim import optimizer as of_torch
+
+from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+Options = list[dict[str, Any]]
+"""The hyper-parameters of every parameter group."""
+
+
+class Updates:
+    """Steps ``optimizer`` for some units, and lets their weights follow.
+
+    Args:
+        optimizer: its groups hold the shards of ``partition`` from now on.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> None:
+        self.optimizer = optimizer
+        self._lagging: Sequence[Unit] = ()
+        """Units whose weights do not equal their master weights, because the optimizer is updating these."""
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for segment in partition.segments():
+            optimizer.param_groups[segment.group]["params"].append(segment.shard)
+        # This hook runs before all others, because those may read parameters.
+        hook = optimizer.register_step_post_hook(self._follow)
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether user code runs with each step of the optimizer: hooks, or a function in place of its step. It expects
+        one step per batch, with all gradients."""
+        optimizer = self.optimizer
+        hooks = (
+            *optimizer._optimizer_step_pre_hooks,  # type: ignore[attr-defined]
+            *of_torch._global_optimizer_pre_hooks,
+            *of_torch._global_optimizer_post_hooks,
+        )
+        own_step = vars(optimizer).get("step")
+        # A scheduler of torch wraps the step of the class.
+        replaced = own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step
+        return bool(hooks) or len(optimizer._optimizer_step_post_hooks) > 1 or replaced  # type: ignore[attr-defined]
+
+    def options(self) -> Options:
+        """Returns a copy of the current hyper-parameters."""
+        return [
+            {key: deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def update(self, units: Sequence[Unit]) -> None:
+        """Steps the optimizer. All other units than ``units`` have no gradient."""
+        self._lagging = units
+        self.optimizer.step()
+        if self._lagging:
+            # Somebody replaced the optimizer's step and thereby its hooks.
+            self._follow()
+
+    def settle_states(self) -> None:
+        """Moves states that somebody made in memory to where they belong."""
+
+    def announce(self, unit: Unit) -> None:
+        """Tells that the host's thread is about to update ``unit``."""
+
+    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
+        """Steps the optimizer for ``unit`` alone and frees its gradient. The other units' gradients and states stay.
+        Returns what waits until the update is on the disk; None without one.
+
+        Args:
+            factor: what multiplies the gradient.
+            options: the hyper-parameters of the step, as far as they may have changed since.
+        """
+        unit.scale_gradient(factor)
+        with self._groups_of(unit, options):
+            self.update([unit])
+        unit.drop_gradient()
+        return None
+
+    @staticmethod
+    def shards_of(unit: Unit, group: int) -> list[torch.nn.Parameter]:
+        """Returns the shards of ``unit`` that the optimizer's ``group`` owns."""
+        return [segment.shard for segment in unit.master.segments if segment.group == group]
+
+    @contextmanager
+    def _groups_of(self, unit: Unit, options: Options) -> Iterator[None]:
+        """Leaves only the shards of ``unit`` in the optimizer's groups, and sets their ``options``."""
+        groups = self.optimizer.param_groups
+        before = []
+        for index, group in enumerate(groups):
+            own = {**options[index], "params": self.shards_of(unit, index)}
+            before.append({key: group[key] for key in own if key in group})
+            group.update(own)
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, before):
+                group.update(values)
+
+    def _follow(self, *_: Any) -> None:
+        for unit in self._lagging:
+            unit.follow_update()
+        self._lagging = ()

@@ -1,0 +1,143 @@
+"""Cuts the layers of a model into chunks: as the block says, or as Megatron-LM's flags do."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from math import gcd
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, bounds_by_speed, bounds_by_weight
+from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+from ds_lgamp.schedule.placement import split_by_count
+
+_KEYS = ("chunks_per_rank", "layers_per_chunk", "pipeline_rank_speeds")
+"""The keys of the block that cut the layers."""
+
+
+def cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
+    """The number of chunks, and their layout; None as the layout if Megatron-LM cuts the layers alike without one. A
+    layout takes the place of the flags that it was made of.
+
+    Raises ConfigError if the layers cannot be cut so, or if two settings cut them.
+    """
+    layout, ranks = getattr(args, LAYOUT), args.pipeline_model_parallel_size
+    of_ranks, of_chunks = _given(args, RANK_FLAGS), _given(args, CHUNK_FLAGS)
+    if layout is not None:
+        _refuse_two_cuts(option_of(LAYOUT), settings, _KEYS, [*of_ranks, *of_chunks])
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout), layout
+    if not of_ranks and not of_chunks:
+        sizes = chunk_sizes(settings, _layers(args), ranks)
+        return len(sizes), layout_of(sizes) if len(sizes) > ranks or len(set(sizes)) > 1 else None
+    if of_chunks:
+        _refuse_two_cuts(option_of(of_chunks[0]), settings, _KEYS, of_chunks[1:])
+    else:
+        _refuse_two_cuts(option_of(of_ranks[0]), settings, _KEYS[1:], [])
+    sizes = _sizes_by_flags(args, settings)
+    if len(sizes) == ranks:
+        return ranks, None
+    for name in (*of_ranks, *of_chunks):
+        setattr(args, name, False if getattr(args, name) is True else None)
+    return len(sizes), layout_of(sizes)
+
+
+def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:
+    """The number of transformer layers of every chunk. Every pipeline rank gets as many chunks. Larger ones come first,
+    unless ``pipeline_rank_speeds`` size them.
+
+    Raises ConfigError if a chunk would have no layer, or if ranks would have different numbers of chunks.
+    """
+    if settings.pipeline_rank_speeds is not None:
+        bounds = bounds_by_speed(settings, pipeline_ranks, range(layers + 1))
+    elif settings.layers_per_chunk is not None:
+        bounds = split_by_count(layers, settings.layers_per_chunk)
+        chunks = len(bounds) - 1
+        if chunks % pipeline_ranks:
+            raise ConfigError(
+                f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}: {layers} layers make {chunks} chunks, but "
+                f"Megatron-core needs a multiple of {pipeline_ranks} pipeline ranks; set {BLOCK}.chunks_per_rank, or "
+                "cut them unevenly with --pipeline-model-parallel-layout"
+            )
+    else:
+        if layers < pipeline_ranks:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size is {pipeline_ranks}, but the model has {layers} layers; use at most "
+                f"{layers}"
+            )
+        per_rank = settings.chunks_per_rank
+        if per_rank is None:
+            per_rank = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else layers // pipeline_ranks
+        bounds = bounds_by_weight(per_rank, pipeline_ranks, [1.0] * layers)
+    return [end - start for start, end in zip(bounds, bounds[1:])]
+
+
+def layout_of(sizes: list[int]) -> str:
+    """Chunks in Megatron-core's text form. ``Ett|tt|tL`` stands for three chunks: the first has the embedding, the last
+    has the loss."""
+    return "E" + "|".join("t" * size for size in sizes) + "L"
+
+
+def _sizes_by_flags(args: Namespace, settings: LgampConfig) -> list[int]:
+    """The number of transformer layers of every chunk, in the order of the model, as Megatron-core counts them."""
+    of_ranks = _layers_of_ranks(args)
+    chunks = _chunks_per_rank(args, settings, of_ranks)
+    if chunks < 1 or any(layers % chunks for layers in of_ranks):
+        raise ConfigError(
+            f"the pipeline ranks have {of_ranks} layers, which {chunks} chunks on each cannot share equally; set "
+            f"{option_of(CHUNK_FLAGS[0])} or {BLOCK}.chunks_per_rank to a divisor, or cut the layers with "
+            f"{option_of(LAYOUT)}"
+        )
+    sizes = [layers // chunks for _ in range(chunks) for layers in of_ranks]
+    sizes[0] -= bool(args.account_for_embedding_in_pipeline_split)
+    sizes[-1] -= bool(args.account_for_loss_in_pipeline_split)
+    return sizes
+
+
+def _layers_of_ranks(args: Namespace) -> list[int]:
+    """The number of layers of every pipeline rank. The embedding and the loss count as layers if flags say so."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    counted = [bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)]
+    ends = [layers for layers in (first, last) if layers is not None]
+    if ends and any(counted):
+        given = " and ".join(map(option_of, _given(args, RANK_FLAGS)))
+        raise ConfigError(f"{given} are given, which Megatron-core does not take together; remove one of them")
+    left, ranks = _layers(args) + sum(counted) - sum(ends), args.pipeline_model_parallel_size - len(ends)
+    if min(ends, default=1) < 1 or min(left, ranks) < 0 or bool(left) != bool(ranks) or (ranks and left % ranks):
+        given = "".join(f" and {option_of(name)} is {getattr(args, name)}" for name in _given(args, RANK_FLAGS))
+        raise ConfigError(
+            f"--num-layers is {_layers(args)}{given}, which leaves {left} layers to {ranks} pipeline ranks; let the "
+            f"ranks divide the layers, or cut them with {option_of(LAYOUT)}"
+        )
+    middle = [left // ranks] * ranks if ranks else []
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def _chunks_per_rank(args: Namespace, settings: LgampConfig, of_ranks: Sequence[int]) -> int:
+    """The number of chunks on every rank. If nothing says it, there are as many as can be."""
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return args.num_virtual_stages_per_pipeline_rank
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each is None:
+        default = 1 if settings.schedule in SINGLE_CHUNK_SCHEDULES else gcd(*of_ranks)
+        return settings.chunks_per_rank or default
+    if each < 1 or len(set(of_ranks)) > 1 or of_ranks[0] % each:
+        raise ConfigError(
+            f"{option_of(CHUNK_FLAGS[1])} is {each}, but the pipeline ranks have {list(of_ranks)} layers; use a "
+            f"divisor of them, or {option_of(CHUNK_FLAGS[0])}"
+        )
+    return of_ranks[0] // each
+
+
+def _layers(args: Namespace) -> int:
+    return args.num_layers or args.decoder_num_layers
+
+
+def _given(args: Namespace, names: Sequence[str]) -> list[str]:
+    # A number that is 0 is given, and will be refused.
+    return [name for name in names if not any(getattr(args, name) is unset for unset in (None, False))]
+
+
+def _refuse_two_cuts(option: str, settings: LgampConfig, keys: Sequence[str], others: Sequence[str]) -> None:
+    second = [f"{BLOCK}.{key}" for key in keys if getattr(settings, key) is not None] + [*map(option_of, others)]
+    if second:
+        raise ConfigError(f"{option} and {second[0]} both cut the layers; keep one of them")

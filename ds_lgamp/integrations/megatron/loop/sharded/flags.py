@@ -1,0 +1,69 @@
+"""Megatron-LM's flags beside ZeRO stages 2 and 3."""
+
+from argparse import Namespace
+from typing import Any
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.flags import option_of
+
+IMPLIED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+"""Flags that ask for what the program does anyway. They may be given or not."""
+
+_EXPERTS = "experts are in data-parallel groups of their own, which stages 2 and 3 have not; remove it"
+_WHOLE = "it reads whole weights or gradients, which no rank has; remove it"
+_BUFFERS = "it needs Megatron-core's buffers of gradients, which stages 2 and 3 have not; remove it"
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_experts": ((None,), _EXPERTS),
+    "mtp_num_layers": (
+        (None, 0),
+        "a third copy of its embedding has not been tried; remove it",
+    ),
+    "context_parallel_size": ((1,), "it has not been tried with stages 2 and 3; remove it"),
+    "num_distributed_optimizer_instances": ((1,), "all data-parallel ranks share a chunk's shards; remove it"),
+    "gradient_accumulation_fusion": (
+        (False,),
+        "its kernel adds to Megatron-core's buffers; give --no-gradient-accumulation-fusion",
+    ),
+    "defer_embedding_wgrad_compute": (
+        (False,),
+        "the gradient would come after it was reduced; remove it",
+    ),
+    "ddp_reduce_scatter_with_fp32_accumulation": ((False,), _BUFFERS),
+    "check_for_large_grads": ((False,), _BUFFERS),
+    "overlap_param_gather_with_optimizer_step": ((False,), _BUFFERS),
+    "init_model_with_meta_device": ((False,), "it has not been tried with stages 2 and 3; remove it"),
+    "save_wgrads_interval": ((None,), _WHOLE),
+    "check_weight_hash_across_dp_replicas_interval": ((None,), _WHOLE),
+    "qk_clip": ((False,), _WHOLE),
+    "skip_train": ((False,), "nothing is trained, so that nothing would be sharded; set stage 0"),
+    "vision_pretraining": ((False,), _WHOLE),
+    "perform_rl_step": ((False,), _WHOLE),
+    "async_save": ((None, False), "weights are complete only until the save returns; remove it"),
+    "ckpt_format": (("torch_dist",), "it has not been tried with stages 2 and 3; use torch_dist"),
+    "non_persistent_ckpt_type": ((None, "global"), "it has not been tried with stages 2 and 3; remove it"),
+}
+"""Flags that are refused, each with the values at which it changes nothing, and the reason with the fix."""
+
+
+def prepare_sharding(args: Namespace) -> None:
+    """Takes back the flags that :data:`IMPLIED` names, before Megatron-LM validates the arguments.
+
+    Raises ConfigError for multi-token prediction: what other stages need for it would be of no use here.
+    """
+    _refuse(args, "mtp_num_layers")
+    for name in IMPLIED:
+        setattr(args, name, False)
+
+
+def refuse_beside_sharding(args: Namespace) -> None:
+    """Raises ConfigError for a flag that stages 2 and 3 cannot honour, once Megatron-LM has filled in its defaults."""
+    for name in REFUSED:
+        _refuse(args, name)
+
+
+def _refuse(args: Namespace, name: str) -> None:
+    harmless, note = REFUSED[name]
+    value = getattr(args, name, harmless[0])
+    if value not in harmless:
+        raise ConfigError(f"{option_of(name)} is {value!r} beside zero_optimization.stage 2 or 3: {note}")

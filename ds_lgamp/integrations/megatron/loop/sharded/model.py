@@ -1,0 +1,103 @@
+"""A chunk whose weights and gradients ds_lgamp partitions, in the place of Megatron-core's DistributedDataParallel."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+
+class ShardedChunk(DistributedDataParallel):
+    """Wraps one chunk of a rank. It has no buffers and no hooks: the program gathers and reduces.
+
+    Its class is a subclass because Megatron-core's functions look for DistributedDataParallel. Nothing is partitioned
+    before :meth:`shard`, because the groups of the optimizer decide in which order parameters lie.
+
+    Args:
+        config: the TransformerConfig.
+        ddp_config: the dtype of gradients, and how they are checked.
+        module: the chunk.
+    """
+
+    def __init__(self, config: Any, ddp_config: DistributedDataParallelConfig, module: torch.nn.Module) -> None:
+        # Leaves out the constructor of DistributedDataParallel, which makes buffers for all gradients.
+        super(DistributedDataParallel, self).__init__(config=config, module=module)
+        self.ddp_config = ddp_config
+        self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.force_all_reduce = False
+        # Inherited methods find no bucket, such as the one that frees buffers before a checkpoint of release 0.19.
+        self.bucket_groups: list[Any] = []
+        self.expert_parallel_bucket_groups: list[Any] = []
+        self.partition: ZeroPartition | None = None
+        """The units of all chunks of this rank."""
+        self.units: Sequence[Unit] = ()
+        """The units whose gradient this chunk finishes. A unit that several chunks use is the first one's."""
+
+    def shard(self, partition: ZeroPartition, units: Sequence[Unit]) -> None:
+        """Hands the parameters to ``partition``."""
+        self.partition, self.units = partition, units
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Gives the optimizer's shards their gradients, after all reductions."""
+        for unit in self.units:
+            unit.finish_gradient()
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_gradients()
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiplies the gradients by a factor. Megatron-core calls it if losses are means over tokens: the gradients
+        are then sums over the data-parallel ranks, which the partition has averaged."""
+        for unit in self.units:
+            assert unit.reduction.shard_gradient is not None, "the gradient is final"
+            unit.reduction.shard_gradient.mul_(scaling_factor * self.dp_cp_group.size())
+
+    def zero_grad_buffer(self) -> None:
+        """Drops gradients that no step has used, as of a batch that is run again."""
+        for unit in self.units:
+            unit.drop_gradient()
+
+    def broadcast_params(self) -> None:
+        """Sends the weights of the first data-parallel rank to the others, before they are partitioned."""
+        for parameter in self.module.parameters():
+            torch.distributed.broadcast(parameter.data, group=self.dp_cp_group, group_src=0)
+
+    def _check_gradients(self) -> None:
+        """Lets Megatron-core's machine judge the norm of every unit's gradient, which is NaN or infinite on every rank
+        whose shard has such an element."""
+        machine = get_rerun_state_machine()
+        for unit in self.units:
+            gradient = unit.reduction.shard_gradient
+            assert gradient is not None, "the gradient is final"
+            norm = gradient.norm(p=2)
+            for kind, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+                machine.validate_result(
+                    result=norm,
+                    rejection_func=rejects,
+                    message=f"found {kind} in the norm of the reduced gradient of {unit.name}",
+                    tolerance=0.001,
+                    fatal=True,
+                )
+
+
+def partition_of(models: Sequence[torch.nn.Module]) -> ZeroPartition | None:
+    """The partition of a rank's chunks; None if they are whole."""
+    first = models[0]
+    return first.partition if isinstance(first, ShardedChunk) else None
+
+
+@contextmanager
+def whole(models: Sequence[torch.nn.Module]) -> Iterator[ZeroPartition | None]:
+    """Keeps all weights of this rank complete and current inside the block. All ranks enter it together."""
+    partition = partition_of(models)
+    if partition is None:
+        yield None
+        return
+    with partition.full_parameters():
+        yield partition

@@ -1,0 +1,185 @@
+"""Megatron-core's optimizer on this rank's shards."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as stock
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+from ds_lgamp.integrations.megatron.loop.sharded.optimizer_state import MASTER, MASTER_OF_DISTRIBUTED, OptimizerState
+from ds_lgamp.integrations.megatron.loop.sharded.parameters import shard
+from ds_lgamp.partition.norms import global_norm
+from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+RESHARDABLE = "fully_reshardable"
+"""What Megatron-core calls the state of its distributed optimizer if it is saved by parameters."""
+
+
+class ShardedOptimizer(MixedPrecisionOptimizer):
+    """Steps a torch optimizer on the master weights of a partition. Megatron-core's class brings the loss scale, the
+    clipping and the order of a step.
+
+    Args:
+        optimizer: its groups hold the shards.
+        config: Megatron-core's OptimizerConfig.
+        grad_scaler: the scale of the loss; None if it is 1.
+        init_state_fn: makes the optimizer's state before the first step.
+        partition: its gradients are final when a step begins.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Callable[..., None] | None,
+        partition: ZeroPartition,
+    ) -> None:
+        super().__init__(optimizer, config, grad_scaler, init_state_fn)
+        self.partition = partition
+        self.is_stub_optimizer = False
+        self._state = OptimizerState(partition, optimizer, _names_of_states(config))
+        # Every element of the gradient counts once over all ranks.
+        self.grad_stats_parallel_group = dist.group.WORLD
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Clips the gradients and updates the shards. Returns what Megatron-core's ChainedOptimizer does: whether it
+        updated, the norm of the gradient before clipping, and the number of zeros in it if the flags ask for it."""
+        if self.prepare_grads():
+            return False, None, None
+        norm = self.get_grad_norm()
+        if self.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self.get_parameters(), self.config.clip_grad, norm)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        updated = self.step_with_ready_grads()
+        self.partition.after_update()
+        return updated, norm, zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the chunks drop gradients that no step has used."""
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        # Without Apex, Megatron-core's function adds up the squares of a whole shard in one fp32 number.
+        group = self.grad_stats_parallel_group
+        return global_norm(self.partition.counted_gradients(), group, self.partition.device).item()
+
+    def count_zeros(self) -> float:
+        """The number of zeros in the gradient, without those that fill up shards."""
+        zeros = torch.zeros(1, device=self.partition.device)
+        for unit in self.partition.units:
+            counted = {id(gradient) for gradient in unit.master.counted_gradients()}
+            for part in parts_of(unit):
+                segment = part.segment
+                if segment is not None and segment.shard.grad is not None and id(segment.shard.grad) in counted:
+                    start = part.in_shard.start - segment.start
+                    own = segment.shard.grad[start : start + part.numel]
+                    zeros += part.numel - torch.count_nonzero(own)
+        dist.all_reduce(zeros, group=self.grad_stats_parallel_group)
+        return zeros.item()
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Does nothing: ``finalize_model_grads`` has given the shards their gradients."""
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        return [shard.grad for shard in self.get_parameters() if shard.grad is not None]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        self.partition.follow_update()
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        self.partition.adopt_parameters()
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """What Megatron-core saves and loads; see ``optimizer_state.py``. Weights are whole."""
+        kind = (metadata or {}).get("distrib_optim_sharding_type") if is_loading else None
+        if kind not in (None, RESHARDABLE):
+            raise ConfigError(
+                f"--load names a checkpoint whose optimizer state is {kind}, by buckets of the distributed optimizer; "
+                "save it with --dist-ckpt-optim-fully-reshardable, or load without it with --no-load-optim"
+            )
+        master = MASTER if kind is None else MASTER_OF_DISTRIBUTED
+        state = self._state.sharded(model_sharded_state_dict, is_loading, master)
+        if kind is None and not self._has_master_weights:
+            return state
+        scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
+        return {"optimizer": state, **scaler}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what :meth:`sharded_state_dict` asked Megatron-core to load."""
+        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        state = {"state": {}, **state_dict.get("optimizer", state_dict)}
+        saved = self._filter_and_reorder_param_groups(self.param_groups, state["param_groups"])
+        step = state["state"].get("common_step")
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.SGD)):
+            # Adam of apex and of Transformer Engine has the step in its groups, as the distributed optimizer's files.
+            steps = [options.pop("step", None) for options in saved]
+            step = steps[0] if step is None else step
+        for group, options in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+        if step is None and isinstance(self.optimizer, torch.optim.Adam):
+            return  # It was saved before the first step.
+        self._state.load(state["state"], step)
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Raises ConfigError: other formats than ``torch_dist`` are refused."""
+        raise ConfigError("the state of sharded chunks is saved by --ckpt-format torch_dist alone; use it")
+
+    @property
+    def _has_master_weights(self) -> bool:
+        return self.config.fp16 or self.config.bf16
+
+
+def sharding(build: Callable[..., Any], zero_stage: int) -> Callable[..., Any]:
+    """A replacement for Megatron-core's ``get_megatron_optimizer``, which partitions chunks that are to be sharded.
+
+    It raises ConfigError without ``config_overrides``: until release 0.17 None means no exceptions from weight decay,
+    from 0.18 on the standard ones.
+    """
+
+    @wraps(build)
+    def get_megatron_optimizer(*positional: Any, **options: Any) -> Any:
+        given = signature(build).bind(*positional, **options).arguments
+        if not isinstance(given["model_chunks"][0], ShardedChunk):
+            return build(*positional, **options)
+        overrides = given.get("config_overrides")
+        if overrides is None:
+            raise ConfigError(
+                "config_overrides is None, by which Megatron-core's releases mean different weight decay; pass "
+                "get_standard_config_overrides(config) of megatron.core.optimizer, or {} for none"
+            )
+        return _build(given["config"], given["model_chunks"], overrides, zero_stage)
+
+    return get_megatron_optimizer
+
+
+def _build(config: Any, models: Sequence[ShardedChunk], overrides: Any, zero_stage: int) -> ShardedOptimizer:
+    """Partitions the ``models``, and lets Megatron-core build its torch optimizer and loss scale for the shards."""
+    groups = stock._get_param_groups(models, config, overrides)
+    partition = shard(models, groups, zero_stage)
+    for group in groups:
+        group["params"] = []
+    for segment in partition.segments():
+        groups[segment.group]["params"].append(segment.shard)
+    built = stock._get_megatron_optimizer_based_on_param_groups(config, models, groups)
+    scaler = getattr(built, "grad_scaler", None)
+    return ShardedOptimizer(built.optimizer, config, scaler, built.init_state_fn, partition)
+
+
+def _names_of_states(config: Any) -> tuple[str, ...]:
+    """The tensors that the optimizer keeps for each parameter."""
+    if config.optimizer == "sgd":
+        return ("momentum_buffer",) if config.sgd_momentum else ()
+    return "exp_avg", "exp_avg_sq"

@@ -1,0 +1,100 @@
+"""Partitions the parameters of a rank's chunks: a unit for each chunk, and one for a tied embedding."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+
+EMBEDDING = "embedding"
+"""The key of the tied embedding."""
+
+
+def shard(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, Any]], zero_stage: int) -> ZeroPartition:
+    """Partitions the parameters of ``models`` over the data-parallel ranks, and hands the models their units.
+
+    Args:
+        models: the chunks of this rank, in the order of the model.
+        groups: the optimizer's groups of whole parameters.
+        zero_stage: 2 or 3.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    numbers = range(pipeline.rank(), pipeline.size() * len(models), pipeline.size())
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+    chunks: dict[int, list[UnitParameter]] = {number: [] for number in numbers}
+    embedding = _tied_embedding(models, pipeline.size())
+    tied: list[UnitParameter] = []
+    users: list[int] = []
+    for number, model in zip(numbers, models):
+        for name, parameter in unwrap_model(model).named_parameters():
+            entry = _entry(f"{number}.{name}", parameter, group_of.get(id(parameter)), model.config)
+            if parameter is embedding:
+                tied, users = [entry], [number]
+            else:
+                chunks[number].append(entry)
+    tie_group = None
+    if pipeline.size() > 1:
+        tie_group = parallel_state.get_embedding_group(check_initialized=False)
+    elif tied:
+        users.append(numbers[-1])
+    partition = build_partition(
+        chunks,
+        [TiedParameters(EMBEDDING, tied, users, tie_group)] if tied else [],
+        _policy(models[0], zero_stage),
+        next(parameter.device for model in models for parameter in model.parameters()),
+    )
+    partition.release_all()
+    _hand_out(partition, dict(zip(numbers, models)))
+    return partition
+
+
+def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> None:
+    given: set[Unit] = set()
+    for number, model in models.items():
+        own = [unit for unit in partition.chunk_units[number] if unit.trains and unit not in given]
+        given.update(own)
+        model.shard(partition, own)
+
+
+def _tied_embedding(models: Sequence[ShardedChunk], pipeline_ranks: int) -> torch.nn.Parameter | None:
+    """The weight of this rank that computes at both ends of the model; None if there is none or if one chunk has both
+    ends."""
+    first, last = unwrap_model(models[0]), unwrap_model(models[-1])
+    if pipeline_ranks == 1:
+        tied = len(models) > 1 and getattr(last, "share_embeddings_and_output_weights", False)
+        return first.shared_embedding_or_output_weight() if tied else None
+    marked = (
+        parameter
+        for model in models
+        for parameter in model.parameters()
+        if getattr(parameter, "shared_embedding", False)
+    )
+    return next(marked, None)
+
+
+def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, config: Any) -> UnitParameter:
+    """Describes how tensor-parallel ranks share a parameter, as ``finalize_model_grads`` of Megatron-core sees it."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return UnitParameter(name, parameter, group)
+    marked: Any = parameter
+    sliced = marked.partition_dim if getattr(marked, "tensor_model_parallel", False) else None
+    of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+    partial = of_heads or (config.sequence_parallel and getattr(marked, "sequence_parallel", False))
+    return UnitParameter(name, parameter, group, sliced, partial)
+
+
+def _policy(model: ShardedChunk, zero_stage: int) -> ZeroPolicy:
+    """The policy of all units. Gradients accumulate and travel in the same dtype, as in Megatron-core."""
+    return ZeroPolicy(
+        model.dp_cp_group,
+        zero_stage,
+        gradient_dtype=torch.float32 if model.ddp_config.grad_reduce_in_fp32 else None,
+        tensor_group=model.tp_group if model.tp_group.size() > 1 else None,
+    )

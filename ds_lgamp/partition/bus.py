@@ -1,0 +1,187 @@
+"""The bus between the memory of the host and that of the device: copies that run beside compute.
+
+Each direction has a thread and copies one tensor after the other. On an accelerator, the thread issues the copy on a
+stream of the direction, between pinned memory and the device. This path was not run on a GPU. On a CPU, host and device
+are two pools of main memory, the thread copies itself, and the bus may be as slow as the caller wants.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+
+from ds_lgamp.partition.disk import Disk
+from ds_lgamp.partition.disk_copies import through_buffers
+
+Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
+"""Copies to a target from a source, on the device behind an event. Returns the event of its end; None on a CPU."""
+
+
+class Transfer:
+    """A copy that is under way. It keeps both tensors alive until somebody has waited for it."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None, now: Any) -> None:
+        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+        """Target and source."""
+        self._device = source.device if target.device.type == "cpu" else target.device
+        self._after, self._now = after, now
+        """What to wait for: on the host, and on the device (an event; None on a CPU)."""
+        self._issued = Event()
+        self._over: Any = None
+        """The end of the copy on the device; None on a CPU, where the copy is over when it is issued."""
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Makes the device's current stream wait for the end of the copy. The host waits only until the copy is issued,
+        on a CPU until it is over. Afterwards the stream may read the target and reuse the source. What the host does
+        with a stored gradient waits for :meth:`done`.
+
+        Raises what ``after`` or the copy raised.
+        """
+        self._issued.wait()
+        if self._error is not None:
+            raise self._error
+        if self._over is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._over)
+        self.tensors = None
+
+    def done(self) -> None:
+        """Blocks the host until the copy is over. Raises what ``after`` or the copy raised."""
+        self.wait()
+        if self._over is not None:
+            self._over.synchronize()
+
+    def _run(self, copy: "Copy") -> None:
+        assert self.tensors is not None, "nobody has waited for it yet"
+        try:
+            if self._after is not None:
+                self._after()
+            with torch.no_grad():
+                self._over = copy(*self.tensors, self._now)
+        except BaseException as error:
+            self._error = error
+        self._issued.set()
+
+
+class Bus:
+    """Copies tensors between host and device and counts the bytes.
+
+    Args:
+        device: where loads go to and stores come from.
+        bytes_per_second: the speed of each direction, for tests and benchmarks on a CPU: a copy takes at least the time
+            of its bytes. None copies as fast as the memory does.
+        disk: the home of tensors that are copied through buffers of the host; None if there is none.
+
+    Raises:
+        ValueError: ``bytes_per_second`` is not positive, or is given for an accelerator.
+    """
+
+    def __init__(self, device: torch.device, bytes_per_second: float | None = None, disk: Disk | None = None) -> None:
+        if bytes_per_second is not None and (bytes_per_second <= 0 or device.type != "cpu"):
+            raise ValueError(
+                f"bytes_per_second is {bytes_per_second} on {device}: use a positive number on a CPU, None elsewhere"
+            )
+        self.device, self.disk = device, disk
+        self.bytes_loaded = self.bytes_stored = 0
+        """Bytes of all copies that have begun."""
+        copies = [_copy_of(device, bytes_per_second) for _ in range(2)]
+        if disk is not None:
+            copies = through_buffers(disk, device.type != "cpu", *copies)
+        self._loads, self._stores = map(_Lane, copies)
+
+    def load(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
+        """Starts the copy of ``source`` on the host to ``target`` on the device, behind all loads so far and all work
+        of the device's current stream. The caller leaves both alone until it has waited.
+
+        Args:
+            target: on the device.
+            source: on the host, from :meth:`host_empty`, or on the disk; of the target's shape and dtype.
+            after: what the transfer's thread calls before the copy. It returns when the source is final.
+
+        Raises:
+            ValueError: shapes or dtypes differ.
+        """
+        _require_alike(target, source)
+        self.bytes_loaded += target.nbytes
+        return self._loads.start(Transfer(target, source, after, self._now()))
+
+    def store(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Starts the copy of ``source`` on the device to ``target`` on the host, as :meth:`load` does the other way."""
+        _require_alike(target, source)
+        self.bytes_stored += target.nbytes
+        return self._stores.start(Transfer(target, source, None, self._now()))
+
+    def host_empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns ``size`` elements on the host, pinned where there is an accelerator."""
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type != "cpu")
+
+    def _now(self) -> Any:
+        """Returns an event behind all work of the device's current stream; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        module = torch.get_device_module(self.device)
+        event = module.Event()
+        event.record(module.current_stream(self.device))
+        return event
+
+
+class _Lane:
+    """One direction: a thread that runs transfers in order. It begins with the first and ends with the lane."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+        self._queue: SimpleQueue[Transfer | None] | None = None
+
+    def start(self, transfer: Transfer) -> Transfer:
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            weakref.finalize(self, self._queue.put, None)
+            Thread(target=_serve, args=(self._queue, self._copy), name="ds_lgamp bus", daemon=True).start()
+        self._queue.put(transfer)
+        return transfer
+
+
+def _serve(queue: "SimpleQueue[Transfer | None]", copy: Copy) -> None:
+    while (transfer := queue.get()) is not None:
+        transfer._run(copy)
+        # The thread must not keep the tensors alive while it waits for the next transfer.
+        del transfer
+
+
+def _copy_of(device: torch.device, bytes_per_second: float | None) -> Copy:
+    """Returns the function that copies in one direction."""
+    if device.type == "cpu":
+
+        def copy_here(target: torch.Tensor, source: torch.Tensor, _: Any) -> None:
+            start = time.perf_counter()
+            target.copy_(source)
+            if bytes_per_second is not None:
+                end = start + target.nbytes / bytes_per_second
+                time.sleep(max(0.0, end - time.perf_counter()))
+
+        return copy_here
+
+    module = torch.get_device_module(device)
+    stream = module.Stream(device)
+
+    def copy_beside(target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
+        with module.stream(stream):
+            stream.wait_event(now)
+            target.copy_(source, non_blocking=True)
+            over = module.Event()
+            over.record(stream)
+        return over
+
+    return copy_beside
+
+
+def _require_alike(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(
+            f"the target has {list(target.shape)} elements of {target.dtype}, the source {list(source.shape)} of "
+            f"{source.dtype}: copy between tensors of one shape and dtype"
+        )

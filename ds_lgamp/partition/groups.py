@@ -1,0 +1,46 @@
+"""Makes process groups: several that share no rank, and those of hierarchical shards."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_lgamp.partition.policy import NodeGroups
+from ds_lgamp.schedule.hierarchy import Hierarchy
+
+
+def node_groups(hierarchy: Hierarchy, data_ranks: Sequence[Sequence[int]]) -> NodeGroups:
+    """Makes this rank's two groups. Collective over all ranks.
+
+    Args:
+        data_ranks: the global ranks of every data-parallel group, in their order.
+    """
+    size = hierarchy.node_ranks
+    inside = [list(ranks[first : first + size]) for ranks in data_ranks for first in range(0, len(ranks), size)]
+    peers = [list(ranks[place::size]) for ranks in data_ranks for place in range(size)]
+    own, own_peers = own_of_disjoint(inside), own_of_disjoint(peers)
+    assert own is not None and own_peers is not None, "every rank is in one group of each kind"
+    return NodeGroups(own, own_peers, hierarchy.replicated)
+
+
+def own_of_disjoint(
+    groups: Sequence[Sequence[int]], timeout: timedelta | None = None, options: Callable[[], Any] = lambda: None
+) -> dist.ProcessGroup | None:
+    """Makes groups that share no rank. Returns this rank's; None if it is in none. Collective over all ranks.
+
+    If the default group is bound to a device, torch splits communicators, and every split is collective over all ranks.
+    One split then makes all groups. Otherwise every rank calls ``new_group`` for every group: those outside only count
+    it. With ``use_local_synchronization`` they would not. But torch then names a group after the number of groups that
+    a rank is in, and members that are in unequal numbers of groups wait for each other under different names.
+
+    Args:
+        timeout: of the groups; None is torch's default.
+        options: makes the options of a group. Each group gets its own, because torch writes the group's name into them.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    if world.bound_device_id is not None:
+        return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=options())
+    made = [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups]
+    return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)

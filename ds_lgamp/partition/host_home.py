@@ -1,0 +1,150 @@
+"""What the host holds of a unit with offloading: this rank's weights, which are loaded, and its gradient, which is
+stored. Both may lie on a disk."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ds_lgamp.cost.disk import OnDisk
+from ds_lgamp.partition.bus import Bus, Transfer
+from ds_lgamp.partition.disk import Disk
+from ds_lgamp.partition.host_thread import HostThread
+
+
+class Host(NamedTuple):
+    """What all units of a partition share with offloading."""
+
+    bus: Bus
+    updates: HostThread
+    """Updates the units."""
+    parameters: bool
+    """Whether the device holds nothing of a unit between its uses."""
+    on_disk: OnDisk = OnDisk()
+    """What lies on the disk of the bus, instead of in memory."""
+
+    def weights(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for what loads copy, or room on the disk."""
+        return self._disk.empty(size, dtype) if self.on_disk.parameters else self.bus.host_empty(size, dtype)
+
+    def optimizer_room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for what stores copy, or room for it and for states on the disk."""
+        return self._disk.empty(size, dtype) if self.on_disk.optimizer else self.bus.host_empty(size, dtype)
+
+    def master_weights(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of half-precision weights in fp32."""
+        if not self.on_disk.optimizer:
+            return shard.float()
+        return self._disk.empty(shard.numel(), torch.float32).copy_(shard)
+
+    def room_beside(self, home: torch.Tensor) -> torch.Tensor | None:
+        """Returns room for as many values as ``home`` has, if that lies on the disk."""
+        if self.bus.disk is None or not self.bus.disk.holds(home):
+            return None
+        return self.bus.disk.empty(home.numel(), home.dtype)
+
+    @property
+    def _disk(self) -> Disk:
+        assert self.bus.disk is not None, "something lies on it"
+        return self.bus.disk
+
+
+class LoadedPart:
+    """This rank's part of a unit's weights on the device, with its home on the host.
+
+    Args:
+        host: has the bus that carries it.
+        part: on the device.
+    """
+
+    def __init__(self, host: Host, part: torch.Tensor) -> None:
+        self.part = part
+        self.home = host.weights(part.numel(), part.dtype).copy_(part)
+        """The same part on the host or its disk. Who writes to it calls :meth:`settle` before and :meth:`outdate`
+        after."""
+        self.is_current = True
+        """Whether the device has the values of the home."""
+        self._bus, self._frees = host.bus, host.parameters
+        self._bytes = part.untyped_storage().nbytes()
+        self._loading: Transfer | None = None
+        self._last: Transfer | None = None
+
+    def start(self, after: Callable[[], None] | None) -> None:
+        """Starts to load what is not current, once ``after`` has returned in the transfer's thread."""
+        if self.is_current or self._loading is not None:
+            return
+        if self._frees and not self.part.untyped_storage().nbytes():
+            self.part.untyped_storage().resize_(self._bytes)
+        self._loading = self._bus.load(self.part, self.home, after)
+
+    def finish(self) -> None:
+        """Waits for the load that is under way. Raises what ``after`` raised."""
+        if self._loading is not None:
+            self._last, self._loading = self._loading, None
+            self._last.wait()
+            self.is_current = True
+
+    def outdate(self) -> None:
+        """Lets the next :meth:`start` load the part, because its home changes."""
+        self.finish()
+        self.is_current = False
+
+    def settle(self) -> None:
+        """Blocks the host until no load reads the home."""
+        self.finish()
+        if self._last is not None:
+            self._last.done()
+
+    def free(self) -> None:
+        """Frees the part after its last use, if it has no memory between uses."""
+        if self._frees:
+            self.finish()
+            self.part.untyped_storage().resize_(0)
+            self.is_current = False
+
+
+class StoredGradient:
+    """The home of a unit's gradient on the host.
+
+    Args:
+        host: has the bus that carries it.
+        size, dtype: those of this rank's shard of the gradient.
+    """
+
+    def __init__(self, host: Host, size: int, dtype: torch.dtype) -> None:
+        self._bus = host.bus
+        self.values = host.optimizer_room(size, dtype)
+        self._storing: Transfer | None = None
+
+    def start(self, gradient: torch.Tensor) -> None:
+        """Starts to copy the final ``gradient`` to the host."""
+        self._storing = self._bus.store(self.values, gradient)
+
+    def finish(self) -> torch.Tensor:
+        """Returns the gradient on the host. Afterwards the device may free its own, and the host reads the result when
+        it has called :meth:`settle`."""
+        assert self._storing is not None, "a store is under way"
+        self._storing.wait()
+        return self.values
+
+    def settle(self) -> None:
+        """Blocks the host until the copy is over, if there was one, and lets go of the device's gradient."""
+        if self._storing is not None:
+            self._storing.done()
+            self._storing = None
+
+
+def arriving(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts to copy a small tensor to the host. Returns the function that waits for it, in any thread."""
+    if value.device.type == "cpu":
+        return lambda: value
+    arrived = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    arrived.copy_(value, non_blocking=True)
+    event = torch.get_device_module(value.device).Event()
+    event.record()
+
+    def wait() -> torch.Tensor:
+        event.synchronize()
+        return arrived
+
+    return wait

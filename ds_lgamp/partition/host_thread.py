@@ -1,0 +1,68 @@
+"""A thread of the host that does one thing after another, beside the program: it updates units, or moves them."""
+
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Thread
+
+Work = Callable[[], Callable[[], None] | None]
+"""What the thread calls. It may return what waiters call, such as the wait for a write to the disk: the thread goes on
+with the next job meanwhile."""
+
+
+class Job:
+    """Something that the thread does, or will do."""
+
+    def __init__(self, function: Work) -> None:
+        self._function: Work | None = function
+        self._settle: Callable[[], None] | None = None
+        self._over = Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._settle is not None:
+            self._settle()
+
+    def _run(self, failure: BaseException | None) -> BaseException | None:
+        function, self._function = self._function, None
+        assert function is not None, "a job runs once"
+        if failure is None:
+            try:
+                self._settle = function()
+            except BaseException as error:
+                failure = error
+        self._error = failure
+        self._over.set()
+        return failure
+
+
+class HostThread:
+    """Runs jobs in their order. It begins with the first job, and ends with the object.
+
+    When a job has failed, all later ones fail with its error: they would work on half a step.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Job | None] | None = None
+
+    def start(self, function: Work) -> Job:
+        """Lets the thread call ``function`` when it has done the jobs so far."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            weakref.finalize(self, self._queue.put, None)
+            Thread(target=_serve, args=(self._queue,), name="ds_lgamp updates", daemon=True).start()
+        job = Job(function)
+        self._queue.put(job)
+        return job
+
+
+def _serve(queue: "SimpleQueue[Job | None]") -> None:
+    failure = None
+    while (job := queue.get()) is not None:
+        failure = job._run(failure)
+        # The thread must not keep what the job holds alive while it waits for the next one.
+        del job

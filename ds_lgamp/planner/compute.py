@@ -1,0 +1,120 @@
+"""How long a GPU computes: layers, ends of the model, the optimizer's update.
+
+A kernel is limited by arithmetic or by memory, and the host must launch it. The bytes that kernels move are counted for
+16-bit activations and for kernels as Megatron-LM runs them (arXiv 2104.04473): a fused softmax, GELU with its bias,
+dropout with its bias and the residual.
+"""
+
+from dataclasses import dataclass
+
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.model import Model
+
+ELEMENT = 2
+"""Bytes of a weight, an activation and a gradient that travels."""
+KERNELS = 20
+"""Kernels of a layer's forward. The backward has twice as many."""
+HIDDEN_BYTES = 22
+"""Bytes per token and hidden size that a forward moves on every tensor rank: two norms, each read and written, and two
+additions of a residual with dropout (two read, one written, a byte of mask)."""
+SCORE_BYTES, SCORE_BACKWARD_BYTES = 13, 19
+"""Bytes per element of the attention scores, unless attention is one kernel: softmax, dropout and the two products
+around them."""
+LOSS_BYTES, LOSS_BACKWARD_BYTES = 42, 22
+"""Bytes per logit: conversion to fp32, maximum, difference, exponential, sum, quotient; then back."""
+ACCUMULATION_BYTES = 8
+"""Bytes per parameter and micro-batch that write a gradient and add it to the sum."""
+UPDATE_BYTES = 40
+"""Bytes per parameter of an Adam update in mixed precision: norm, unscaling, master, both moments, weights."""
+
+HOST_UPDATE_BYTES = 30
+"""Bytes per parameter of an Adam update on the host: gradient, master and both moments read (16), master and both
+moments written (12), weights of 16 bits written (2)."""
+BUS_REACHED, HOST_MEMORY_REACHED = 0.8, 0.5
+"""Fractions of the bandwidths that copies of pinned memory and the host's update reach. Assumptions: nothing here was
+compared with a measurement."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a forward and of the backward that follows it, without recomputation."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One GPU of a cluster at the rates that are reached."""
+
+    cluster: Cluster
+    efficiency: Efficiency
+
+    def layer(self, model: Model, sequences: int, tensor_ranks: int, fused_attention: bool) -> Seconds:
+        """Returns the seconds of one layer for a micro-batch of ``sequences``, without communication."""
+        tokens, hidden = sequences * model.sequence_length, model.hidden_size
+        queries = model.attention_heads * model.head_size / tensor_ranks
+        keys = 2 * model.key_value_heads * model.head_size / tensor_ranks
+        wide = model.feed_forward_size / tensor_ranks
+        routed = tokens * model.experts_per_token
+        matrices = 3 if model.gated else 2
+        products = self._product(tokens, hidden, queries + keys) + self._product(tokens, queries, hidden)
+        # With experts, each matrix sees its share of the tokens.
+        share = max(1.0, routed / model.experts)
+        products += matrices * self._product(share, hidden, wide) * (routed / share)
+        scores = sequences * model.attention_heads / tensor_ranks * model.sequence_length**2
+        attention = self._attention(model, scores)
+        moved = tokens * (HIDDEN_BYTES * hidden + 4 * (2 * queries + keys)) + 2 * matrices * routed * wide
+        weights = model.layer_parameters / tensor_ranks
+        unfused = 0 if fused_attention else scores
+        forward = products + attention + self._moved(moved + SCORE_BYTES * unfused)
+        # A fused kernel computes the scores again in the backward.
+        backward = 2 * products + (2.5 if fused_attention else 2.0) * attention
+        backward += self._moved(2 * moved + SCORE_BACKWARD_BYTES * unfused + ACCUMULATION_BYTES * weights)
+        return Seconds(self._launched(forward, KERNELS), self._launched(backward, 2 * KERNELS))
+
+    def head(self, model: Model, sequences: int, tensor_ranks: int) -> Seconds:
+        """Returns the seconds of the last norm, the head and the loss."""
+        tokens, words = sequences * model.sequence_length, model.vocabulary_size / tensor_ranks
+        product = self._product(tokens, model.hidden_size, words)
+        weights = words * model.hidden_size
+        forward = product + self._moved(LOSS_BYTES * tokens * words)
+        backward = 2 * product + self._moved(LOSS_BACKWARD_BYTES * tokens * words + ACCUMULATION_BYTES * weights)
+        return Seconds(self._launched(forward, KERNELS), self._launched(backward, KERNELS))
+
+    def embedding(self, model: Model, sequences: int, tensor_ranks: int) -> Seconds:
+        """Returns the seconds of the embedding."""
+        moved = HIDDEN_BYTES / 2 * sequences * model.sequence_length * model.hidden_size
+        weights = model.embedding_parameters / tensor_ranks
+        return Seconds(self._moved(moved), self._moved(moved + ACCUMULATION_BYTES * weights))
+
+    def update(self, parameters: float) -> float:
+        """Returns the seconds of the optimizer's update of ``parameters`` on one GPU."""
+        return self._moved(UPDATE_BYTES * parameters)
+
+    def host_update(self, parameters: float) -> float:
+        """Returns the seconds of the update of ``parameters`` on the share of the host that one GPU has."""
+        return HOST_UPDATE_BYTES * parameters / (self.cluster.host.memory_bandwidth * HOST_MEMORY_REACHED)
+
+    def transfer(self, size: float) -> float:
+        """Returns the seconds of a copy of ``size`` bytes between a GPU and its host, in one direction."""
+        return size / (self.cluster.host.bus * BUS_REACHED)
+
+    def _product(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of a product of matrices. A small dimension fills the GPU's tiles and pipelines badly."""
+        flops, half = 2.0 * rows * inner * columns, self.efficiency.dimension
+        waste = (1 + half / rows) * (1 + half / inner) * (1 + half / columns)
+        return flops * waste / (self.cluster.peak * self.efficiency.matmul)
+
+    def _attention(self, model: Model, scores: float) -> float:
+        """Seconds of the two products around ``scores`` scores."""
+        half = self.efficiency.dimension
+        waste = (1 + half / model.head_size) * (1 + half / model.sequence_length) ** 2
+        return 4.0 * scores * model.head_size * waste / (self.cluster.peak * self.efficiency.matmul)
+
+    def _moved(self, size: float) -> float:
+        return size / (self.cluster.memory_bandwidth * self.efficiency.memory)
+
+    def _launched(self, seconds: float, kernels: int) -> float:
+        return max(kernels * self.efficiency.launch_seconds, seconds + kernels * self.efficiency.gap_seconds)

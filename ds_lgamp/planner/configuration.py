@@ -1,0 +1,145 @@
+"""One way to train a model on a cluster."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_lgamp.planner.model import Model
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.orders import SCHEDULES, default_placement
+from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
+from ds_lgamp.schedule.spec import ProgramSpec
+
+RECOMPUTE = ("full", "none")
+OFFLOAD = (None, "optimizer", "parameters")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the ranks divide the work. Raises ValueError if the numbers cannot be."""
+
+    data_ranks: int
+    pipeline_ranks: int
+    tensor_ranks: int
+    micro_batch: int
+    """Sequences of one micro-batch."""
+    micro_batches: int
+    """Micro-batches per data-parallel rank and step."""
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    chunks_per_rank: int = 1
+    resident_chunks: int = 2
+    recompute: str = "full"
+    """full: chunks are recomputed in the backward pass; none: everything that autograd saves is kept."""
+    micro_batch_group: int | None = None
+    """How many micro-batches pass through a chunk together (layered only); None: all."""
+    micro_batch_outer: bool = False
+    """Stock ZeRO-2 and ZeRO-3: every micro-batch reduces its gradients, and at stage 3 gathers every layer anew."""
+    fused_attention: bool = True
+    """Whether attention is one kernel, such as FlashAttention, that stores no scores."""
+    overlaps: bool = True
+    """Whether collectives over the data-parallel ranks run beside compute. The runs of published tables up to 2022 did
+    without."""
+    hierarchy: Hierarchy | None = None
+    """How stage 3 spreads its shards over nodes, under the layered schedule; None if all data-parallel ranks are
+    alike."""
+
+    overlap_update: bool = False
+    """Whether the optimizer updates each chunk by itself in the next step, as the key of the block does where gradients
+    are clipped. Stock schedules do not."""
+    offload: str | None = None
+    """What the host holds, under the layered schedule: the optimizer's state and master weights, which it updates in
+    the next step, or the parameters too (stage 3)."""
+    speeds: tuple[float, ...] = ()
+    """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
+
+    def __post_init__(self) -> None:
+        if self.overlap_update and self.micro_batch_outer:
+            raise ValueError("overlap_update is True, but with micro_batch_outer stock DeepSpeed updates; remove one")
+        for field in (
+            "data_ranks",
+            "pipeline_ranks",
+            "tensor_ranks",
+            "micro_batch",
+            "micro_batches",
+            "chunks_per_rank",
+            "resident_chunks",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; use a whole number from 1")
+        for field, allowed in (("zero_stage", range(4)), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(map(str, allowed))}")
+        if self.offload not in OFFLOAD:
+            raise ValueError(f"offload is {self.offload!r}; use one of optimizer and parameters, or None")
+        if self.offload is not None and (self.schedule != "layered" or self.micro_batch_outer):
+            raise ValueError(f"offload is '{self.offload}', which this project's layered schedule has; use that")
+        if self.hierarchy is not None and (
+            self.data_ranks % self.hierarchy.node_ranks or not 1 < self.hierarchy.node_ranks < self.data_ranks
+        ):
+            raise ValueError(
+                f"hierarchy.node_ranks is {self.hierarchy.node_ranks}; use a divisor of the {self.data_ranks} "
+                "data_ranks that is neither 1 nor all of them"
+            )
+
+    @property
+    def gpus(self) -> int:
+        return self.data_ranks * self.pipeline_ranks * self.tensor_ranks
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per step, over all data-parallel ranks."""
+        return self.data_ranks * self.micro_batch * self.micro_batches
+
+    @property
+    def chunks(self) -> int:
+        return self.pipeline_ranks * self.chunks_per_rank
+
+    @cached_property
+    def placement(self) -> Placement:
+        return place_chunks(default_placement(self.schedule), self.chunks, self.pipeline_ranks)
+
+    @property
+    def group(self) -> int:
+        """Micro-batches that pass through a chunk together under the layered schedule."""
+        return min(self.micro_batch_group or self.micro_batches, self.micro_batches)
+
+    @property
+    def spec(self) -> ProgramSpec:
+        """What the program of a step is derived from. Raises ValueError if the schedule cannot do it."""
+        group = (
+            self.micro_batches if self.micro_batch_group is None else min(self.micro_batch_group, self.micro_batches)
+        )
+        postpones = self.overlap_update or self.offload is not None
+        return ProgramSpec(
+            self.placement,
+            self.schedule,
+            self.micro_batches,
+            group,
+            self.zero_stage,
+            self.resident_chunks,
+            defers_gathers=postpones and self.zero_stage > 0,
+            updates="next_step" if postpones else "step",
+            hierarchy=self.hierarchy,
+            offload=None if self.offload is None else Offload(self.offload == "parameters"),
+        )
+
+    @property
+    def shards(self) -> int:
+        """Equal parts into which the optimizer's state is cut."""
+        if self.hierarchy is not None and self.hierarchy.replicated:
+            return self.hierarchy.node_ranks
+        return self.data_ranks if self.zero_stage else 1
+
+    def layers_of_chunks(self, model: Model) -> list[int]:
+        """Returns how many layers each chunk has. Raises ValueError if there are fewer layers than chunks."""
+        if model.layers < self.chunks:
+            raise ValueError(
+                f"chunks_per_rank is {self.chunks_per_rank}; {model.layers} layers cannot form {self.chunks} chunks on "
+                f"{self.pipeline_ranks} pipeline ranks"
+            )
+        if self.speeds:
+            bounds = split_by_speed(model.layers, self.placement, self.speeds)
+        else:
+            bounds = split_evenly(model.layers, self.chunks)
+        return [end - start for start, end in zip(bounds, bounds[1:])]

@@ -1,0 +1,388 @@
+"""How much memory a configuration needs on the GPU that needs most.
+
+``ds_lgamp/cost/memory.py`` has the project's memory formula, which follows the program of a rank. A search asks for
+thousands of configurations, so this module evaluates the same formula at a few moments in closed form:
+
+- a backward at which the rank may store most, such as the first of each visit to a chunk;
+- a wait for a reduction of a chunk that may have an end of the model;
+- the last forward of a micro-batch group, and the end of the step.
+
+The result is within 4 % of the formula, or within three messages where those are more (tests/planner/test_memory.py).
+Programs for a GPU post receives later than the others, so they may need less. Hierarchical shards, postponed
+updates, offloading and layers by speed have no closed form here: their programs are followed.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ds_lgamp.planner.activations import Software, layer_bytes
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.order import Order
+from ds_lgamp.planner.sizes import (
+    as_executed,
+    chunks_of,
+    default_software,
+    followed,
+    own_chunks,
+    recomputes,
+    units_of,
+)
+from ds_lgamp.schedule.receives import RECEIVES_POSTED
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
+
+_ID_BYTES = 8
+"""Bytes of a token id, and of a label."""
+
+
+class ConfigurationMemory(NamedTuple):
+    """Bytes on the GPU that needs most, by kind, at the moment when it needs most."""
+
+    weights: int
+    """Held between steps."""
+    master_weights: int
+    optimizer_state: int
+    gradients: int
+    """What the optimizer reads."""
+    gathered_weights: int = 0
+    """At stage 3, of resident chunks."""
+    gradient_buffers: int = 0
+    """Full gradients before and during their reductions."""
+    stored: int = 0
+    """Inputs of chunks or, without recomputation, all that autograd keeps. Also what one chunk of a rank hands to
+    another one."""
+    messages: int = 0
+    """Sends and receives of the pipeline under way."""
+    working: int = 0
+    """Of the one backward or update that runs."""
+    batch: int = 0
+    """Token ids, labels and tables of rotary positions of all micro-batches."""
+
+    pipeline_rank: int = 0
+    """The rank that needs most."""
+    host: int = 0
+    """Bytes on its host for each GPU, with offloading. No part of the total."""
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The bytes on the GPU by name."""
+        return {name: size for name, size in self._asdict().items() if name not in ("pipeline_rank", "host")}
+
+    @property
+    def total(self) -> int:
+        return sum(self[:-2])
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether a GPU of ``cluster`` and its host have enough."""
+        return self.missing(cluster) == 0 and self.host <= cluster.host.memory
+
+    def missing(self, cluster: Cluster) -> float:
+        """Returns the bytes that a GPU of ``cluster`` lacks; 0 if it has enough."""
+        return max(0.0, self.total - cluster.memory)
+
+
+def memory(model: Model, configuration: Configuration, software: Software | None = None) -> ConfigurationMemory:
+    """Returns what the GPU that needs most memory needs.
+
+    Args:
+        software: what trains the model; by default what :mod:`ds_lgamp.planner.write` starts.
+    """
+    software = default_software(configuration) if software is None else software
+    configuration = as_executed(model, configuration)
+    # The ranks between rank 1 and the last one store fewer inputs than rank 1, and have no more layers.
+    ranks = sorted({0, min(1, configuration.pipeline_ranks - 1), configuration.pipeline_ranks - 1})
+    if configuration.speeds:
+        ranks = list(range(configuration.pipeline_ranks))
+    special = configuration.hierarchy is not None or configuration.overlap_update or bool(configuration.speeds)
+    special = special or configuration.offload is not None
+    find = _followed if special else of_rank
+    needs = [find(model, configuration, software, rank) for rank in ranks]
+    most = max(needs, key=lambda need: need.total)
+    return most._replace(host=max(need.host for need in needs))
+
+
+def of_rank(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
+    """Returns what a pipeline rank needs when it needs most."""
+    moments = _Rank(model, configuration, software, rank).moments()
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _followed(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
+    """Returns what a pipeline rank needs by its program. What is held for a part of the step counts as working."""
+    told = followed(model, configuration, rank, software)
+    held = told.weights, told.master_weights, told.optimizer_state or 0, told.gradients
+    return ConfigurationMemory(
+        *held,
+        working=told.peak - sum(held),
+        batch=batch_bytes(model, configuration, software),
+        pipeline_rank=rank,
+        host=0 if told.host is None else told.host.peak,
+    )
+
+
+def batch_bytes(model: Model, configuration: Configuration, software: Software) -> int:
+    """Returns the bytes of all micro-batches before they are embedded. Models of transformers compute a sine and a
+    cosine for every position and micro-batch."""
+    per_token = 2 * _ID_BYTES * configuration.micro_batch
+    if not model.position_embeddings and not software.fused:
+        per_token += 2 * software.element.weights * model.head_size
+    return per_token * model.sequence_length * configuration.micro_batches
+
+
+class _Unit(NamedTuple):
+    """A unit of the rank."""
+
+    first: int
+    """Its first user among the chunks of the rank, and its last one."""
+    last: int
+    part: int
+    """Elements of one part, and of all parts."""
+    full: int
+    copies: int
+
+
+class _Rank:
+    """A pipeline rank at the moments when it may need most. Chunks are numbered on the rank."""
+
+    def __init__(self, model: Model, configuration: Configuration, software: Software, rank: int) -> None:
+        self.configuration, self.software, self.element, self.rank = configuration, software, software.element, rank
+        own, stage, data_ranks = own_chunks(configuration, rank), configuration.zero_stage, configuration.data_ranks
+        self.sizes = chunks_of(model, configuration, software, own)
+        self.recomputed = [recomputes(configuration, chunk) for chunk in own]
+        self.has_input = [chunk > 0 for chunk in own]
+        self.result = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result
+        self.partitioned = stage > 0 and data_ranks > 1
+        self.units = []
+        for unit in units_of(model, configuration, rank):
+            part, parts = unit.part(stage, data_ranks), unit.parts(stage, data_ranks)
+            users = own.index(unit.chunks[0]), own.index(unit.chunks[-1])
+            self.units.append(_Unit(*users, part, part * parts, unit.copies))
+        self.part, self.full = sum(unit.part for unit in self.units), sum(unit.full for unit in self.units)
+        self.batch = batch_bytes(model, configuration, software)
+
+    def moments(self) -> Iterator[ConfigurationMemory]:
+        """Yields the memory at each moment that may be the worst."""
+        for micro_batches, earlier, final in self.groups():
+            order = Order(self.configuration, self.rank, micro_batches)
+            if earlier and self.reduces_every_group:
+                yield self.last_forward(order, earlier, final)
+            for number in order.turning_points():
+                yield self.backward(order, number, earlier, final)
+            if order.total == order.round * order.chunks:
+                yield from self.waits(order, earlier, final)
+        yield from self.end()
+
+    def groups(self) -> Iterator[tuple[int, int, bool]]:
+        """Yields micro-batch groups that may need most: their size, how many precede, and whether none follows."""
+        micro_batches, group = self.configuration.micro_batches, self.configuration.group
+        earlier = -(-micro_batches // group) - 1
+        if earlier:
+            yield group, earlier - 1, False
+        yield micro_batches - earlier * group, earlier, True
+
+    def last_forward(self, order: Order, earlier: int, final: bool) -> ConfigurationMemory:
+        """Returns the memory during the last forward ahead of all backwards of a group. None has waited for the
+        reductions of the group before."""
+        forwards = order.forwards(0) - 1
+        chunk = order.forward_chunk(forwards)
+        gradients, buffers = self.gradients(-1, earlier - 1, True)
+        gathered = self.gathered(order.next_chunks(0, self.configuration.resident_chunks, again=not final))
+        stored, messages = self.stored(order, forwards, 0), self.messages(order, 0, earlier, final)
+        working = self.sizes[chunk].forward + (self.result if self.has_input[chunk] else 0)
+        return self.moment(gradients, buffers, gathered, stored, messages, working)
+
+    def backward(self, order: Order, number: int, earlier: int, final: bool) -> ConfigurationMemory:
+        """Returns the memory during a backward.
+
+        Args:
+            number: how many others of the group precede it.
+            earlier: how many groups precede.
+            final: whether no other group follows.
+        """
+        chunk, per_round = order.backward_chunk(number), order.round * order.chunks
+        stored = self.stored(order, order.forwards(number), number)
+        messages = self.messages(order, number, earlier, final)
+        resident = order.next_chunks(number, self.configuration.resident_chunks, again=not final)
+        is_last_round = final and number >= order.total - per_round
+        gradients, buffers = self.gradients(chunk, earlier or number // per_round, is_last_round)
+        working = self.sizes[chunk].backward + (self.result if self.copies_input(chunk) else 0)
+        return self.moment(gradients, buffers, self.gathered(resident), stored, messages, working)
+
+    def waits(self, order: Order, earlier: int, final: bool) -> Iterator[ConfigurationMemory]:
+        """Yields the memory when a backward awaits a reduction of the group before, the oldest or that of the rank's
+        first chunk, or in its own group that of the rank's last chunk. First and last chunks may have an end of the
+        model."""
+        last, waiting = order.chunks - 1, []
+        if final and not earlier or self.reduces_every_group:
+            waiting.append((last - self.held, last, earlier == 0))
+        if earlier and self.reduces_every_group:
+            waiting += {(last, self.held - 1, earlier == 1), (last + 1 - self.held, 0, earlier == 1)}
+        for chunk, awaited, new in waiting:
+            if chunk < 0:
+                continue
+            number = (last - chunk) * order.round
+            gradients, buffers = self.gradients(chunk, earlier, final, begun=False)
+            gathered = self.gathered(order.next_chunks(number, self.configuration.resident_chunks, again=not final))
+            stored = self.stored(order, order.forwards(number), number)
+            messages = self.messages(order, number, earlier, final)
+            units = [unit for unit in self.units if unit.first == awaited]
+            for held, rest, finishing in self.finishing(units, gradients, buffers, new):
+                yield self.moment(held, rest, gathered, stored, messages, finishing)
+
+    def end(self) -> Iterator[ConfigurationMemory]:
+        """Yields the memory after the last backward, when the first of the last reductions ends, and when the optimizer
+        steps."""
+        configuration, element = self.configuration, self.element
+        micro_batches, sent = configuration.micro_batches, self.sends(self.configuration.micro_batches)
+        is_interleaved = configuration.schedule == "interleaved_1f1b"
+        together = configuration.pipeline_ranks if is_interleaved else configuration.group
+        earlier = -(-micro_batches // together) - 1
+        gradients, buffers = self.gradients(-1, earlier, True)
+        yield self.moment(gradients, buffers, self.gathered([0]), 0, sent, 0)
+        outstanding = range(len(self.sizes) if earlier and not self.reduces_every_group else self.held)
+        awaited = [unit for unit in self.units if unit.first in outstanding]
+        new = not (earlier and self.reduces_every_group)
+        for held, rest, finishing in self.finishing(awaited, gradients, buffers, new):
+            yield self.moment(held, rest, 0, 0, sent, finishing)
+        gradients = element.master * self.part
+        if not self.partitioned and element.gradients != element.master:
+            gradients += element.gradients * self.part
+        copies = max((unit.copies * unit.part for unit in self.units if unit.copies > 1), default=0)
+        yield self.moment(gradients, 0, 0, 0, sent, element.master * copies)
+
+    def moment(
+        self, gradients: int, buffers: int, gathered: int, stored: int, messages: int, working: int
+    ) -> ConfigurationMemory:
+        element, weights = self.element, self.part if self.configuration.zero_stage == 3 else self.full
+        return ConfigurationMemory(
+            weights=element.weights * weights,
+            master_weights=element.master * self.part if element.weights < element.master else 0,
+            optimizer_state=(element.optimizer or 0) * self.part,
+            gradients=gradients,
+            gathered_weights=gathered,
+            gradient_buffers=buffers,
+            stored=stored,
+            messages=messages,
+            working=working,
+            batch=self.batch,
+            pipeline_rank=self.rank,
+        )
+
+    def copies_input(self, chunk: int) -> bool:
+        """Whether a backward computes ``chunk`` again, from a copy of its stored input."""
+        return self.recomputed[chunk] and self.has_input[chunk]
+
+    def stored(self, order: Order, forwards: int, backwards: int) -> int:
+        """Returns what so many forwards have stored and so many backwards have not freed."""
+        started = [order.forwards_of(chunk, forwards) for chunk in range(order.chunks)]
+        done = [order.backwards_of(chunk, backwards) for chunk in range(order.chunks)]
+        stored = 0
+        for chunk, recomputed in enumerate(self.recomputed):
+            kept = self.result if self.copies_input(chunk) else 0 if recomputed else self.sizes[chunk].saved
+            stored += (started[chunk] - done[chunk]) * kept
+        if self.configuration.pipeline_ranks == 1:
+            # Results that no forward has taken yet, and gradients that no backward has taken yet.
+            stored += self.result * (started[0] - started[-1] + done[-1] - done[0])
+        return stored
+
+    def gathered(self, resident: list[int]) -> int:
+        """Returns the bytes of gathered weights while the chunks ``resident`` are whole."""
+        if not self.partitioned or self.configuration.zero_stage < 3:
+            return 0
+        whole = (unit.full for unit in self.units if unit.first in resident or unit.last in resident)
+        return self.element.weights * sum(whole)
+
+    @property
+    def reduces_every_group(self) -> bool:
+        """Whether gradients are reduced after each group of micro-batches, as stages 2 and 3 do."""
+        return self.partitioned and self.configuration.zero_stage > 1 and self.configuration.schedule == "layered"
+
+    @property
+    def held(self) -> int:
+        """How many full gradients a rank may hold before a backward awaits the reduction of one."""
+        return min(self.configuration.resident_chunks, len(self.sizes))
+
+    def gradients(self, chunk: int, earlier: int, final: bool, begun: bool = True) -> tuple[int, int]:
+        """Returns the bytes of gradients, and those of their buffers.
+
+        Args:
+            chunk: whose backward runs; -1 if all are done.
+            earlier: how often all chunks have run their backwards before, in groups or rounds of micro-batches.
+            final: whether no other group or round follows.
+            begun: whether the chunk has a full gradient. Otherwise it waits until one less is held.
+        """
+        element, reduces = self.element, final or self.reduces_every_group
+        if not self.partitioned:
+            return element.gradients * self.part, 0
+        # Gradients that are not reduced after every group begin to accumulate once, so that none waits for a reduction.
+        accumulated = earlier > 0 and not self.reduces_every_group
+        held = len(self.sizes) + 1 if accumulated else self.held + (chunk < 0 or not begun)
+        shards = buffers = 0
+        for unit in self.units:
+            # Reductions begin in the order of the backwards, from the last chunk to the first.
+            behind = unit.first - chunk
+            accumulating = (unit.last >= chunk or accumulated) and not (reduces and behind > 0)
+            accumulating = accumulating and (begun or behind < 0 or unit.last > chunk)
+            reducing = reduces and 0 < behind < held
+            reducing_earlier = earlier > 0 and self.reduces_every_group and behind < (0 if begun else 1)
+            reducing_earlier = reducing_earlier and 0 < behind + len(self.sizes) < held
+            if accumulating or reducing or reducing_earlier:
+                buffers += element.gradients * unit.full
+            if reducing or reducing_earlier:
+                buffers += element.gradients * (unit.full if self.software.all_to_all else unit.part)
+            if (reduces and behind >= held) or (self.reduces_every_group and earlier > reducing_earlier):
+                shards += element.master * unit.part
+        return shards, buffers
+
+    def finishing(
+        self, awaited: list[_Unit], gradients: int, buffers: int, new: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yields the bytes of gradients, of their buffers, and of the result of a reduction as each one ends.
+
+        Args:
+            awaited: the units under reduction that are awaited.
+            gradients, buffers: before.
+            new: whether results become gradients. Otherwise they are added to gradients that exist.
+        """
+        element = self.element
+        if not self.partitioned or (element.gradients == element.master and not self.software.all_to_all):
+            return
+        for unit in sorted(awaited, key=lambda unit: -unit.first):
+            yield gradients, buffers, element.master * unit.part
+            buffers -= element.gradients * (unit.full + (unit.full if self.software.all_to_all else unit.part))
+            gradients += element.master * unit.part if new else 0
+
+    def messages(self, order: Order, backwards: int, earlier: int, final: bool) -> int:
+        """Returns the bytes of messages under way during a backward that follows ``backwards`` others of its group."""
+        last, forwards = self.configuration.pipeline_ranks - 1, order.forwards(backwards)
+        if last == 0:
+            return 0
+        # The window of the link that closes the ring is larger, because messages pile up there. The window of gradients
+        # begins with this backward, that of results after the last forward.
+        wide = max(RECEIVES_POSTED, order.micro_batches - last + 1)
+        results = (wide if self.rank == 0 else RECEIVES_POSTED) - 1
+        gradients = wide if self.rank == last else RECEIVES_POSTED
+        left = order.total - backwards
+        posted = [min(results, order.total - forwards), min(gradients, left)]
+        if not final:
+            # Receives of the next group are posted too, if its forwards, or the backwards between them, are near.
+            later = order.chunks * (self.configuration.micro_batches - (earlier + 1) * order.micro_batches)
+            near = [2 * results + 1 - left, (2 * gradients - left - order.forwards(0)) // 2]
+            posted[0] += max(0, min(near[0], later, results - posted[0]))
+            posted[1] += max(0, min(near[1], later, gradients - posted[1]))
+        # The first chunk of the model receives no results, and the last one no gradients.
+        if self.rank == 0:
+            posted[0] -= order.forwards_of(0, forwards + posted[0]) - order.forwards_of(0, forwards)
+        if self.rank == last:
+            posted[1] -= order.backwards_of(order.chunks - 1, backwards + posted[1])
+            posted[1] += order.backwards_of(order.chunks - 1, backwards)
+        return self.sends(earlier * order.micro_batches + backwards) + self.result * sum(posted)
+
+    def sends(self, backwards: int) -> int:
+        """Returns the bytes of messages that are still under way after so many backwards."""
+        chunks, last = len(self.sizes), self.configuration.pipeline_ranks - 1
+        # How many chunks of the rank send results to the next rank, and gradients to the one before.
+        onward, back = (0, 0) if last == 0 else (chunks - (self.rank == last), chunks - (self.rank == 0))
+        sent = (onward * self.configuration.micro_batches, back * backwards)
+        return self.result * sum(min(SENDS_IN_FLIGHT, number) for number in sent)

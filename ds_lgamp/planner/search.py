@@ -1,0 +1,363 @@
+"""Finds the fastest, cheapest or smallest configurations that train a model on a cluster."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.compute import Compute, Seconds
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.memory import ConfigurationMemory, memory
+from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.offload import host_seconds, offloaded
+from ds_lgamp.planner.predict import Prediction, predict
+from ds_lgamp.schedule.hierarchy import Hierarchy
+
+OBJECTIVES = ("time", "cost", "memory")
+LARGEST_MICRO_BATCH = 64
+"""In sequences."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration with what it takes."""
+
+    configuration: Configuration
+    prediction: Prediction
+    memory: ConfigurationMemory
+    dollars: float | None
+    """Price of a step; None if the cluster has no price."""
+
+    @property
+    def method(self) -> str:
+        return method_of(self.configuration)
+
+
+def method_of(configuration: Configuration) -> str:
+    """Names the way to train in the words of tables."""
+    if configuration.micro_batch_outer:
+        return f"ZeRO-{configuration.zero_stage}"
+    if configuration.hierarchy is not None:
+        return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
+    if configuration.offload is not None:
+        return f"{configuration.schedule}, {configuration.offload} on the host"
+    return configuration.schedule
+
+
+class NothingFits(ValueError):
+    """No configuration can run; the message names what is missing, and by how much."""
+
+
+def search(
+    model: Model, cluster: Cluster, sequences: int, objective: str = "time", best: int = 10, offload: bool = True
+) -> list[Plan]:
+    """Returns the ``best`` plans for steps of ``sequences`` sequences, best first, and the best of each other method.
+
+    ``time`` and ``memory`` use the whole cluster; ``cost`` also halves of it, quarters, and so on. Of plans that differ
+    only in ZeRO stage, chunks, resident chunks or recomputation, only the best is returned, so that the table shows
+    different ways to train. With ``offload``, layered plans may hold state on the host where the GPUs lack memory.
+
+    Raises NothingFits if no configuration divides the batch, or if none fits into the GPUs' memory.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective is {objective!r}; use one of {', '.join(OBJECTIVES)}")
+    if objective == "cost" and cluster.price is None:
+        raise ValueError("price is missing in the cluster, which the objective cost needs; add it, as in '2.5 USD/h'")
+    plans: list[Plan] = []
+    needs: list[Need] = []
+    if objective == "memory":
+        plans = _by_memory(model, cluster, sequences, needs, best, offload)
+    else:
+        for part in _parts(cluster) if objective == "cost" else [cluster]:
+            plans += _by_bound(model, part, sequences, needs, offload)
+    if not plans:
+        raise NothingFits(_why_nothing_fits(model, cluster, sequences, needs))
+    plans.sort(key=_RANK[objective])
+    plans += _with_nodes(model, cluster, plans, best)
+    plans.sort(key=_RANK[objective])
+    different = distinct(plans)
+    others = [plan for plan in best_by_method(different).values() if plan not in different[:best]]
+    return different[:best] + others
+
+
+Need = tuple[ConfigurationMemory, Configuration]
+
+WORTH_A_LOOK = 1.5
+"""A plan that takes so many times as long as the best one of its method is not looked at."""
+
+
+def _by_bound(model: Model, cluster: Cluster, sequences: int, needs: list[Need], offload: bool) -> list[Plan]:
+    """Returns the plans that may be among the fastest, beginning with those that have the shortest compute. Adds the
+    memory that was calculated to ``needs``."""
+    bounds = Bound(model, cluster)
+    fastest: dict[str, float] = {}
+    plans, too_large = [], []
+    bounded = [(bounds.seconds(one), one) for one in candidates(model, cluster, sequences)]
+    for bound, configuration in sorted(bounded, key=lambda item: item[0]):
+        method = method_of(configuration)
+        if bound > WORTH_A_LOOK * fastest.get(method, inf):
+            continue
+        needed = memory(model, configuration)
+        needs.append((needed, configuration))
+        if needed.fits(cluster):
+            plans.append(_plan(model, cluster, configuration, needed))
+            fastest[method] = min(fastest.get(method, inf), plans[-1].prediction.seconds)
+        else:
+            too_large.append(needs[-1])
+    if not offload:
+        return plans
+    shortest = min(fastest.values(), default=inf)
+    ways = ((max(bounds.seconds(one), bounds.on_host(one)), one) for one in offloaded(too_large, cluster))
+    worth = sorted(((bound, one) for bound, one in ways if bound < shortest), key=lambda item: item[0])
+    return plans + _on_host(model, cluster, [one for _, one in worth], needs)
+
+
+MOST_ON_HOST, MOST_ALIKE = 24, 3
+"""How many configurations with offloading a search tries, and how many of one method and layout of ranks. Each takes
+the clock some ten milliseconds."""
+
+
+def _on_host(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
+    """Returns plans with offloading of the first ``ways`` that fit. Adds the memory that was calculated to
+    ``needs``."""
+    tried: Counter[tuple] = Counter()
+    plans = []
+    for configuration in ways:
+        tried[layout := _layout(configuration)] += 1
+        if tried[layout] > MOST_ALIKE:
+            continue
+        needed = memory(model, configuration)
+        needs.append((needed, configuration))
+        if needed.fits(cluster):
+            plans.append(_plan(model, cluster, configuration, needed))
+        if sum(min(count, MOST_ALIKE) for count in tried.values()) == MOST_ON_HOST:
+            break
+    return plans
+
+
+def _by_memory(
+    model: Model, cluster: Cluster, sequences: int, needs: list[Need], best: int, offload: bool
+) -> list[Plan]:
+    """Returns the plans that need least memory, enough of each method for ``best`` different ones. Adds the memory of
+    all to ``needs``."""
+    needs += [(memory(model, one), one) for one in candidates(model, cluster, sequences)]
+    taken: Counter[str] = Counter()
+    plans = []
+    for needed, configuration in sorted(needs, key=lambda item: item[0].total):
+        method = method_of(configuration)
+        if needed.fits(cluster) and taken[method] < _SIMILAR * best:
+            taken[method] += 1
+            plans.append(_plan(model, cluster, configuration, needed))
+    if not offload:
+        return plans
+    smallest = list(offloaded(sorted(needs, key=lambda item: item[0].total), cluster))
+    return plans + _on_host(model, cluster, smallest, needs)
+
+
+_SIMILAR = 20
+"""How many plans of a method are kept for each that is returned, because similar ones are left out."""
+
+
+def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan], best: int) -> list[Plan]:
+    """Returns the ``best`` layered plans at stage 3 with shards of nodes, as far as they fit. ``plans`` are sorted.
+    Data-parallel ranks must fill more than one node."""
+    found = []
+    for plan in distinct([plan for plan in plans if _node_ranks(cluster, plan.configuration)])[:best]:
+        ranks = _node_ranks(cluster, plan.configuration)
+        for replicated in (False, True):
+            configuration = replace(plan.configuration, hierarchy=Hierarchy(ranks, replicated))
+            needed = memory(model, configuration)
+            if needed.fits(cluster):
+                found.append(_plan(model, cluster, configuration, needed))
+    return found
+
+
+def _node_ranks(cluster: Cluster, of: Configuration) -> int:
+    """Returns how many data-parallel ranks form a node; 0 if they cannot share shards there."""
+    ranks = cluster.gpus_per_node // of.tensor_ranks
+    fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and of.offload is None
+    return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
+
+
+class Bound:
+    """The least seconds that a step can take: compute that is spread evenly, and the bubble."""
+
+    def __init__(self, model: Model, cluster: Cluster) -> None:
+        self._model, self._compute = model, Compute(cluster, Efficiency(**cluster.efficiency))
+        self._layers: dict[tuple[int, int, bool], Seconds] = {}
+
+    def on_host(self, of: Configuration) -> float:
+        """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
+        own = self._model.layers * self._model.layer_parameters / of.tensor_ranks / of.pipeline_ranks
+        return max(host_seconds(self._compute, of, own))
+
+    def seconds(self, of: Configuration) -> float:
+        key = of.micro_batch, of.tensor_ranks, of.fused_attention
+        if key not in self._layers:
+            self._layers[key] = self._compute.layer(self._model, *key)
+        layer = self._layers[key]
+        # The only chunk of a single pipeline rank is not recomputed.
+        again = layer.forward if of.recompute == "full" and of.chunks > 1 else 0.0
+        rank = (layer.forward + layer.backward + again) * self._model.layers / of.pipeline_ranks
+        return rank * (of.micro_batches + (of.pipeline_ranks - 1) / of.chunks_per_rank)
+
+
+def distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """Returns the first plan of each method and layout of ranks."""
+    first: dict[tuple, Plan] = {}
+    for plan in plans:
+        first.setdefault(_layout(plan.configuration), plan)
+    return list(first.values())
+
+
+def _layout(of: Configuration) -> tuple:
+    return method_of(of), of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
+
+
+def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
+    """Returns the first plan of each method, in the order of ``plans``."""
+    first: dict[str, Plan] = {}
+    for plan in plans:
+        first.setdefault(plan.method, plan)
+    return first
+
+
+def candidates(model: Model, cluster: Cluster, sequences: int) -> Iterator[Configuration]:
+    """Yields every configuration worth a look that uses the whole cluster and divides the batch evenly."""
+    for tensor_ranks in tensor_rank_numbers(model, cluster):
+        for pipeline_ranks in divisors(cluster.gpus // tensor_ranks):
+            data_ranks = cluster.gpus // tensor_ranks // pipeline_ranks
+            if pipeline_ranks > model.layers or sequences % data_ranks:
+                continue
+            per_rank = sequences // data_ranks
+            for micro_batch in divisors(per_rank):
+                if micro_batch > LARGEST_MICRO_BATCH:
+                    break
+                plain = Configuration(
+                    data_ranks=data_ranks,
+                    pipeline_ranks=pipeline_ranks,
+                    tensor_ranks=tensor_ranks,
+                    micro_batch=micro_batch,
+                    micro_batches=per_rank // micro_batch,
+                )
+                for way in _ways(model, plain):
+                    for recompute in ("none", "full"):
+                        yield replace(way, recompute=recompute)
+
+
+def _ways(model: Model, plain: Configuration) -> Iterator[Configuration]:
+    """Yields the methods, chunks and ZeRO stages that suit the layout of ``plain``: stock ones first."""
+    ranks, partitioned = plain.pipeline_ranks, plain.data_ranks > 1
+    for zero_stage in (0, 1) if partitioned else (0,):
+        yield replace(plain, schedule="1f1b", zero_stage=zero_stage)
+        for chunks in chunks_per_rank(model, ranks):
+            if chunks > 1 and ranks > 1 and plain.micro_batches % ranks == 0:
+                yield replace(plain, schedule="interleaved_1f1b", chunks_per_rank=chunks, zero_stage=zero_stage)
+    if ranks == 1 and partitioned:
+        for zero_stage in (2, 3):
+            layers = model.layers
+            yield replace(
+                plain, micro_batch_outer=True, chunks_per_rank=layers, schedule="layered", zero_stage=zero_stage
+            )
+    for chunks in chunks_per_rank(model, ranks):
+        for zero_stage in (0, 1, 2, 3) if partitioned else (0,):
+            layered = replace(plain, schedule="layered", chunks_per_rank=chunks, zero_stage=zero_stage)
+            for group in _groups(layered):
+                yield replace(layered, micro_batch_group=group)
+                if zero_stage == 3 and chunks > layered.resident_chunks:
+                    # What stays resident is gathered once, and takes memory.
+                    yield replace(layered, micro_batch_group=group, resident_chunks=chunks)
+
+
+def _groups(configuration: Configuration) -> list[int | None]:
+    """Returns the micro-batch groups worth a look: all, which moves least, and the smallest equal ones that keep every
+    pipeline rank busy, which store least."""
+    count = configuration.micro_batches
+    smaller = [group for group in divisors(count) if configuration.pipeline_ranks <= group < count]
+    return [None, *smaller[:1]]
+
+
+def chunks_per_rank(model: Model, pipeline_ranks: int) -> list[int]:
+    """Returns the numbers of chunks that give every rank equally many layers; the most possible if there are none."""
+    even, rest = divmod(model.layers, pipeline_ranks)
+    return divisors(even) if rest == 0 else [even]
+
+
+def tensor_rank_numbers(model: Model, cluster: Cluster) -> list[int]:
+    """Returns the numbers of tensor-parallel ranks that divide a node's GPUs, the heads and the matrices."""
+    return [
+        ranks
+        for ranks in divisors(cluster.gpus_per_node)
+        if not (model.attention_heads % ranks or model.key_value_heads % ranks or model.feed_forward_size % ranks)
+    ]
+
+
+def _plan(model: Model, cluster: Cluster, configuration: Configuration, needed: ConfigurationMemory) -> Plan:
+    prediction = predict(model, cluster, configuration)
+    dollars = None if cluster.price is None else prediction.seconds * configuration.gpus * cluster.price
+    return Plan(configuration, prediction, needed, dollars)
+
+
+_RANK: dict[str, Callable[[Plan], tuple[float, float]]] = {
+    "time": lambda plan: (plan.prediction.seconds, plan.memory.total),
+    "cost": lambda plan: (plan.dollars or 0.0, plan.prediction.seconds),
+    "memory": lambda plan: (plan.memory.total, plan.prediction.seconds),
+}
+
+
+def _parts(cluster: Cluster) -> Iterator[Cluster]:
+    """Yields the cluster, half of its nodes, a quarter, and so on; of one node, parts of its GPUs."""
+    nodes, gpus = cluster.nodes, cluster.gpus_per_node
+    while True:
+        yield replace(cluster, nodes=nodes, gpus_per_node=gpus)
+        if nodes > 1 and nodes % 2 == 0:
+            nodes //= 2
+        elif nodes == 1 and gpus > 1 and gpus % 2 == 0:
+            gpus //= 2
+        else:
+            return
+
+
+def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, needs: Sequence[Need]) -> str:
+    if not needs:
+        return (
+            f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
+            "divides it evenly; use a multiple of a divisor of the GPUs"
+        )
+    needed, configuration = min(needs, key=lambda item: (item[0].missing(cluster), item[0].host))
+    kind, most = max(needed.kinds.items(), key=lambda item: item[1])
+    smallest, lacking = f"nothing fits: the smallest configuration ({describe(configuration)}) needs", "than there are"
+    if needed.missing(cluster) == 0:
+        return (
+            f"{smallest} {needed.host / 1e9:.3g} GB on the host for each GPU, "
+            f"{(needed.host - cluster.host.memory) / 1e9:.3g} GB more {lacking}. Use more GPUs, hosts with more "
+            "memory, or a smaller model"
+        )
+    return (
+        f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {lacking}; most "
+        f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
+    )
+
+
+def describe(configuration: Configuration) -> str:
+    """Returns the configuration in a few words."""
+    of = configuration
+    words = [method_of(of), f"W{of.data_ranks} P{of.pipeline_ranks} T{of.tensor_ranks}", f"ZeRO-{of.zero_stage}"]
+    if not of.micro_batch_outer:
+        words.append(f"{of.chunks_per_rank} chunks per rank")
+        if of.zero_stage == 3:
+            words[-1] += f", {min(of.resident_chunks, of.chunks_per_rank)} resident"
+    if of.hierarchy is not None:
+        words.append(f"shards of {of.hierarchy.node_ranks} ranks")
+    words.append(f"{of.micro_batches} micro-batches of {of.micro_batch}")
+    if of.group < of.micro_batches:
+        words[-1] += f" in groups of {of.group}"
+    return ", ".join(words)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of ``number``, ascending."""
+    small = [factor for factor in range(1, int(number**0.5) + 1) if number % factor == 0]
+    return small + [number // factor for factor in reversed(small) if factor * factor != number]

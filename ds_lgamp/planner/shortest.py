@@ -1,0 +1,104 @@
+"""The shortest time to train a model, however many GPUs that takes: the critical batch limits how many can help.
+
+A pipeline of as many ranks as layers, with one micro-batch, is as fast as anything, but its GPUs stand idle. So at
+least ``BUSY`` of the GPUs' time must be compute.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.predict import predict
+from ds_lgamp.planner.scaling import critical_batch, tokens_needed
+from ds_lgamp.planner.search import Bound, Plan, chunks_per_rank, divisors, tensor_rank_numbers
+
+BUSY = 0.5
+DAY = 86400
+MICRO_BATCHES = (1, 2, 4)
+"""Sequences of a micro-batch. Large ones leave fewer of them."""
+
+
+@dataclass(frozen=True)
+class Shortest:
+    """The fastest way of one method to read the tokens."""
+
+    plan: Plan
+    days: float
+
+
+def shortest(model: Model, cluster: Cluster, tokens: float, law: str) -> dict[str, Shortest]:
+    """Returns the shortest training by schedule, for a batch of at most the critical one and for as many nodes of
+    ``cluster`` as help.
+
+    Args:
+        tokens: what training with very small batches would read.
+        law: the scaling law of the critical batch.
+    """
+    limit, bounds = critical_batch(model, law), Bound(model, cluster)
+    found: dict[str, Shortest] = {}
+    for configuration in _candidates(model, cluster, limit):
+        name = configuration.schedule
+        read = tokens_needed(tokens, configuration.sequences, limit)
+        steps = read / configuration.sequences / model.sequence_length
+        if name in found and steps * bounds.seconds(configuration) >= found[name].days * DAY:
+            continue
+        nodes = replace(cluster, nodes=ceil(configuration.gpus / cluster.gpus_per_node))
+        prediction = predict(model, nodes, configuration)
+        days = steps * prediction.seconds / DAY
+        if prediction.compute < BUSY * prediction.seconds or (name in found and days >= found[name].days):
+            continue
+        needed = memory(model, configuration)
+        if needed.fits(cluster):
+            found[name] = Shortest(Plan(configuration, prediction, needed, None), days)
+    return found
+
+
+def _candidates(model: Model, cluster: Cluster, limit: int) -> Iterator[Configuration]:
+    """Yields stock pipelines at ZeRO-1 and layered ones at ZeRO-3 whose batch is close below ``limit``."""
+    for tensor_ranks in tensor_rank_numbers(model, cluster):
+        for pipeline_ranks in divisors(model.layers):
+            for micro_batch in MICRO_BATCHES:
+                for data_ranks in _different_quotients(limit // micro_batch):
+                    plain = Configuration(
+                        data_ranks=data_ranks,
+                        pipeline_ranks=pipeline_ranks,
+                        tensor_ranks=tensor_ranks,
+                        micro_batch=micro_batch,
+                        micro_batches=limit // micro_batch // data_ranks,
+                        zero_stage=1 if data_ranks > 1 else 0,
+                    )
+                    if _busy(plain):
+                        yield plain
+                    for chunks in chunks_per_rank(model, pipeline_ranks):
+                        several = replace(plain, chunks_per_rank=chunks)
+                        if not _busy(several):
+                            continue
+                        if 1 < chunks and 1 < pipeline_ranks and plain.micro_batches % pipeline_ranks == 0:
+                            yield replace(several, schedule="interleaved_1f1b")
+                        yield replace(several, schedule="layered", zero_stage=3 if data_ranks > 1 else 0)
+
+
+def _busy(configuration: Configuration) -> bool:
+    """Whether the bubble alone leaves enough of the step for compute."""
+    ranks, chunks, micro_batches = (
+        configuration.pipeline_ranks,
+        configuration.chunks_per_rank,
+        configuration.micro_batches,
+    )
+    slots = (chunks - 1) * max(micro_batches, ranks) + micro_batches + ranks - 1
+    return chunks * micro_batches >= BUSY * slots
+
+
+def _different_quotients(number: int) -> list[int]:
+    """Returns numbers from 1 to ``number`` in steps of about a tenth, each the largest with its quotient in a whole
+    division of ``number``."""
+    found, divisor = [], 1
+    while divisor <= number:
+        divisor = number // (number // divisor)
+        found.append(divisor)
+        divisor = max(divisor + 1, ceil(1.1 * divisor))
+    return found

@@ -1,0 +1,299 @@
+"""Reads sizes from a config.json of transformers. Counts parameters as transformers' own classes have them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_lgamp.planner.model import Model
+
+LONGEST_DEFAULT = 8192
+"""A context may be far longer than the sequences of training. Without a given length, training takes at most this."""
+
+
+class _Config:
+    """A config.json whose missing and odd keys are refused by name."""
+
+    def __init__(self, name: str, keys: Mapping[str, Any], sequence_length: int | None) -> None:
+        self.name, self._keys, self._sequence_length = name, keys, sequence_length
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns a whole number. Without ``default``, the key must be there. A null counts as missing."""
+        value = self._keys.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{key} is missing in the config of {self.name}; add it, as transformers writes it")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key} is {value!r}; use a whole number from 1")
+        return value
+
+    def first(self, *keys: str) -> int:
+        """Returns the whole number of the first key that is there."""
+        return self.count(next((key for key in keys if key in self._keys), keys[0]))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._keys.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r}; use true or false")
+        return value
+
+    def word(self, key: str, default: str) -> str:
+        return str(self._keys.get(key, default))
+
+    def only(self, key: str, *allowed: object) -> None:
+        """Refuses a value whose effect on sizes is not understood."""
+        value = self._keys.get(key, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{key} is {value!r}, which the planner does not understand; it knows {allowed[0]!r}")
+
+    def sequence_length(self, longest: int) -> int:
+        if self._sequence_length is None:
+            return min(longest, LONGEST_DEFAULT)
+        if self._sequence_length < 1:
+            raise ValueError(f"sequence_length is {self._sequence_length}; use a whole number from 1")
+        return self._sequence_length
+
+    def refuse_experts(self) -> None:
+        for key, value in self._keys.items():
+            if "expert" in key and value:
+                raise ValueError(f"{key} is {value!r}; a {self._keys['model_type']} has no experts that are understood")
+
+
+def model_of_config(name: str, config: Mapping[str, Any], sequence_length: int | None = None) -> Model:
+    """Returns the sizes of the model that ``config`` describes.
+
+    Raises ValueError if its architecture is unknown, or a key that matters is missing or has a value that is not
+    understood.
+    """
+    kind = config.get("model_type")
+    if kind not in _READERS:
+        raise ValueError(f"model_type is {kind!r}; the planner reads {', '.join(sorted(_READERS))}")
+    read = _Config(name, config, sequence_length)
+    read.only("is_encoder_decoder", False)
+    read.only("add_cross_attention", False)
+    return _READERS[kind](read)
+
+
+def _gpt2(config: _Config) -> Model:
+    hidden, positions = config.count("n_embd"), config.count("n_positions")
+    return _with_biases(
+        config,
+        layers=config.count("n_layer"),
+        hidden=hidden,
+        heads=config.count("n_head"),
+        wide=config.count("n_inner", 4 * hidden),
+        positions=positions,
+        length=positions,
+        tied=config.flag("tie_word_embeddings", True),
+        activation=config.word("activation_function", "gelu_new"),
+    )
+
+
+def _opt(config: _Config) -> Model:
+    hidden, positions = config.count("hidden_size"), config.count("max_position_embeddings")
+    config.only("word_embed_proj_dim", hidden)
+    config.only("_remove_final_layer_norm", False)
+    config.only("do_layer_norm_before", True)
+    config.only("enable_bias", True)
+    return _with_biases(
+        config,
+        layers=config.count("num_hidden_layers"),
+        hidden=hidden,
+        heads=config.count("num_attention_heads"),
+        wide=config.count("ffn_dim"),
+        # transformers leaves two rows for padding.
+        positions=positions + 2,
+        length=positions,
+        tied=config.flag("tie_word_embeddings", True),
+        activation=config.word("activation_function", "relu"),
+    )
+
+
+def _gpt_neox(config: _Config) -> Model:
+    config.only("attention_bias", True)
+    return _with_biases(
+        config,
+        layers=config.count("num_hidden_layers"),
+        hidden=config.count("hidden_size"),
+        heads=config.count("num_attention_heads"),
+        wide=config.count("intermediate_size"),
+        positions=0,
+        length=config.count("max_position_embeddings"),
+        tied=config.flag("tie_word_embeddings", False),
+        activation=config.word("hidden_act", "gelu"),
+    )
+
+
+def _bert(config: _Config) -> Model:
+    hidden, positions = config.count("hidden_size"), config.count("max_position_embeddings")
+    return _with_biases(
+        config,
+        layers=config.count("num_hidden_layers"),
+        hidden=hidden,
+        heads=config.count("num_attention_heads"),
+        wide=config.count("intermediate_size"),
+        positions=positions + config.count("type_vocab_size"),
+        length=positions,
+        tied=config.flag("tie_word_embeddings", True),
+        activation=config.word("hidden_act", "gelu"),
+        # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
+        # behind the layers is the one behind the embedding.
+        extras=hidden * hidden + 3 * hidden + config.count("vocab_size"),
+    )
+
+
+def _with_biases(
+    config: _Config,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    wide: int,
+    positions: int,
+    length: int,
+    tied: bool,
+    activation: str,
+    extras: int = 0,
+) -> Model:
+    """The GPT-2 kind: biases, LayerNorm, two matrices in the feed-forward part."""
+    if hidden % heads:
+        raise ValueError(f"the number of attention heads is {heads}; it must divide the hidden size {hidden}")
+    return Model(
+        name=config.name,
+        layers=layers,
+        hidden_size=hidden,
+        attention_heads=heads,
+        vocabulary_size=config.count("vocab_size"),
+        sequence_length=config.sequence_length(length),
+        key_value_heads=heads,
+        head_size=hidden // heads,
+        feed_forward_size=wide,
+        position_embeddings=positions,
+        tied_embeddings=tied,
+        extras=extras,
+        composed_activation=activation in _COMPOSED,
+    )
+
+
+_COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_10", "mish")
+"""Activation functions that transformers computes by several operations, each of which keeps a tensor."""
+
+
+def _llama(config: _Config) -> Model:
+    config.refuse_experts()
+    return _without_biases(config, attention_bias=config.flag("attention_bias", False), bias_of_output=True)
+
+
+def _mistral(config: _Config) -> Model:
+    config.refuse_experts()
+    return _without_biases(config)
+
+
+def _mixtral(config: _Config) -> Model:
+    experts = config.count("num_local_experts")
+    return _without_biases(config, experts=experts, experts_per_token=config.count("num_experts_per_tok"))
+
+
+def _qwen2(config: _Config) -> Model:
+    config.refuse_experts()
+    return _without_biases(config, attention_bias=True)
+
+
+def _qwen3(config: _Config) -> Model:
+    config.refuse_experts()
+    biases = config.flag("attention_bias", False)
+    return _without_biases(config, head_norms=True, attention_bias=biases, bias_of_output=True)
+
+
+def _qwen3_moe(config: _Config) -> Model:
+    config.only("mlp_only_layers", [], None)
+    config.only("decoder_sparse_step", 1)
+    return _without_biases(
+        config,
+        wide="moe_intermediate_size",
+        head_norms=True,
+        attention_bias=config.flag("attention_bias", False),
+        bias_of_output=True,
+        experts=config.first("num_experts", "num_local_experts"),
+        experts_per_token=config.count("num_experts_per_tok"),
+    )
+
+
+def _gemma(config: _Config) -> Model:
+    config.only("attention_bias", False)
+    return _without_biases(config, tied=True)
+
+
+def _gemma2(config: _Config) -> Model:
+    config.only("attention_bias", False)
+    return _without_biases(config, tied=True, norms=4)
+
+
+def _gemma3(config: _Config) -> Model:
+    config.only("attention_bias", False)
+    return _without_biases(config, tied=True, norms=4, head_norms=True)
+
+
+def _without_biases(
+    config: _Config,
+    *,
+    wide: str = "intermediate_size",
+    tied: bool = False,
+    norms: int = 2,
+    head_norms: bool = False,
+    attention_bias: bool = False,
+    bias_of_output: bool = False,
+    experts: int = 1,
+    experts_per_token: int = 1,
+) -> Model:
+    """The Llama kind: RMSNorm, rotary positions, three matrices in the feed-forward part.
+
+    Args:
+        wide: the key of the feed-forward size.
+        tied: whether embeddings are tied where the config does not say.
+        norms: norms of a layer.
+        head_norms: whether queries and keys have norms of the size of a head.
+        attention_bias: whether queries, keys and values have biases. With ``bias_of_output``, the output has, too.
+    """
+    config.only("mlp_bias", False)
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    key_values = config.count("num_key_value_heads", heads)
+    head_size = config.count("head_dim", max(1, hidden // heads))
+    extras = (norms - 2) * hidden + (2 * head_size if head_norms else 0)
+    if attention_bias:
+        extras += head_size * (heads + 2 * key_values) + (hidden if bias_of_output else 0)
+    return Model(
+        name=config.name,
+        layers=config.count("num_hidden_layers"),
+        hidden_size=hidden,
+        attention_heads=heads,
+        vocabulary_size=config.count("vocab_size"),
+        sequence_length=config.sequence_length(config.count("max_position_embeddings")),
+        key_value_heads=key_values,
+        head_size=head_size,
+        feed_forward_size=config.count(wide),
+        gated=True,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        tied_embeddings=config.flag("tie_word_embeddings", tied),
+        biases=False,
+        layer_extras=extras,
+        query_key_norms=head_norms,
+    )
+
+
+_READERS: dict[str, Callable[[_Config], Model]] = {
+    "bert": _bert,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "opt": _opt,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}
+"""The reader of each ``model_type``."""

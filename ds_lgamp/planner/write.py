@@ -1,0 +1,166 @@
+"""Writes a configuration as files that train with it: ``ds_config.json`` and ``launch.sh``.
+
+Without tensor parallelism these start an unedited script that trains a model of transformers. Its every rank feeds
+micro-batches of its own, and the P ranks of a pipeline compute all of them as one program. So a rank accumulates M / P
+micro-batches, and P must divide M (docs/transformers.md). With tensor parallelism they start launch/pretrain_gpt.py,
+whose ranks of a pipeline read the same M micro-batches.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.model import Model
+from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
+
+CONFIG_FILE, LAUNCH_FILE = "ds_config.json", "launch.sh"
+
+
+def write(
+    model: Model, configuration: Configuration, cluster: Cluster, folder: Path, islands: Path | None = None
+) -> None:
+    """Writes both files into ``folder``. ``islands`` is the file of a cluster with islands. Raises ValueError if
+    :func:`why_not` has a reason, or if the GPUs of the configuration are no whole nodes of the cluster."""
+    reason = why_not(model, configuration)
+    if reason is not None:
+        raise ValueError(reason)
+    launch = launch_script(model, configuration, cluster, islands)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(ds_config(model, configuration), indent=2) + "\n")
+    (folder / LAUNCH_FILE).write_text(launch)
+    (folder / LAUNCH_FILE).chmod(0o755)
+
+
+def why_not(model: Model, configuration: Configuration) -> str | None:
+    """Returns in one sentence why no script can run the configuration; None if one can."""
+    ranks, micro_batches = configuration.pipeline_ranks, configuration.micro_batches
+    if configuration.micro_batch_outer:
+        stock = configuration.pipeline_ranks == configuration.tensor_ranks == 1
+        return None if stock else "micro_batch_outer is True; stock ZeRO-3 needs pipeline_ranks 1 and tensor_ranks 1"
+    if configuration.tensor_ranks > 1:
+        if model.gated or model.experts > 1:
+            part = "gated feed-forward parts" if model.gated else "a mixture of experts"
+            return f"tensor_ranks is {configuration.tensor_ranks}, but {model.name} has {part}; use tensor_ranks 1"
+        return None
+    if micro_batches % ranks:
+        return (
+            f"micro_batches is {micro_batches}, but each of {ranks} pipeline ranks feeds equally many; use a multiple "
+            f"of {ranks}"
+        )
+    return None
+
+
+def ds_config(model: Model, configuration: Configuration) -> dict[str, Any]:
+    """Returns what ``ds_config.json`` holds. It names no optimizer: the script chooses one."""
+    ranks = 1 if configuration.tensor_ranks > 1 else configuration.pipeline_ranks
+    return {
+        "train_batch_size": configuration.sequences,
+        "train_micro_batch_size_per_gpu": configuration.micro_batch,
+        "gradient_accumulation_steps": configuration.micro_batches // ranks,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": configuration.zero_stage,
+            **_node_shards(configuration),
+            **_offload(configuration),
+        },
+        "ds_lgamp": {"enabled": False} if configuration.micro_batch_outer else _block(model, configuration),
+    }
+
+
+def _node_shards(configuration: Configuration) -> dict[str, int]:
+    hierarchy = configuration.hierarchy
+    if hierarchy is None:
+        return {}
+    return {"mics_shard_size" if hierarchy.replicated else "zero_hpz_partition_size": hierarchy.node_ranks}
+
+
+def _offload(configuration: Configuration) -> dict[str, dict[str, str]]:
+    parts = {None: (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[configuration.offload]
+    return {f"offload_{part}": {"device": "cpu"} for part in parts}
+
+
+def launch_script(model: Model, configuration: Configuration, cluster: Cluster, islands: Path | None = None) -> str:
+    """Returns what ``launch.sh`` holds. Raises ValueError if the GPUs are no whole nodes."""
+    gpus, per_node = configuration.gpus, min(configuration.gpus, cluster.gpus_per_node)
+    if gpus % per_node:
+        raise ValueError(
+            f"gpus_per_node of {cluster.name} is {per_node}, which does not divide the {gpus} GPUs of the configuration"
+        )
+    nodes, torchrun = gpus // per_node, ["torchrun"]
+    if nodes == 1:
+        torchrun.append("--standalone")
+    else:
+        endpoint = '"${MASTER_ADDR:?name one of the nodes}:${MASTER_PORT:-29500}"'
+        torchrun += ["--nnodes", str(nodes), "--rdzv_backend c10d --rdzv_id ds_lgamp --rdzv_endpoint", endpoint]
+    torchrun += ["--nproc_per_node", str(per_node), "-m ds_lgamp run"]
+    if islands is not None:
+        torchrun.append(f"--cluster {shlex.quote(str(islands.absolute()))}")
+    if configuration.tensor_ranks > 1:
+        about = "SCRIPT is launch/pretrain_gpt.py of ds_lgamp. Its --data-path and training flags follow."
+        flags = ["--deepspeed_config", *_config_path(), *map(shlex.quote, _megatron_flags(model, configuration))]
+    else:
+        about = "SCRIPT trains a model of transformers and takes --deepspeed FILE. Its own flags follow."
+        flags = ["--deepspeed", *_config_path()]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Trains {model.name} on {nodes} x {per_node} GPUs: {configuration.data_ranks} data-parallel x "
+        f"{configuration.pipeline_ranks} pipeline x {configuration.tensor_ranks} tensor-parallel ranks.",
+        f"#     SCRIPT=train.py {LAUNCH_FILE} [FLAGS...]",
+        f"# {about}" + ("" if nodes == 1 else " Run it on every node."),
+        "set -euo pipefail",
+        f'exec {" ".join(torchrun)} "${{SCRIPT:?name the script}}" {" ".join(flags)} "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _config_path() -> list[str]:
+    return [f'"$(dirname "${{BASH_SOURCE[0]}}")/{CONFIG_FILE}"']
+
+
+def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
+    block: dict[str, Any] = {"schedule": configuration.schedule, "recompute": configuration.recompute}
+    if configuration.tensor_ranks == 1:
+        block["pipeline_ranks"] = configuration.pipeline_ranks
+    if configuration.schedule not in SINGLE_CHUNK_SCHEDULES and (
+        configuration.chunks != model.layers or configuration.speeds
+    ):
+        block["chunks_per_rank"] = configuration.chunks_per_rank
+    if configuration.zero_stage > 0:
+        block["resident_chunks"] = configuration.resident_chunks
+    if configuration.schedule == "layered" and configuration.group < configuration.micro_batches:
+        block["micro_batch_group"] = configuration.group
+    if configuration.overlap_update:
+        block["overlap_update"] = True
+    return block
+
+
+def _megatron_flags(model: Model, configuration: Configuration) -> list[str]:
+    """Returns the flags of launch/pretrain_gpt.py that describe the model and the ranks."""
+    values = {
+        "tensor-model-parallel-size": configuration.tensor_ranks,
+        "pipeline-model-parallel-size": configuration.pipeline_ranks,
+        "num-layers": model.layers,
+        "hidden-size": model.hidden_size,
+        "ffn-hidden-size": model.feed_forward_size,
+        "num-attention-heads": model.attention_heads,
+        "kv-channels": model.head_size,
+        "seq-length": model.sequence_length,
+        "position-embedding-type": "learned_absolute" if model.position_embeddings else "rope",
+        "hidden-dropout": 0,
+        "attention-dropout": 0,
+    }
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    if model.position_embeddings:
+        flags += ["--max-position-embeddings", str(model.position_embeddings)]
+    if model.key_value_heads < model.attention_heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(model.key_value_heads)]
+    if not model.tied_embeddings:
+        flags.append("--untie-embeddings-and-output-weights")
+    if not model.biases:
+        flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
+    if model.query_key_norms:
+        flags.append("--qk-layernorm")
+    return flags

@@ -1,0 +1,106 @@
+"""What ranks tell each other over the lifeline about where they stand."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from ds_lgamp.runtime.last_resort import LastResort
+from ds_lgamp.runtime.neighbours import Connection, Member
+from ds_lgamp.runtime.watch import Asking, Rounds, Said, stalls
+from ds_lgamp.runtime.whereabouts import Observer
+from ds_lgamp.schedule.culprit import Silent
+from ds_lgamp.schedule.standing import Standing
+
+logger = logging.getLogger(__name__)
+TICK = 1.0
+"""Seconds between two looks at this rank."""
+_STALLED, _WHERE, _STANDS = "stalled", "where", "stands"
+
+
+class StallTalk:
+    """Looks at this rank every second. Talks with others only while some rank waits for long.
+
+    Args:
+        own: this rank.
+        world: the number of ranks.
+        say: prints a warning.
+        end: ends the job with a sentence, and this process with it; prints the calls of the culprit.
+    """
+
+    def __init__(self, own: Member, world: int, say: Callable[[str], None], end: Callable[[str, str], None]) -> None:
+        self._own, self._world, self._say, self._end = own, world, say, end
+        self._observer = Observer(own.rank, own.host)
+        self._rounds, self._asking = Rounds(), Asking()
+        self._left: dict[int, tuple[float, str]] = {}
+        """By rank, when it said goodbye: by this process's clock, and for people."""
+        self._last_resort = LastResort()
+
+    def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> None:
+        """Looks at this rank, and does what is due.
+
+        Args:
+            neighbours: the ranks at the other ends of connections.
+            hub: the connection to the hub; None if this rank is the hub.
+        """
+        now = time.monotonic()
+        own = self._observer.look(now)
+        if math.isfinite(own.limit):
+            self._last_resort.arm(own.limit, now)
+        if hub is not None:
+            self._call(own, hub, neighbours[hub].rank, now)
+        else:
+            self._ask(own, neighbours, now)
+
+    def hear(self, kind: str, content: str, neighbour: Connection) -> None:
+        """Takes what a neighbour says, if it is about standing still."""
+        if kind == _WHERE:
+            self._asking.hear()
+            neighbour.send(f"{_STANDS} {self._observer.look(time.monotonic(), closely=True).to_line()}")
+        elif kind == _STALLED:
+            self._rounds.want()
+        elif kind == _STANDS:
+            self._rounds.hear(Standing.from_line(content))
+
+    def note_goodbye(self, member: Member) -> None:
+        self._left[member.rank] = time.monotonic(), time.strftime("%H:%M:%S")
+
+    def finish(self) -> None:
+        """Judges nobody any more."""
+        self._last_resort.disarm()
+
+    def _call(self, own: Standing, hub: Connection, rank: int, now: float) -> None:
+        """Lets the hub know that this rank waits."""
+        if not stalls(own):
+            self._asking.hear()
+            return
+        hub.send(_STALLED)
+        self._tell(self._asking.stalls(own, rank, now))
+
+    def _ask(self, own: Standing, neighbours: Mapping[Connection, Member], now: float) -> None:
+        """Runs the rounds of questions."""
+        if stalls(own):
+            self._rounds.want()
+        if self._rounds.is_due(now):
+            for neighbour in neighbours:
+                neighbour.send(_WHERE)
+            self._rounds.begin({member.rank for member in neighbours.values()}, now)
+        if self._rounds.is_complete(now):
+            there = {self._own.rank, *(member.rank for member in neighbours.values())}
+            gone = {rank: self._gone(rank, now) for rank in range(self._world) if rank not in there}
+            self._tell(self._rounds.judge(self._observer.look(now, closely=True), gone, now))
+
+    def _gone(self, rank: int, now: float) -> Silent:
+        if rank not in self._left:
+            return Silent("has no lifeline, so nothing is known about it", math.inf)
+        left, text = self._left[rank]
+        return Silent(f"left at {text}: its script or its default process group ended", now - left)
+
+    def _tell(self, said: Said | None) -> None:
+        if said is None:
+            return
+        if said.is_over:
+            self._end(said.stall.sentence, said.stall.stack)
+        else:
+            left = said.stall.limit - said.stall.seconds
+            self._say(f"ds_lgamp: {said.stall.sentence}; if that lasts, the job ends in {left:.0f} s\n")

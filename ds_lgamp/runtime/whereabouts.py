@@ -1,0 +1,224 @@
+"""Where the main thread of this rank stands, as another thread sees it.
+
+The main thread writes plain attributes, here and in the executor. What they mean is worked out only once the rank has
+stood still for a while.
+"""
+
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
+from linecache import getline
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
+
+FIRST_BATCH = 10
+"""How many times as long an engine may take in its first training batch and its first evaluation, which may compile."""
+_EARLY, _ASKED_AFTER = 8, 5.0
+"""A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
+_FRAMES = 12
+"""How many calls of a stack to show, the innermost ones."""
+
+
+class Place(Enum):
+    """What runs on the main thread. For people, as it follows "stands"."""
+
+    SCRIPT = "outside of a batch"
+    DATA = "where it reads the data"
+    BATCH = "between actions"
+
+
+class Running(Protocol):
+    """The executor, as far as it says where it is."""
+
+    program: Sequence[Action]
+    row: int
+    doing: str
+    current: Action | None
+    neighbours: Neighbours
+    begun: set[bool]
+
+
+class Whereabouts:
+    """Where the main thread is. It writes, and only :class:`Observer` reads."""
+
+    def __init__(self) -> None:
+        self.batch = 0
+        """How many batches this process has begun, whatever the engine."""
+        self.label = ""
+        self.place = Place.SCRIPT
+        self.limit = math.inf
+        """How many seconds the rank may stand still."""
+        self._executor: weakref.ref[Running] | None = None
+        self.thread = threading.main_thread().ident
+
+    @property
+    def executor(self) -> Running | None:
+        """That of the last batch, as long as its engine lives."""
+        return None if self._executor is None else self._executor()
+
+    @contextmanager
+    def in_batch(self, executor: Running, label: str, training: bool, limit: float) -> Iterator[None]:
+        """A batch, from its data to its end.
+
+        Args:
+            label: the batch, for people.
+            limit: how many seconds ranks may stand still in it. The first batch of its kind may take longer.
+        """
+        self.place, self.label, self._executor = Place.DATA, label, weakref.ref(executor)
+        self.limit = limit if training in executor.begun else limit * FIRST_BATCH
+        self.thread = threading.get_ident()
+        # Last, so that the observer never takes the old batch for the new one.
+        self.batch += 1
+        try:
+            yield
+            executor.begun.add(training)
+        finally:
+            self.place, self.limit = Place.SCRIPT, limit
+
+    @contextmanager
+    def back_in_batch(self) -> Iterator[None]:
+        """The rest of the last batch, in which the script had a turn."""
+        self.place = Place.BATCH
+        try:
+            yield
+        finally:
+            self.place = Place.SCRIPT
+
+    def __str__(self) -> str:
+        """For people, as it follows "stands"."""
+        executor = self.executor
+        current = None if executor is None else executor.current
+        place = f"in {current}" if self.place is Place.BATCH and current is not None else self.place.value
+        return f"{place} {'after' if self.place is Place.SCRIPT else 'of'} {self.label}" if self.label else place
+
+
+here = Whereabouts()
+"""Those of this process."""
+
+
+class Observer:
+    """Watches :data:`here` from another thread.
+
+    Args:
+        rank, host: those of this process.
+    """
+
+    def __init__(self, rank: int, host: str, whereabouts: Whereabouts = here) -> None:
+        self._rank, self._host, self._here = rank, host, whereabouts
+        self._seen: tuple[Any, ...] = ()
+        self._since = 0.0
+
+    def look(self, now: float, closely: bool = False) -> Standing:
+        """Returns where the rank stands at the time ``now``. What it waits for is found only after it has stood there
+        for a while, or if it is to look ``closely``."""
+        place, batch, label, limit = self._here.place, self._here.batch, self._here.label, self._here.limit
+        executor = self._here.executor
+        row, doing = (-1, "") if executor is None else (executor.row, executor.doing)
+        seen = (batch, place, row, doing, self._call_of_script() if place is Place.SCRIPT else None)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        seconds = now - self._since
+        inside = place is not Place.SCRIPT
+        standing = Standing(self._rank, self._host, place.value, batch, label, row, inside, seconds, limit)
+        if not closely and seconds < asks_after(limit):
+            return standing
+        return self._explained(standing, place, executor, row, doing)
+
+    def _call_of_script(self) -> tuple[int, int] | None:
+        """Returns what changes as long as a script does something."""
+        frame = self._frame()
+        return None if frame is None else (id(frame), frame.f_lasti)
+
+    def _explained(self, standing: Standing, place: Place, executor: Running | None, row: int, doing: str) -> Standing:
+        frame = self._frame()
+        calls = None if frame is None else _calls(frame)
+        # While this thread keeps a frame, the main thread cannot free what is in it. Files are read only now.
+        del frame
+        if calls is not None:
+            standing = standing._replace(stack=calls.text())
+        waits: tuple[Wait, ...] = ()
+        if executor is not None and place is not Place.DATA:
+            standing = standing._replace(done=done_before(executor.program, row))
+            at_end, current = row >= len(executor.program), executor.current
+            if place is Place.BATCH and (current is not None or at_end):
+                standing = standing._replace(place="at the end of the batch" if at_end else f"in {current}")
+                waits = waits_in(executor.program, row, doing, executor.neighbours)
+        if not waits and calls is not None:
+            waits = calls.waits()
+        return standing._replace(waits=waits)
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._here.thread or 0)
+
+
+def asks_after(limit: float) -> float:
+    """Returns after how many seconds a rank that waits asks about the others."""
+    return min(_ASKED_AFTER, limit / _EARLY)
+
+
+class _Calls(NamedTuple):
+    """The calls of a thread, without its frames."""
+
+    places: list[tuple[str, int, str]]
+    """File, line and function, the innermost first."""
+    of_torch: tuple[str, tuple[int, ...]] | None
+    """The function of torch.distributed that was called, and the ranks on which it depends; none if they are not
+    known."""
+    group: tuple[int, ...]
+    """The ranks of the group at hand in the innermost call."""
+
+    def text(self) -> str:
+        lines = [
+            f'  File "{file}", line {line}, in {name}\n    {getline(file, line).strip()}\n'
+            for file, line, name in self.places
+        ]
+        return "".join(lines[_FRAMES - 1 :: -1])
+
+    def waits(self) -> tuple[Wait, ...]:
+        """Returns the call that waits for other ranks, if there is one: a function of torch.distributed, or a wait for
+        what such a function has begun."""
+        if self.of_torch is not None:
+            return (_named(*self.of_torch),)
+        file, line, _ = self.places[0]
+        return (_named("what it has begun", self.group),) if "wait(" in getline(file, line) else ()
+
+
+def _calls(innermost: FrameType) -> _Calls:
+    places, of_torch = [], None
+    frame: FrameType | None = innermost
+    while frame is not None:
+        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            of_torch = frame.f_code.co_name, _ranks_of(frame)
+        frame = frame.f_back
+    group = innermost.f_locals.get("group")
+    return _Calls(places, of_torch, _members(group) if isinstance(group, dist.ProcessGroup) else ())
+
+
+def _named(name: str, ranks: tuple[int, ...]) -> Wait:
+    others = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}" if ranks else "all ranks"
+    return Wait(ranks, f"{name} with {others}", name)
+
+
+def _ranks_of(frame: FrameType) -> tuple[int, ...]:
+    """Returns the ranks on which a call of torch.distributed depends; none if they are not known."""
+    given = frame.f_locals
+    for peer in ("src", "dst"):
+        if frame.f_code.co_name in ("send", "recv") and isinstance(given.get(peer), int):
+            return (given[peer],)
+    return _members(given.get("group"))
+
+
+def _members(group: Any) -> tuple[int, ...]:
+    with suppress(Exception):
+        return tuple(dist.get_process_group_ranks(group))
+    return ()

@@ -1,0 +1,163 @@
+"""How long the actions of a program take.
+
+:class:`Durations` has one number for all chunks, links and ranks, :class:`Costs` one for each of them. The clock reads
+:class:`Costs`. A collective on several networks and a tensor-parallel chunk are durations here: whoever knows networks
+and GPUs computes them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from ds_lgamp.schedule.spec import ProgramSpec
+
+Link = tuple[int, int]
+"""The pipeline rank that sends and the one that receives."""
+
+
+class Durations(NamedTuple):
+    """How long each thing takes, in one unit of time. All chunks, links and ranks are alike."""
+
+    forward: float = 1.0
+    """One chunk's forward for one micro-batch."""
+    backward: float = 2.0
+    """One chunk's backward for one micro-batch, without recomputation."""
+    hop: float = 0.0
+    """The way of a message to the next rank: its latency and its transfer."""
+    gather: float = 0.0
+    """The gather of one chunk, with the tied modules that move with it."""
+    reduce: float = 0.0
+    """The reduction of one chunk over its data-parallel ranks, with the tied modules that move with it."""
+    message: float = 0.0
+    """How long one message keeps the sender's link busy: its transfer."""
+    recompute: float = 0.0
+    """Added to the backward of a recomputed chunk. A last chunk that turns at once is not recomputed."""
+    update: float = 0.0
+    """The optimizer's update of one chunk, with the tied modules that move with it."""
+    refresh: float = 0.0
+    """The gather of one chunk between nodes, with hierarchical shards."""
+    combine: float = 0.0
+    """The sum of one chunk between nodes, with hierarchical shards."""
+    load: float = 0.0
+    """The copy of this rank's part of one chunk's weights from host to device, with offloading."""
+    store: float = 0.0
+    """The copy of this rank's part of one chunk's gradient from device to host, with offloading."""
+    input: float = 0.0
+    """The copy of one chunk's input for one micro-batch, in either direction, if the host holds inputs."""
+
+
+UNIT_DURATIONS = Durations()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long each thing takes, in one unit of time. :func:`uniform_costs` makes it from :class:`Durations`, and
+    ``dataclasses.replace`` changes what is uneven."""
+
+    forward: Sequence[float]
+    """By chunk, for one micro-batch."""
+    backward: Sequence[float]
+    """By chunk, for one micro-batch, without recomputation."""
+    recompute: Sequence[float]
+    """By chunk. Added to its backward, unless it is a last chunk that turns at once."""
+    gather: Sequence[float]
+    """By chunk, with the tied modules that move with it."""
+    reduce: Sequence[float]
+    """By chunk, with the tied modules that move with it."""
+    hop: Mapping[Link, float]
+    """By link: the way of a message, latency and transfer. The two directions between two ranks are two links."""
+    message: Mapping[Link, float]
+    """By link: how long a message keeps the sender busy, which is its transfer. A rank's messages leave one after
+    another, whichever links they take."""
+    update: Sequence[float]
+    """By chunk: the optimizer's update, with the tied modules that move with it."""
+    tied: Sequence[float]
+    """By rank: the sum of the copies of tied modules over the pipeline ranks that hold one, at STEP before the update.
+    It begins when the last of them is there. 0 for a rank without copies."""
+    shares_card: bool = False
+    """Whether a rank's messages and collectives share the bandwidth of one network card
+    (:class:`ds_lgamp.schedule.card.SharedCard`). Otherwise each has its own."""
+    refresh: Sequence[float] = ()
+    """By chunk, as ``combine``: with hierarchical shards, what travels between nodes."""
+    combine: Sequence[float] = ()
+    load: Sequence[float] = ()
+    """By chunk, as ``store``: with offloading, what travels between host and device."""
+    store: Sequence[float] = ()
+    input: Sequence[float] = ()
+    """By chunk: its input for one micro-batch, between device and host."""
+
+    def check(self, spec: ProgramSpec) -> None:
+        """Raises ValueError if a cost is missing, negative or not finite, or if there are too many."""
+        for name in ("forward", "backward", "recompute", "gather", "reduce", "update"):
+            _check_count(name, getattr(self, name), spec.chunks, "chunk")
+        for name in ("refresh", "combine"):
+            _check_count(name, getattr(self, name), spec.chunks if spec.hierarchy else 0, "chunk")
+        for name in ("load", "store"):
+            _check_count(name, getattr(self, name), spec.chunks if spec.offload else 0, "chunk")
+        _check_count("input", self.input, spec.chunks if spec.stores_inputs else 0, "chunk")
+        _check_count("tied", self.tied, spec.pipeline_ranks, "pipeline rank")
+        for name in ("hop", "message"):
+            times: Mapping[Link, float] = getattr(self, name)
+            for source, target in links_of(spec) - times.keys():
+                raise ValueError(f"{name} has no cost of the link from rank {source} to rank {target}; add it")
+            _check_times(name, times.values())
+
+
+def uniform_costs(spec: ProgramSpec, durations: Durations) -> Costs:
+    """Returns the costs of a program whose chunks, links and ranks are alike."""
+    links = links_of(spec)
+    return Costs(
+        forward=(durations.forward,) * spec.chunks,
+        backward=(durations.backward,) * spec.chunks,
+        recompute=(durations.recompute,) * spec.chunks,
+        gather=(durations.gather,) * spec.chunks,
+        reduce=(durations.reduce,) * spec.chunks,
+        hop=dict.fromkeys(links, durations.hop),
+        message=dict.fromkeys(links, durations.message),
+        update=(durations.update,) * spec.chunks,
+        tied=(0.0,) * spec.pipeline_ranks,
+        refresh=(durations.refresh,) * spec.chunks if spec.hierarchy else (),
+        combine=(durations.combine,) * spec.chunks if spec.hierarchy else (),
+        load=(durations.load,) * spec.chunks if spec.offload else (),
+        store=(durations.store,) * spec.chunks if spec.offload else (),
+        input=(durations.input,) * spec.chunks if spec.stores_inputs else (),
+    )
+
+
+def sized_costs(spec: ProgramSpec, of_layer: Durations, layers: Sequence[float], speeds: Sequence[float] = ()) -> Costs:
+    """Returns the costs of a program whose chunks have unequal numbers of layers, on ranks of unlike speeds.
+
+    Args:
+        of_layer: durations of one layer on a rank of speed 1. Messages and updates do not depend on either.
+        layers: of every chunk.
+        speeds: the relative speed of each rank; empty if all are alike.
+    """
+    speeds = speeds or (1.0,) * spec.pipeline_ranks
+    slowness = [count / speeds[rank] for count, rank in zip(layers, spec.placement)]
+    return replace(
+        uniform_costs(spec, of_layer),
+        forward=[of_layer.forward * slow for slow in slowness],
+        backward=[of_layer.backward * slow for slow in slowness],
+        recompute=[of_layer.recompute * slow for slow in slowness],
+        gather=[of_layer.gather * count for count in layers],
+        reduce=[of_layer.reduce * count for count in layers],
+    )
+
+
+def links_of(spec: ProgramSpec) -> set[Link]:
+    """Returns the links between neighbouring chunks, in both directions."""
+    there = {(source, target) for source, target in zip(spec.placement, spec.placement[1:]) if source != target}
+    return there | {(target, source) for source, target in there}
+
+
+def _check_count(name: str, times: Sequence[float], count: int, each: str) -> None:
+    if len(times) != count:
+        raise ValueError(f"{name} has {len(times)} costs; give one for each {each}, {count} in all")
+    _check_times(name, times)
+
+
+def _check_times(name: str, times: Collection[float]) -> None:
+    for time in times:
+        if not 0 <= time < inf:
+            raise ValueError(f"{name} is {time}; a cost is finite and not negative")

@@ -1,0 +1,204 @@
+"""Finds the rank that holds the others up: from where every rank stands, along what each waits for.
+
+The search begins at a rank that waits. It follows each wait to those ranks that have not done yet what is waited for,
+until it comes to one that does not answer, or that waits for nobody. If all of them have done it, the network between
+them is to blame.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from ds_lgamp.schedule.standing import Standing, Wait, listed
+
+_SHOWN = 5
+"""How many ranks of a chain a sentence names."""
+
+
+class Cause(IntEnum):
+    """Why a search ends at a rank. The first one found of the smallest cause is the culprit."""
+
+    SILENCE = 0
+    """It does not answer."""
+    WORK = 1
+    """It answers, and waits for nobody."""
+    NETWORK = 2
+    """What it waits for was done."""
+    CIRCLE = 3
+    """Ranks wait for each other."""
+
+
+class Silent(NamedTuple):
+    """A rank of which nothing is known."""
+
+    text: str
+    """Follows the rank: "does not answer since 12:03:05"."""
+    seconds: float
+    """For how long it has been silent."""
+
+
+class Stall(NamedTuple):
+    """Why a rank waits."""
+
+    cause: Cause
+    culprits: tuple[int, ...]
+    """One rank; two or more if the network between them is to blame, or if they wait for each other."""
+    seconds: float
+    """For how long nobody between the rank and the culprit has done anything."""
+    limit: float
+    """How many seconds are too many."""
+    inside: bool
+    """Whether the rank waits in a batch."""
+    sentence: str
+    stack: str
+    """The calls of the culprit's main thread; "" if it is not known or waits."""
+
+
+def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall:
+    """Finds what ``victim`` waits for.
+
+    Args:
+        victim: a rank that waits.
+        standings: all ranks that answer, by rank.
+        silent: all others.
+    """
+    search = _Search(victim, standings, silent)
+    cause, rank, blamed = search.run()
+    path = search.path(rank)
+    known = [standings[each] for each in path if each in standings]
+    involved = known + [standings[each] for each in blamed if each in standings]
+    times = [standing.seconds for standing in involved] + [silent[each].seconds for each in path if each in silent]
+    own = cause is Cause.WORK and rank in standings
+    return Stall(
+        cause,
+        (rank,) if cause <= Cause.WORK else (rank, *(each for each in blamed if each != rank)),
+        min(times),
+        max(standing.limit for standing in known),
+        victim.inside,
+        "; ".join(_clauses(search, path, cause, blamed)),
+        standings[rank].stack if own else "",
+    )
+
+
+def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent], tries: int = 8) -> Stall | None:
+    """Returns the stall that has lasted longest, among those of the ``tries`` ranks that have waited longest; None if
+    no rank waits, or if all that do may: they are outside of batches, and who keeps them waiting answers."""
+    waiting = sorted((each for each in standings.values() if each.waits), key=lambda each: -each.seconds)
+    stalls = [find(victim, standings, silent) for victim in waiting[:tries]]
+    judged = [stall for stall in stalls if stall.inside or stall.cause is Cause.SILENCE]
+    return max(judged, key=lambda stall: (stall.seconds, -stall.cause), default=None)
+
+
+def without_hub(own: Standing, hub: int, silence: Silent) -> Stall:
+    """The stall of a rank that cannot ask about others, because ``hub`` does not answer."""
+    sentence = f"{_beginning(own)}; rank {hub}, which would know why, {silence.text}"
+    return Stall(Cause.SILENCE, (hub,), min(own.seconds, silence.seconds), own.limit, own.inside, sentence, "")
+
+
+class _Search:
+    """A search in breadth, from rank to rank."""
+
+    def __init__(self, victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> None:
+        self.victim, self.standings, self.silent = victim, standings, silent
+        self.sources: dict[int, tuple[int, Wait] | None] = {victim.rank: None}
+        """By rank, who waits for it and how."""
+
+    def run(self) -> tuple[Cause, int, Sequence[int]]:
+        """Returns where the search ends and why; for the network and for circles, with the ranks at the other end."""
+        ends: list[tuple[Cause, int, Sequence[int]]] = []
+        queue = deque([self.victim.rank])
+        while queue:
+            rank = queue.popleft()
+            if rank in self.silent:
+                return Cause.SILENCE, rank, ()
+            standing = self.standings[rank]
+            if not standing.waits:
+                ends.append((Cause.WORK, rank, ()))
+                continue
+            behind = {other: wait for wait in standing.waits for other in self.behind(standing, wait)}
+            if not behind:
+                ends.append((Cause.NETWORK, rank, self.involved(standing)))
+            for other, wait in behind.items():
+                if other not in self.sources:
+                    self.sources[other] = rank, wait
+                    queue.append(other)
+                elif other in self.path(rank):
+                    ends.append((Cause.CIRCLE, rank, self.path(rank)[self.path(rank).index(other) :]))
+        return min(ends, key=lambda end: end[0]) if ends else (Cause.CIRCLE, self.victim.rank, list(self.sources))
+
+    def behind(self, standing: Standing, wait: Wait) -> list[int]:
+        """Returns the ranks that have not done yet what ``wait`` waits for, those furthest behind first."""
+        ranks = wait.ranks or (*self.standings, *self.silent)
+        late = [
+            rank
+            for rank in ranks
+            if rank != standing.rank and (rank in self.silent or self.is_behind(self.standings[rank], standing, wait))
+        ]
+        return sorted(late, key=lambda rank: self.progress(rank))
+
+    def is_behind(self, other: Standing, standing: Standing, wait: Wait) -> bool:
+        if wait.is_call:
+            same = any(each.is_call and each.what == wait.what and each.ranks == wait.ranks for each in other.waits)
+            return not same and (other.batch, other.row) <= (standing.batch, standing.row)
+        if wait.times == 0:
+            # It was launched in the batch before, which all have left that stand outside of it.
+            return other.batch < standing.batch and other.inside
+        return (other.batch, other.done.get(wait.what, 0)) < (standing.batch, wait.times)
+
+    def progress(self, rank: int) -> tuple[int, int]:
+        standing = self.standings.get(rank)
+        return (-1, -1) if standing is None else (standing.batch, standing.row)
+
+    def involved(self, standing: Standing) -> Sequence[int]:
+        return sorted({rank for wait in standing.waits for rank in wait.ranks or self.standings})
+
+    def path(self, rank: int) -> list[int]:
+        """Returns the ranks from the victim to ``rank``."""
+        ranks = [rank]
+        while (source := self.sources[ranks[-1]]) is not None:
+            ranks.append(source[0])
+        return ranks[::-1]
+
+
+def _clauses(search: _Search, path: Sequence[int], cause: Cause, blamed: Sequence[int]) -> Iterable[str]:
+    """Returns the parts of the sentence: each rank of ``path`` and what it waits for, then the culprit."""
+    shown = path if len(path) <= _SHOWN else [*path[:2], *path[-(_SHOWN - 2) :]]
+    for place, rank in enumerate(shown):
+        if rank in search.silent:
+            yield f"rank {rank} {search.silent[rank].text}"
+        elif place == 0:
+            yield _beginning(search.victim)
+        else:
+            yield _described(search.standings[rank], search.victim)
+        if len(shown) < len(path) and place == 1:
+            yield f"{len(path) - len(shown)} more ranks wait between them"
+    end = path[-1]
+    others = [each for each in blamed if each != end]
+    if cause is Cause.NETWORK and len(others) == 1:
+        yield f"rank {others[0]} has done its part, so the link between ranks {others[0]} and {end} is down"
+    elif cause is Cause.NETWORK:
+        yield f"all of them take part, so the network or a device between ranks {listed(blamed)} is down"
+    elif cause is Cause.CIRCLE:
+        yield f"so ranks {listed(blamed)} wait for each other"
+
+
+def _beginning(victim: Standing) -> str:
+    awaited = " and for ".join(wait.text for wait in victim.waits)
+    return f"rank {victim.rank} has waited {victim.seconds:.0f} s {_place(victim)} for {awaited}"
+
+
+def _described(standing: Standing, victim: Standing) -> str:
+    same_batch = standing.inside and standing.batch == victim.batch
+    text = f"rank {standing.rank} stands {standing.place if same_batch else _place(standing)}"
+    if standing.waits:
+        return f"{text}, waiting for {' and for '.join(wait.text for wait in standing.waits)}"
+    return f"{text} for {standing.seconds:.0f} s and waits for no rank"
+
+
+def _place(standing: Standing) -> str:
+    return (
+        f"{standing.place} {'of' if standing.inside else 'after'} {standing.label}"
+        if standing.label
+        else standing.place
+    )

@@ -1,0 +1,105 @@
+"""Storing on the host: the inputs of chunks, from which backward passes recompute.
+
+An input leaves for the host behind its forward and comes back one compute ahead of its backward. One of them leaves at
+a time. An input that is needed soon stays on the device, as all do of a last chunk that turns at once, which is not
+recomputed. Inputs of chunk 0 stay where the user's batch has them.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ds_lgamp.schedule.actions import COMPUTE, OF_INPUTS, SENDS, Action, Kind
+
+NEAREST = 3
+"""How many computes a backward must be behind its forward for the input to leave: one covers the way to the host,
+another the way back."""
+
+
+def without_stored_inputs(actions: Sequence[Action]) -> list[Action]:
+    """Returns what remains of a program if inputs stay on the device."""
+    return [action for action in actions if action.kind not in OF_INPUTS]
+
+
+def add_stored_inputs(actions: Sequence[Action]) -> list[Action]:
+    """Adds STORE_A behind forwards, LOAD_A one compute ahead of their backwards, and the waits for both."""
+    computes = [action for action in actions if action.kind in COMPUTE]
+    leaving = _leaving(computes)
+    loads = {
+        before: action for before, action in pairwise(computes) if action.kind is Kind.BACKWARD and action in leaving
+    }
+    lowered: list[Action] = []
+    computed: Action | None = None
+    """A forward whose input leaves next."""
+    stored: Action | None = None
+    """A forward whose input is on its way to the host."""
+    for action in actions:
+        if computed is not None and action.kind not in SENDS:
+            lowered.extend(_of(Kind.WAIT_STORE_INPUT, stored))
+            lowered.extend(_of(Kind.STORE_INPUT, computed))
+            computed, stored = None, computed
+        if action in loads:
+            lowered.extend(_of(Kind.WAIT_STORE_INPUT, stored))
+            stored = None
+            lowered.extend(_of(Kind.LOAD_INPUT, loads[action]))
+        if action in leaving:
+            if action.kind is Kind.FORWARD:
+                computed = action
+            else:
+                lowered.extend(_of(Kind.WAIT_LOAD_INPUT, action))
+        lowered.append(action)
+    return lowered
+
+
+def fault_of(actions: Sequence[Action]) -> tuple[int, str] | None:
+    """Returns the row of the first fault in what storing inputs adds to a program, and the fault; None if it is
+    sound."""
+    forwards: set[tuple[int, int]] = set()
+    under_way: set[Action] = set()
+    away: set[tuple[int, int]] = set()
+    for row, action in enumerate(actions):
+        kind, chunk, micro_batch = action
+        place = chunk, micro_batch
+        if kind is Kind.FORWARD:
+            forwards.add(place)
+        elif kind is Kind.BACKWARD and (place in away or Action(Kind.STORE_INPUT, *place) in under_way):
+            return (
+                row,
+                f"{action} needs an input that is not on the device; WAIT_LOAD_A{chunk}.{micro_batch} comes first",
+            )
+        elif kind is Kind.STORE_INPUT:
+            if place not in forwards or chunk == 0:
+                return row, f"{action} stores an input that is not there or that no backward recomputes from"
+            if any(other.kind is kind for other in under_way):
+                return row, f"{action} begins before the store ahead of it has ended"
+            under_way.add(action)
+        elif kind is Kind.LOAD_INPUT:
+            if place not in away or action in under_way:
+                return row, f"{action} loads an input that is not on the host, or is under way already"
+            under_way.add(action)
+        elif kind in (Kind.WAIT_STORE_INPUT, Kind.WAIT_LOAD_INPUT):
+            waited = Action(Kind.STORE_INPUT if kind is Kind.WAIT_STORE_INPUT else Kind.LOAD_INPUT, *place)
+            if waited not in under_way:
+                return row, f"{action} waits for a transfer that is not under way"
+            under_way.discard(waited)
+            (away.add if kind is Kind.WAIT_STORE_INPUT else away.discard)(place)
+    if under_way:
+        return len(actions) - 1, f"nothing waits for {min(map(str, under_way))}"
+    return None
+
+
+def _leaving(computes: Sequence[Action]) -> set[Action]:
+    """Returns the forwards whose inputs leave, and their backwards."""
+    forwards: dict[tuple[int, int], int] = {}
+    leaving: set[Action] = set()
+    for place, action in enumerate(computes):
+        if action.chunk == 0:
+            continue
+        if action.kind is Kind.FORWARD:
+            forwards[action[1:]] = place
+        elif place - forwards[action[1:]] >= NEAREST:
+            leaving |= {computes[forwards[action[1:]]], action}
+    return leaving
+
+
+def _of(kind: Kind, compute: Action | None) -> list[Action]:
+    return [] if compute is None else [Action(kind, compute.chunk, compute.micro_batch)]

@@ -1,0 +1,16 @@
+"""``python -m testing.fuzz programs|configs|checkpoints --count N --seed S``. Exits with 1 if there is a defect."""
+
+import argparse
+import sys
+
+from testing.fuzz.run import RUNS
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m testing.fuzz", description=__doc__)
+    parser.add_argument("subject", choices=sorted(RUNS))
+    parser.add_argument("--count", type=int, default=1000, metavar="N", help="number of cases; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first case; default %(default)s")
+    options = parser.parse_args()
+    tally = RUNS[options.subject](options.count, options.seed)
+    print(tally.text())
+    sys.exit(bool(tally.defects))

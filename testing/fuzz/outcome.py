@@ -1,0 +1,46 @@
+"""What came of the cases of a fuzz run."""
+
+from collections import Counter
+from typing import NamedTuple
+
+SHOWN = 20
+"""Defects that are printed."""
+
+
+class Outcome(NamedTuple):
+    """What came of one case."""
+
+    kind: str
+    """What it did, such as "refused". A defect begins with "defect"."""
+    text: str = ""
+    """Of a defect: what was fed, and what happened."""
+
+
+class Tally:
+    """Counts outcomes, and keeps the defects."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.defects: list[str] = []
+
+    def add(self, case: int, outcome: Outcome) -> None:
+        self.kinds[outcome.kind] += 1
+        if outcome.kind.startswith("defect"):
+            self.defects.append(f"case {case}: {outcome.kind}: {outcome.text}")
+
+    def text(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        shown = self.defects[:SHOWN]
+        more = len(self.defects) - len(shown)
+        return "\n".join([counts, *shown, *([f"and {more} more defects"] if more else [])])
+
+
+def sentence_fault(text: str) -> str | None:
+    """Returns why ``text`` is no refusal that a user can act on; None if it is one: a sentence in one line."""
+    if not text.strip():
+        return "it is empty"
+    if "\n" in text.strip():
+        return "it has several lines"
+    if "Traceback" in text:
+        return "it holds a traceback"
+    return None

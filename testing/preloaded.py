@@ -1,0 +1,20 @@
+"""What the ranks of tests and benchmarks find imported and found out already, because that takes seconds.
+
+megatron is not included, because some ranks prepare for it first. But most of its time goes into wandb and tensorboard.
+"""
+
+from contextlib import suppress
+
+import deepspeed.ops
+import torch._inductor.compile_fx  # noqa: F401
+import transformers.modeling_utils  # noqa: F401
+
+import ds_lgamp.integrations.deepspeed.hook.install  # noqa: F401
+
+with suppress(ImportError):
+    import peft  # noqa: F401
+    import wandb  # noqa: F401
+    from torch.utils import tensorboard  # noqa: F401
+
+COMPATIBLE = deepspeed.ops.__compatible_ops__
+"""Which extensions of DeepSpeed this machine could compile. Each rank would run compilers to find out."""

@@ -1,0 +1,91 @@
+"""``ds_lgamp plan --model``: the table, JSON, files, and what is refused."""
+
+import json
+
+import pytest
+
+from ds_lgamp.cli.main import main
+from ds_lgamp.planner.cluster import parse_cluster
+
+WORDS = ["plan", "--model", "gpt2", "--cluster", "a100-25gbit", "--gpus", "8", "--batch-size", "16", "--top", "3"]
+
+
+def out_of(capsys, *words):
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_ranks_plans_and_says_why(capsys):
+    text = out_of(capsys, *WORDS, "--tokens", "1e9")
+    assert "on 8 of 8 GPUs of a100-25gbit, 16 sequences of 1024 tokens per step" in text
+    assert all(head in text for head in ("method", "MFU", "bubble", "days", "cost"))
+    assert "takes" in text and "A step computes for" in text
+
+
+def test_json_has_the_same_with_units_in_the_names(capsys):
+    told = json.loads(out_of(capsys, *WORDS, "--json"))
+    first, *_ = told["plans"]
+    assert sum(first["parts_seconds"].values()) == pytest.approx(first["seconds"])
+    assert first["data_ranks"] * first["pipeline_ranks"] * first["tensor_ranks"] == 8
+    assert first["memory_bytes_total"] > 0 and first["days"] is None and first["dollars"] > 0
+    assert len(told["reasons"]) == 2
+
+
+def test_files_of_the_best_plan_that_a_script_can_run_and_a_plot_are_written(capsys, tmp_path):
+    out_of(capsys, *WORDS, "--write", str(tmp_path / "run"), "--plot", str(tmp_path / "steps.svg"))
+    config = json.loads((tmp_path / "run" / "ds_config.json").read_text())
+    assert config["train_batch_size"] == 16 and "ds_lgamp" in config
+    assert "torchrun" in (tmp_path / "run" / "launch.sh").read_text()
+    assert "</svg>" in (tmp_path / "steps.svg").read_text()
+
+
+def test_the_shortest_training_is_told_by_method(capsys):
+    words = ["plan", "--model", "x32", "--cluster", "a100", "--law", "width", "--tokens", "1e10"]
+    text = out_of(capsys, *words)
+    assert "critical batch 826 sequences (width)" in text and "days on" in text
+    methods = json.loads(out_of(capsys, *words, "--json"))["methods"]
+    assert methods["layered"]["days"] <= methods["1f1b"]["days"]
+
+
+GPT2 = ["--model", "gpt2", "--cluster", "a100", "--batch-size", "8"]
+LAW = ["--model", "x32", "--cluster", "a100", "--law", "width"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (GPT2[:4], "--model needs --batch-size"),
+        ([*GPT2, "--model", "gpt5"], "model is 'gpt5'; use a config.json"),
+        ([*GPT2, "--cluster", "z9"], "cluster is 'z9'; use a file or one of a100"),
+        ([*GPT2, "--batch-size", "0"], "'0' must be a whole number from 1"),
+        ([*GPT2, "--tokens", "-1"], "'-1' must be a number above 0"),
+        ([*GPT2, "--objective", "x"], "objective is 'x'; use one of"),
+        ([*GPT2, "--gpus", "12"], "--gpus is 12, but a100 has 16"),
+        (LAW, "--law needs --tokens"),
+        ([*LAW, "--top", "3"], "--top does not go with --law"),
+        (["--runs", "runs.csv", "--cluster", "a100", "--top", "3"], "--top belongs to --model; remove it"),
+        (["--cluster", "a100"], "one of the arguments --model --runs --calibrate is required"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(words, sentence, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("ds_lgamp.runtime.calibrate.COPIED", {"cpu": 1 << 16})
+    monkeypatch.setattr("ds_lgamp.runtime.calibrate.SQUARES", {"cpu": (16, 64)})
+    path = tmp_path / "here.json"
+    path.write_text('{"name": "ours", "price": "2 USD/h", "between": {"bandwidth": "25 Gbit/s", "latency": "9 us"}}')
+    assert main(["plan", "--calibrate", "--cluster", str(path)]) == 0
+    told = capsys.readouterr().err
+    assert "inside was not measured" in told and "between was not measured" not in told
+    cluster = parse_cluster(json.loads(path.read_text()))
+    assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("ours", 1, 1)
+    assert cluster.peak > 1e6 and cluster.memory > 1e9 and cluster.memory_bandwidth > 1e6
+    assert cluster.between.bandwidth == 25e9 / 8 and cluster.price == pytest.approx(2 / 3600), "kept, as not measured"
+    path.write_text("no JSON")
+    with pytest.raises(SystemExit):
+        main(["plan", "--calibrate", "--cluster", str(path)])
+    assert "which is no JSON" in capsys.readouterr().err

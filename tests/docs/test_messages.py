@@ -1,0 +1,80 @@
+"""docs/troubleshooting.md has every message of an error."""
+
+import ast
+
+from docs.messages import PACKAGE, VALUE, Module, messages, raised
+
+PASSED_ON = {
+    ("checkpoint/errors.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
+    ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
+    ("integrations/deepspeed/engine/partition.py", "complaint"),
+    ("integrations/deepspeed/explain/activations.py", "UnknownActivations(no_data)"),
+    ("integrations/deepspeed/plain/state.py", "complaint"),
+    ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
+    ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),
+    ("runtime/before_init.py", "ValueError(answer[1:])"),
+}
+"""Places that raise what another place said."""
+OTHERS = (ast.Name, ast.Attribute)
+"""Expressions of statements that raise an error again, or a class without words."""
+
+
+def test_every_raise_has_its_messages():
+    assert {(place.file, place.code) for place in raised() if not place.texts} == PASSED_ON
+
+
+def test_every_statement_that_raises_is_looked_at():
+    """Other statements raise again, end a loop or the process, or raise what never leaves its module."""
+    looked_at = {(place.file, place.line) for place in raised()}
+    left = [
+        ast.unparse(node.exc.func)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and (path.relative_to(PACKAGE).as_posix(), node.lineno) not in looked_at
+    ]
+    assert set(left) <= {"SystemExit", "StopIteration", "_Reached"}
+
+
+def test_messages_of_every_form_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("docs.messages.PACKAGE", tmp_path)
+    (tmp_path / "module.py").write_text(
+        """
+KEY = "key"
+LATER = "{} is late; hurry"
+
+class OwnError(ValueError):
+    def __init__(self, number):
+        super().__init__(f"{number} is wrong")
+
+def complaint(value):
+    if value:
+        return None
+    return f"{KEY} is {value}; change " + ("it" if value else "that")
+
+def function(value):
+    said = "first" if value else "second"
+    raise ValueError(f"{said}: {value!r}")
+    raise ValueError(complaint(value))
+    raise ValueError(LATER.format(value))
+    raise OwnError(value)
+    raise_everywhere(complaint(value), ValueError)
+    raise
+"""
+    )
+    found = [place.texts for place in Module(tmp_path / "module.py").raised()]
+    advice = (f"key is {VALUE}; change it", f"key is {VALUE}; change that")
+    assert found == [
+        (f"first: {VALUE}", f"second: {VALUE}"),
+        advice,
+        (f"{VALUE} is late; hurry",),
+        (f"{VALUE} is wrong",),
+        advice,
+    ]
+
+
+def test_a_message_stands_beside_its_advice():
+    assert "| … chunks cannot occupy … pipeline ranks | use at most … pipeline ranks or more chunks |" in messages(
+        "programs"
+    )

@@ -1,0 +1,36 @@
+"""Which optimizers update shards on the host of a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.config import offload
+from ds_lgamp.integrations.deepspeed.config.offload import refuse_offloaded_optimizer
+
+HOST = SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu")))
+
+
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(offload, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+
+
+def config_of(name, **options):
+    return SimpleNamespace(**vars(HOST), optimizer_name=name, optimizer_params={"lr": 0.01, **options})
+
+
+def test_adam_without_bias_correction_needs_the_kernel_of_the_host(beside_a_gpu):
+    with pytest.raises(ConfigError, match="bias_correction is False.*write optimizer.type DeepSpeedCPUAdam"):
+        refuse_offloaded_optimizer(config_of("adam", bias_correction=False), None)
+
+
+@pytest.mark.parametrize(
+    "config", [config_of("adam"), config_of("DeepSpeedCPUAdam", bias_correction=False), config_of("lion")]
+)
+def test_others_update_on_the_host(beside_a_gpu, config):
+    refuse_offloaded_optimizer(config, None)
+
+
+def test_without_a_gpu_the_kernel_of_the_device_is_that_of_the_host():
+    refuse_offloaded_optimizer(config_of("adam", bias_correction=False), None)

@@ -1,0 +1,170 @@
+"""With ``offload_optimizer`` and ``offload_param``, on the host or on a disk, a run is the same to the bit as with
+everything on the device."""
+
+import tempfile
+from itertools import product
+from typing import NamedTuple
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+import ds_lgamp
+from testing.deepspeed_rank import prepare_rank, quiet
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.engine.test_overlapped_updates import OPTIMIZERS, PRECISIONS, equal
+from tests.integrations.deepspeed.models import (
+    MICRO_BATCHES,
+    Training,
+    decay_groups,
+    pipeline_module,
+    scaled_weights,
+)
+from tests.integrations.deepspeed.running import batches, gathered
+from tests.pairwise import pairwise
+
+STEPS = 4
+HOST = {"device": "cpu"}
+DISK = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+"""Files on it have no names, so the folder stays as it is."""
+OFFLOADS = {
+    "optimizer": {"offload_optimizer": HOST},
+    "parameters": {"offload_optimizer": HOST, "offload_param": HOST},
+    "optimizer on nvme": {"offload_optimizer": DISK},
+    "parameters, optimizer on nvme": {"offload_optimizer": DISK, "offload_param": HOST},
+    "parameters on nvme": {"offload_optimizer": DISK, "offload_param": DISK},
+    "only parameters on nvme": {"offload_optimizer": HOST, "offload_param": DISK},
+}
+BLOCKS = {
+    "layered": {},
+    "groups": {"micro_batch_group": 3, "resident_chunks": 1},
+    "chunks": {"chunks_per_rank": 2},
+    "inputs": {"offload_activations": "cpu"},
+    "inputs on nvme": {"offload_activations": "nvme", "nvme_path": DISK["nvme_path"]},
+    "1f1b": {"schedule": "1f1b"},
+    "reproducible": {"reproducible": True},
+}
+GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+FACTORS = {
+    "grid": GRIDS,
+    "kept": [
+        *((stage, kept) for stage in (1, 2, 3) for kept in ("optimizer", "optimizer on nvme")),
+        *((3, kept) for kept in OFFLOADS if "parameters" in kept),
+    ],
+    "block": list(BLOCKS),
+    "optimizer": list(OPTIMIZERS),
+    "precision": list(PRECISIONS),
+    "clipping": [0.0, 0.3],
+    "tied": [False, True],
+    "frozen": [False, True],
+}
+
+
+class Run(NamedTuple):
+    """What a training shows of itself."""
+
+    numbers: list[list[float]]
+    """Loss, norm, learning rate and loss scale of every step; at the end the loss of an evaluation."""
+    weights: dict[str, torch.Tensor]
+    """The master weights after the last step."""
+    states: list[dict]
+    """The optimizer's states of the shards."""
+
+
+def engine_of(case, offload):
+    """Builds an engine. ``offload`` adds keys to zero_optimization."""
+    stage, _ = case["kept"]
+    training = Training(blocks=5, tied=case["tied"], tuples=False)
+    ds_lgamp.install()
+    with quiet():
+        module = pipeline_module(training, case["grid"][0])
+        scaled_weights(module.named_parameters())
+        if case["frozen"]:
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(not name.startswith(("3.", "4.")) or name.endswith("bias"))
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = OPTIMIZERS[case["optimizer"]](decay_groups(trained, 0.01))
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": case["clipping"],
+            "zero_optimization": {"stage": stage, **offload},
+            **PRECISIONS[case["precision"]],
+            "ds_lgamp": BLOCKS[case["block"]],
+        }
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def train(case, offload):
+    """Trains, and changes the decay of the next step after each, as a script may. Evaluates in between and at the
+    end."""
+    engine = engine_of(case, offload)
+    numbers = []
+    for step in range(STEPS):
+        loss = engine.train_batch(batches(step, engine)).item()
+        numbers.append([loss, float(engine.get_global_grad_norm()), *engine.get_lr(), engine.optimizer.loss_scale])
+        engine.optimizer.param_groups[1]["weight_decay"] = 0.01 * step
+        if step % 2:
+            numbers.append([engine.eval_batch(batches(99, engine, training=False)).item()])
+    weights = gathered(engine.optimizer.partition, lambda unit: unit.master.values)
+    shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
+    return Run(numbers, weights, [dict(engine.optimizer.state[shard]) for shard in shards])
+
+
+def check(case):
+    plain, offloaded = train(case, {}), train(case, OFFLOADS[case["kept"][1]])
+    for step, (own, expected) in enumerate(zip(offloaded.numbers, plain.numbers, strict=True)):
+        assert all(map(equal, own, expected)), (case, step, own, expected)
+    assert plain.weights.keys() == offloaded.weights.keys()
+    for name, expected in plain.weights.items():
+        assert torch.equal(offloaded.weights[name], expected), (case, name)
+    for own, expected in zip(offloaded.states, plain.states, strict=True):
+        assert own.keys() == expected.keys(), case
+        assert all(equal(own[key], expected[key]) for key in expected), case
+
+
+def check_all(cases):
+    prepare_rank()
+    # DeepSpeed says that a CPU has no fp16, but torch computes in it.
+    get_accelerator().is_fp16_supported = lambda: True
+    for case in cases:
+        check(case)
+    return len(cases)
+
+
+def run_cases(grid, cases):
+    """Checks ten cases per start of ranks, because every engine leaves the threads of its groups behind."""
+    ranks, cases = grid[0] * grid[1], [{**case, "grid": grid} for case in cases]
+    for some in (cases[start : start + 10] for start in range(0, len(cases), 10)):
+        assert run_on_ranks(ranks, check_all, some) == [len(some)] * ranks
+
+
+TYPICAL = [
+    {"kept": (3, "parameters"), "block": "inputs", "optimizer": "sgd", "precision": "fp32", "clipping": 0.0},
+    {"kept": (3, "optimizer"), "block": "groups", "optimizer": "fused", "precision": "fp32", "clipping": 0.3},
+    {"kept": (1, "optimizer"), "block": "chunks", "optimizer": "adamw", "precision": "fp32", "clipping": 0.3},
+    {"kept": (2, "optimizer"), "block": "layered", "optimizer": "fused", "precision": "bf16", "clipping": 0.0},
+    {"kept": (3, "parameters"), "block": "groups", "optimizer": "fused", "precision": "fp16", "clipping": 0.3},
+    {"kept": (3, "parameters on nvme"), "block": "inputs on nvme", "optimizer": "fused", "precision": "bf16"}
+    | {"clipping": 0.3},
+]
+
+
+@pytest.mark.parametrize(("grid", "cases"), [((1, 1), TYPICAL[:2]), ((1, 2), TYPICAL[1:])], ids=["1 rank", "2 ranks"])
+def test_the_result_is_that_of_a_run_on_the_device(grid, cases):
+    run_cases(grid, [{**case, "tied": True, "frozen": True} for case in cases])
+
+
+def every_pair(grid):
+    cases = [dict(zip(FACTORS, values)) for values in product(*FACTORS.values())]
+    # Tied modules are refused in reproducible runs.
+    trainable = [case for case in cases if not (case["tied"] and case["block"] == "reproducible")]
+    return pairwise([case for case in trainable if case["grid"] == grid])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_pair_of_factors(grid):
+    run_cases(grid, every_pair(grid))

@@ -1,0 +1,49 @@
+"""An unedited script of the Trainer under ``ds_lgamp run``: from the launch to a resumed run, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from testing import SCRIPTS
+from testing.launching import torchrun
+from tests.integrations.deepspeed.plain.accelerated import AUTO, WORDS
+
+pytestmark = pytest.mark.slow
+
+SAVED = "--max_steps 4 --save_strategy steps --save_steps 2 --eval_strategy steps --eval_steps 2"
+RESUMED = "--max_steps 4 --eval_strategy steps --eval_steps 2 --resume_from_checkpoint {folder}/saved/checkpoint-2"
+
+
+@pytest.mark.parametrize("overlap_update", [False, True])
+def test_a_script_trains_evaluates_saves_and_resumes(overlap_update, tmp_path):
+    config = written(tmp_path, {"pipeline_ranks": 2, "overlap_update": overlap_update})
+    run(tmp_path, config, "saved", SAVED)
+    run(tmp_path, config, "resumed", RESUMED)
+    saved, resumed = (json.loads((tmp_path / run / "history.json").read_text()) for run in ("saved", "resumed"))
+    for key, number in (("loss", 4), ("eval_loss", 2), ("eval_accuracy", 2)):
+        values, again = ([entry[key] for entry in history if key in entry] for history in (saved, resumed))
+        assert len(values) == number and again == values
+    AutoModelForCausalLM.from_pretrained(tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("words", ["--label_smoothing_factor 0.1", "--own_loss"])
+def test_what_a_trainer_computes_of_logits_in_training_is_refused_in_one_sentence(words, tmp_path):
+    with pytest.raises(
+        AssertionError, match="ds_lgamp: .* which label_smoothing_factor, compute_loss_func and similar"
+    ):
+        run(tmp_path, written(tmp_path, {"pipeline_ranks": 2}), "refused", f"--max_steps 1 {words}")
+
+
+def written(folder: Path, block: dict[str, Any]) -> Path:
+    """Writes a configuration of stage 3 and returns its file."""
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 3}, "ds_lgamp": block}))
+    return path
+
+
+def run(folder: Path, config: Path, name: str, words: str) -> None:
+    script = [str(SCRIPTS / "trains_with_trainer.py"), "--deepspeed", str(config), "--output_dir", str(folder / name)]
+    torchrun(2, ["-m", "ds_lgamp", "run", *script, *WORDS, *words.format(folder=folder).split()])

@@ -1,0 +1,117 @@
+"""Megatron-core's distributed checkpoints of sharded chunks continue at any layout, also without a block."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.config import ConfigError
+from testing.ranks import run_on_ranks
+from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process
+
+HALF = (("bf16", True), ("params_dtype", torch.bfloat16), ("pipeline_dtype", torch.bfloat16))
+SHARDED = Place(1, 4, "layered", data_ranks=2, zero_stage=3)
+ELSEWHERE = {
+    "the same layout": SHARDED,
+    "stage 2": SHARDED._replace(zero_stage=2),
+    "a pipeline": Place(2, 2, "layered", zero_stage=3),
+    "tensor-parallel ranks": Place(1, 2, "layered", tensor_ranks=2, zero_stage=3),
+    "no block": Place(1, 1, STOCK, data_ranks=2),
+}
+KINDS = {"fp32": (), "bf16": HALF}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The next step after a checkpoint, by kind of weights and layout. Each is the (loss, norm) of every step."""
+    return run_on_ranks(2, save_and_go_on, str(tmp_path_factory.mktemp("saved")), before_init=prepare_process)[0]
+
+
+def save_and_go_on(folder):
+    results = {}
+    for kind, options in KINDS.items():
+        training = Training(SHARDED._replace(options=options))
+        training.train()
+        save(training, f"{folder}/{kind}")
+        results[kind, None] = trained(training)
+        for name, place in ELSEWHERE.items():
+            other = Training(place._replace(options=options))
+            load(other, f"{folder}/{kind}")
+            results[kind, name] = trained(other)
+    return results
+
+
+def trained(training):
+    return [(step.loss, step.norm) for step in training.train()]
+
+
+def save(training, folder):
+    from megatron.core import dist_checkpointing
+
+    from ds_lgamp.integrations.megatron.loop.sharded.install import with_whole_weights
+
+    @with_whole_weights
+    def write(model):
+        dist_checkpointing.save(state_of(training, is_loading=False), folder)
+
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    write(training.models)
+
+
+def load(training, folder):
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    from ds_lgamp.integrations.megatron.loop.sharded.install import into_shards
+
+    @into_shards
+    def read(models):
+        loaded = dist_checkpointing.load(state_of(training, is_loading=True), folder)
+        for number, model in enumerate(models):
+            unwrap_model(model).load_state_dict(loaded[f"model{number}"])
+        training.optimizer.load_state_dict(loaded["optimizer"])
+
+    read(training.models)
+
+
+def state_of(training, is_loading):
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = {
+        f"model{number}": unwrap_model(model).sharded_state_dict(metadata=metadata)
+        for number, model in enumerate(training.models)
+    }
+    return state | {"optimizer": training.optimizer.sharded_state_dict(state, is_loading=is_loading)}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_at_another_layout(kind, name, found):
+    rounding = 1e-5 if kind == "fp32" else 1e-3
+    for step, uninterrupted in zip(found[kind, name], found[kind, None], strict=True):
+        assert step == pytest.approx(uninterrupted, rel=rounding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_the_same_layout_it_goes_on_to_the_bit(kind, found):
+    """So master weights, moments and the number of steps are those of the run that saved."""
+    assert found[kind, "the same layout"] == found[kind, None]
+
+
+def test_state_by_buckets_is_refused():
+    run_on_ranks(1, ask_for_buckets, before_init=prepare_process)
+
+
+def ask_for_buckets():
+    training = Training(Place(1, 2, "layered", zero_stage=3))
+    ask = partial(training.optimizer.sharded_state_dict, {}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    with pytest.raises(ConfigError, match="state is dp_reshardable, .*; save it with --dist-ckpt-optim-fully-resh"):
+        ask(is_loading=True)
+    with pytest.raises(ConfigError, match="by --ckpt-format torch_dist alone; use it"):
+        training.optimizer.state_dict()

@@ -1,0 +1,59 @@
+"""Flags of Megatron-LM beside stages 2 and 3: what the program does anyway, and what is refused in one sentence."""
+
+import argparse
+import re
+import sys
+from argparse import Namespace
+
+import pytest
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.flags import FLAGS, Treatment, option_of
+from ds_lgamp.integrations.megatron.loop.sharded.flags import (
+    IMPLIED,
+    REFUSED,
+    prepare_sharding,
+    refuse_beside_sharding,
+)
+from testing import ROOT
+from testing.pretraining import megatron_tree
+from testing.ranks import run_on_ranks
+from tests.integrations.megatron.training_loop import prepare_process
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_flag_value_and_fix(name):
+    harmless, note = REFUSED[name]
+    with pytest.raises(ConfigError) as refusal:
+        refuse_beside_sharding(Namespace(**{name: 987}))
+    assert str(refusal.value) == f"{option_of(name)} is 987 beside zero_optimization.stage 2 or 3: {note}"
+    assert re.search("; (remove it|use|give|set) ?", note)
+    for value in harmless:
+        refuse_beside_sharding(Namespace(**{name: value}))
+
+
+def test_flags_for_what_the_program_does_anyway_may_be_given():
+    args = Namespace(**dict.fromkeys(IMPLIED, True))
+    prepare_sharding(args)
+    assert vars(args) == dict.fromkeys(IMPLIED, False)
+    honoured = {flag.argument or flag.name for flag in FLAGS if flag.treatment is Treatment.HONOURED}
+    assert set(IMPLIED) <= honoured
+
+
+def test_the_page_lists_what_is_refused():
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    (listed,) = re.findall("refused at stages 2 and 3, .*?: (.*?)\n\n", page, re.DOTALL)
+    assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == set(map(option_of, REFUSED))
+
+
+def test_megatron_lm_has_every_flag_that_is_refused():
+    run_on_ranks(1, look_for_options, str(megatron_tree()), before_init=prepare_process)
+
+
+def look_for_options(tree):
+    sys.path.insert(0, tree)
+    from megatron.training import arguments
+
+    actions = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
+    known = {action.dest for action in actions}
+    assert {*REFUSED, *IMPLIED} - known == set()

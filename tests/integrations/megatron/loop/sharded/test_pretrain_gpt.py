@@ -1,0 +1,141 @@
+"""Megatron-LM's unedited pretrain_gpt.py at ZeRO stages 2 and 3, on the CPU. It trains like one process without a
+block, and checkpoints go from each kind of run to each other."""
+
+import pytest
+
+from testing.launching import torchrun
+from testing.pretraining import (
+    DISTRIBUTED_OPTIMIZER,
+    EVALUATED_EVERY,
+    PIPELINE,
+    Losses,
+    block_flag,
+    megatron_tree,
+    pretrain,
+    words_of,
+)
+
+RECOMPUTATION = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TENSORS = "--tensor-model-parallel-size 2"
+RUNS = {
+    "P1 x N4": (1, 3, ""),
+    "P2 x N4": (2, 3, PIPELINE),
+    "P2 x N4 with recomputation": (2, 3, f"{PIPELINE} {RECOMPUTATION}"),
+    "P2 x W2": (4, 3, PIPELINE),
+    "P2 x W2 at stage 2": (4, 2, f"{PIPELINE} {DISTRIBUTED_OPTIMIZER}"),
+    "T2 x P2": (4, 3, f"{PIPELINE} {TENSORS}"),
+    "T2 x P2 x W2": (8, 3, f"{PIPELINE} {TENSORS}"),
+}
+"""Ranks, stage and flags."""
+LLAMA = """
+    --swiglu --group-query-attention --num-query-groups 2 --normalization RMSNorm --position-embedding-type rope
+    --no-rope-fusion --disable-bias-linear --untie-embeddings-and-output-weights
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    megatron_tree()
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def start(folder):
+    """Returns flags that start every run from the same weights. Freshly drawn weights would differ by pipeline rank."""
+    pretrain(1, f"--save {folder / 'start'} --save-interval 1 --exit-interval 1")
+    return f"--load {folder / 'start'} --finetune"
+
+
+@pytest.fixture(scope="module")
+def alone(start, folder):
+    """Trains one process without a block."""
+    return saved(folder / "alone", lambda save: pretrain(1, f"{start} {save}"))
+
+
+@pytest.fixture(scope="module")
+def sharded(start, folder):
+    """Trains at stage 3."""
+    return saved(folder / "sharded", lambda save: pretrain_sharded("P2 x W2", f"{start} {save}", folder))
+
+
+def saved(folder, train):
+    """Trains, and makes the checkpoint of the evaluated iteration the latest."""
+    losses = train(f"--save {folder} --save-interval {EVALUATED_EVERY}")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+    return losses
+
+
+def pretrain_sharded(name, flags, folder):
+    ranks, stage, own_flags = RUNS[name]
+    file = block_flag(own_flags, folder, stage)
+    return pretrain(ranks, f"{flags} {own_flags} {file}", "-m ds_lgamp run", seconds=900)
+
+
+def assert_close(losses, reference, tolerance=1e-6):
+    assert losses.training == pytest.approx(reference.training, rel=tolerance)
+    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
+
+
+def after_the_checkpoint(losses):
+    return Losses(*({at: loss for at, loss in kind.items() if at > EVALUATED_EVERY} for kind in losses))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "P2 x W2"])
+def test_sharded_chunks_train_like_one_process(name, start, alone, tmp_path):
+    assert_close(pretrain_sharded(name, start, tmp_path), alone, 1e-5 if name.startswith("T2") else 1e-6)
+
+
+def test_saving_changes_nothing(alone, sharded):
+    assert_close(sharded, alone)
+
+
+def test_a_sharded_run_resumes_one_without_a_block(alone, folder, tmp_path):
+    assert_close(pretrain_sharded("P2 x N4", f"--load {folder / 'alone'}", tmp_path), after_the_checkpoint(alone))
+
+
+def test_a_run_without_a_block_resumes_a_sharded_one(alone, sharded, folder):
+    assert_close(pretrain(1, f"--load {folder / 'sharded'}"), after_the_checkpoint(alone))
+
+
+def test_a_sharded_run_resumes_to_the_bit(sharded, folder, tmp_path):
+    resumed = pretrain_sharded("P2 x W2", f"--load {folder / 'sharded'}", tmp_path)
+    assert resumed == after_the_checkpoint(sharded)
+
+
+def test_a_sharded_run_resumes_one_of_another_layout(alone, sharded, folder, tmp_path):
+    resumed = pretrain_sharded("T2 x P2", f"--load {folder / 'sharded'}", tmp_path)
+    assert_close(resumed, after_the_checkpoint(alone), 1e-5)
+
+
+def test_the_parts_of_llama_train_and_continue(tmp_path):
+    """Gated layers are saved as two tensors. Without a tied embedding, a chunk is one unit."""
+    drawn, trained = tmp_path / "drawn", tmp_path / "trained"
+    pretrain(1, f"{LLAMA} --save {drawn} --save-interval 1 --exit-interval 1")
+    begin = f"{LLAMA} --load {drawn} --finetune"
+    alone = pretrain(1, begin)
+    assert_close(saved(trained, lambda save: pretrain_sharded("T2 x P2", f"{begin} {save}", tmp_path)), alone, 1e-5)
+    assert_close(pretrain(1, f"{LLAMA} --load {trained}"), after_the_checkpoint(alone), 1e-5)
+    assert_close(pretrain_sharded("P2 x W2", f"{LLAMA} --load {trained}", tmp_path), after_the_checkpoint(alone), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "words"),
+    [
+        (1, "", "--gradient-accumulation-fusion is True .*; give --no-gradient-accumulation-fusion"),
+        (1, "--num-experts 2", "--num-experts is 2 beside zero_optimization.stage 2 or 3: .*; remove it"),
+        (2, "--context-parallel-size 2", "--context-parallel-size is 2 beside zero_optimization.stage 2 or 3: .*"),
+        (1, "--mtp-num-layers 1", "--mtp-num-layers is 1 beside zero_optimization.stage 2 or 3: .*; remove it"),
+    ],
+)
+def test_what_stages_2_and_3_have_not_is_refused_before_anything_is_built(ranks, flags, words, tmp_path):
+    command = words_of(f"{flags} {block_flag('', tmp_path, 3)}", str(tmp_path), "-m ds_lgamp run")
+    if not flags:
+        command.remove("--no-gradient-accumulation-fusion")
+    with pytest.raises(AssertionError, match=f"ds_lgamp: .*{words}"):
+        torchrun(ranks, command)
+
+
+def test_fully_reshardable_state_of_the_distributed_optimizer_is_taken_over(start, alone, tmp_path):
+    save = f"--save {tmp_path} --save-interval {EVALUATED_EVERY} --exit-interval {EVALUATED_EVERY}"
+    pretrain(2, f"{start} {DISTRIBUTED_OPTIMIZER} {save} --dist-ckpt-optim-fully-reshardable")
+    assert_close(pretrain_sharded("P2 x N4", f"--load {tmp_path}", tmp_path), after_the_checkpoint(alone))

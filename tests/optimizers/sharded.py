@@ -1,0 +1,110 @@
+"""Tensors of two chunks on the ranks of a test, with an optimizer on their shards and gradients that are made up."""
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.groups import node_groups
+from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
+from ds_lgamp.partition.zero_partition import ZeroPartition, build_partition
+from ds_lgamp.schedule.hierarchy import Hierarchy
+
+SHAPES = {
+    "0.embedding": (11, 15),
+    "0.tall": (40, 16),
+    "0.bias": (40,),
+    "0.joint": (48, 16),
+    "1.wide": (16, 40),
+    "1.square": (24, 24),
+    "1.norm": (24,),
+    "1.zero": (8, 8),
+}
+"""All tensors by name. The one that is called zero begins with zeros, and so does its gradient."""
+SLICED = {"0.tall": 0, "0.bias": 0, "0.joint": 0, "1.wide": 1}
+"""The dimension along which tensor-parallel ranks have slices."""
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.zeros(shape) if "zero" in name else 0.3 * torch.randn(shape, generator=generator)
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {
+        name: torch.zeros(shape) if "zero" in name and step == 0 else torch.randn(shape, generator=generator)
+        for name, shape in SHAPES.items()
+    }
+
+
+class Sharded:
+    """The tensors on this rank, and ``optimizer`` on them.
+
+    Args:
+        optimizer: its groups have no parameters yet.
+        group_of: the group of every tensor; a tensor without one does not train.
+        stage: the ZeRO stage.
+        data_group: the data-parallel ranks.
+        tensor_group: the tensor-parallel ranks; None if there is one.
+        nodes: the groups of hierarchical shards; None if all data-parallel ranks are alike.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group_of: dict[str, int],
+        stage: int,
+        data_group: dist.ProcessGroup,
+        tensor_group: dist.ProcessGroup | None = None,
+        nodes: NodeGroups | None = None,
+    ) -> None:
+        self.optimizer, self.tensor_group = optimizer, tensor_group
+        chunks: dict[int, list[UnitParameter]] = {0: [], 1: []}
+        for name, whole in weights().items():
+            sliced = SLICED.get(name) if tensor_group is not None else None
+            parameter = Parameter(self.slice_of(name, whole).clone())
+            chunks[int(name[0])].append(UnitParameter(name, parameter, group_of.get(name), sliced))
+        policy = ZeroPolicy(data_group, stage, tensor_group=tensor_group, nodes=nodes)
+        self.partition: ZeroPartition = build_partition(chunks, [], policy, torch.device("cpu"))
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for segment in self.partition.segments():
+            optimizer.param_groups[segment.group]["params"].append(segment.shard)
+        optimizer.bind(self.partition)
+
+    def slice_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this tensor-parallel rank's slice of a tensor."""
+        if self.tensor_group is None or name not in SLICED:
+            return whole
+        return whole.chunk(self.tensor_group.size(), SLICED[name])[self.tensor_group.rank()]
+
+    def step(self, whole: dict[str, torch.Tensor]) -> None:
+        """Steps with the gradients ``whole``, as they are after all reductions."""
+        for segment in self.partition.segments():
+            segment.shard.grad = torch.zeros_like(segment.shard)
+        for unit in self.partition.units:
+            for part in parts_of(unit):
+                segment = part.segment
+                if segment is not None:
+                    begin = part.in_shard.start - segment.start
+                    own = part.of(self.slice_of(part.name, whole[part.name]))
+                    segment.shard.grad[begin : begin + part.numel] = own
+        self.optimizer.step()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Returns the slices of all tensors that this rank's tensor-parallel rank has, from all data-parallel ranks."""
+        return {
+            part.name: part.gather(unit.master.values[part.in_shard].detach())
+            for unit in self.partition.units
+            for part in parts_of(unit)
+        }
+
+
+def two_nodes(replicated: bool) -> NodeGroups:
+    """Returns the groups of four data-parallel ranks on two nodes."""
+    return node_groups(Hierarchy(2, replicated), [range(4)])

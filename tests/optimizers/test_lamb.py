@@ -1,0 +1,113 @@
+"""LAMB on shards takes the steps of LAMB on whole tensors, for two numbers per tensor over the network."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.optimizers.lamb import Lamb
+from ds_lgamp.runtime.measure import CollectiveCounter
+from testing.ranks import run_on_ranks
+from tests.optimizers.reference import ReferenceLamb
+from tests.optimizers.sharded import SHAPES, Sharded, gradients, two_nodes, weights
+
+STEPS = 20
+GROUP_OF = {name: int(len(shape) == 1) for name, shape in SHAPES.items()}
+"""Vectors are in the second group, which has no weight decay."""
+DECAY = {name: 0.0 if group else 0.1 for name, group in GROUP_OF.items()}
+CONVENTIONS = {
+    "DeepSpeed's": ({}, {}),
+    "apex's": (
+        {"corrects": "moments", "min_coeff": 0.0, "max_coeff": float("inf"), "adapts_undecayed": False},
+        {"paper": True, "bounds": (0.0, float("inf")), "always": False},
+    ),
+    "tight bounds": ({"min_coeff": 0.2, "max_coeff": 0.3}, {"bounds": (0.2, 0.3)}),
+}
+
+
+def train(options, *place):
+    groups = [{"params": [], "weight_decay": decay} for decay in (0.1, 0.0)]
+    sharded = Sharded(Lamb(groups, lr=0.02, eps=1e-6, **options), GROUP_OF, *place)
+    for step in range(STEPS):
+        with CollectiveCounter() as counter:
+            sharded.step(gradients(step))
+    return sharded, sharded.gathered(), counter.log
+
+
+def reference(options):
+    lamb = ReferenceLamb(weights(), 0.02, DECAY, **options)
+    for step in range(STEPS):
+        lamb.step(gradients(step))
+    return lamb.weights
+
+
+def largest_difference(sharded, own, expected):
+    """Returns the largest difference of a tensor, relative to its norm."""
+    slices = {name: sharded.slice_of(name, tensor) for name, tensor in expected.items()}
+    return max(float((own[name] - slices[name]).norm() / slices[name].norm()) for name in own)
+
+
+def run_all(stages):
+    """Returns the largest difference and the collectives of a step, by convention and stage."""
+    results = {}
+    for convention, (options, of_reference) in CONVENTIONS.items():
+        expected = reference(of_reference)
+        for stage in stages if convention == "DeepSpeed's" else stages[-1:]:
+            sharded, own, log = train(options, stage, dist.group.WORLD)
+            results[convention, stage] = largest_difference(sharded, own, expected), log
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_shards_step_as_whole_tensors_do(ranks):
+    for results in run_on_ranks(ranks, run_all, (0, 1, 3)):
+        for (convention, stage), (difference, log) in results.items():
+            assert difference < 1e-6, (convention, stage)
+            moves = stage > 0 and ranks > 1
+            assert log == [("all_reduce", 2 * (ranks - 1) * len(SHAPES) * 2 * 8 // ranks)] * moves
+
+
+def run_sliced():
+    """Two data-parallel and two tensor-parallel ranks."""
+    rank = dist.get_rank()
+    data = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
+    tensor = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
+    expected = reference({})
+    results = {}
+    for stage in (0, 2):
+        sharded, own, log = train({}, stage, data, tensor)
+        results[stage] = largest_difference(sharded, own, expected), log
+    for replicated in (False, True):
+        sharded, own, log = train({}, 3, dist.group.WORLD, None, two_nodes(replicated))
+        results["nodes", replicated] = largest_difference(sharded, own, expected), len(log)
+    return results
+
+
+def test_slices_add_up_to_the_norms_of_their_tensor():
+    for results in run_on_ranks(4, run_sliced):
+        of_all, of_slices = [("all_reduce", len(SHAPES) * 16)], [("all_reduce", 4 * 16)]
+        assert results[0][0] < 1e-6 and results[0][1] == of_slices
+        assert results[2][0] < 1e-6 and results[2][1] == of_all + of_slices
+        for replicated in (False, True):
+            assert results["nodes", replicated][0] < 1e-6 and results["nodes", replicated][1] == 1
+
+
+def test_a_step_outside_an_engine_says_where_it_belongs():
+    lamb = Lamb([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(RuntimeError, match="pass it to deepspeed.initialize"):
+        lamb.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"corrects": "both"}, "use one of step, moments"),
+        ({"betas": (0.9, 1.0)}, "from 0 to below 1"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "0 <= min_coeff <= max_coeff"),
+        ({"lr": {}}, "lr is {}; use a number from 0"),
+        ({"eps": float("nan")}, "eps is nan; use a number from 0"),
+        ({"weight_decay": True}, "weight_decay is True; use a number from 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Lamb([torch.nn.Parameter(torch.ones(2))], **options)

@@ -1,0 +1,125 @@
+"""The bus copies beside the caller: one transfer after the other in a direction, both directions at once."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from ds_lgamp.partition.bus import Bus
+
+CPU = torch.device("cpu")
+SECONDS = 10
+"""The longest a test waits for a thread."""
+
+
+def bus_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "ds_lgamp bus"]
+
+
+def test_what_was_loaded_and_stored_arrives_and_is_counted():
+    bus = Bus(CPU)
+    host = bus.host_empty(1000, torch.bfloat16).copy_(torch.arange(1000))
+    device = torch.zeros(1000, dtype=torch.bfloat16)
+    bus.load(device, host).wait()
+    assert torch.equal(device, host)
+    gradient = torch.randn(500)
+    stored = bus.host_empty(500, torch.float32)
+    bus.store(stored, gradient).done()
+    assert torch.equal(stored, gradient)
+    assert (bus.bytes_loaded, bus.bytes_stored) == (2 * 1000, 4 * 500)
+
+
+def test_a_load_begins_when_its_source_is_final_and_the_caller_goes_on():
+    bus, updated = Bus(CPU), threading.Event()
+    source, target = torch.zeros(4), torch.zeros(4)
+    transfer = bus.load(target, source, after=lambda: updated.wait(SECONDS))
+    source.fill_(1)
+    assert target.sum() == 0
+    updated.set()
+    transfer.wait()
+    assert target.sum() == 4
+
+
+def test_loads_keep_their_order_and_stores_do_not_wait_for_them():
+    bus, go, order = Bus(CPU), threading.Event(), []
+    first = bus.load(torch.zeros(1), torch.ones(1), after=lambda: go.wait(SECONDS))
+    second = bus.load(torch.zeros(1), torch.ones(1), after=lambda: order.append(first._issued.is_set()))
+    bus.store(torch.zeros(1), torch.ones(1)).done()
+    assert order == []
+    go.set()
+    second.wait()
+    assert order == [True]
+
+
+def test_a_throttled_direction_takes_the_time_of_its_bytes():
+    bus = Bus(CPU, bytes_per_second=1e6)
+    tensors = [torch.zeros(10_000) for _ in range(4)]
+    start = time.perf_counter()
+    for transfer in [bus.load(tensors[0], tensors[1]) for _ in range(2)]:
+        transfer.wait()
+    # Two loads of 40 kB, one behind the other.
+    assert time.perf_counter() - start >= 0.08
+    start = time.perf_counter()
+    bus.store(tensors[2], tensors[3]).wait()
+    assert time.perf_counter() - start >= 0.04
+
+
+def test_an_error_in_the_thread_is_raised_by_the_wait_and_later_copies_go_on():
+    bus = Bus(CPU)
+
+    def fails():
+        raise RuntimeError("the update failed")
+
+    failed = bus.load(torch.zeros(1), torch.ones(1), after=fails)
+    target = torch.zeros(1)
+    later = bus.load(target, torch.ones(1))
+    for ending in (failed.wait, failed.done):
+        with pytest.raises(RuntimeError, match="the update failed"):
+            ending()
+    later.wait()
+    assert target.item() == 1
+
+
+def test_a_parameter_that_requires_a_gradient_can_be_loaded():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    Bus(CPU).load(parameter, torch.ones(3)).wait()
+    assert parameter.sum() == 3 and parameter.grad_fn is None
+
+
+def test_the_bus_keeps_no_tensor_whose_copy_is_over():
+    bus = Bus(CPU)
+    target, source = torch.zeros(3), torch.ones(3)
+    gone = [weakref.ref(target), weakref.ref(source)]
+    transfer = bus.load(target, source)
+    transfer.wait()
+    del target, source
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_what_cannot_be_copied_as_it_is_is_refused():
+    bus = Bus(CPU)
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        bus.load(torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        bus.store(torch.zeros(3), torch.zeros(4))
+    assert (bus.bytes_loaded, bus.bytes_stored) == (0, 0)
+
+
+@pytest.mark.parametrize("device, speed", [("cpu", 0.0), ("cpu", -1.0), ("cuda", 1e9)])
+def test_a_speed_that_the_bus_cannot_have_is_refused(device, speed):
+    with pytest.raises(ValueError, match="bytes_per_second"):
+        Bus(torch.device(device), speed)
+
+
+def test_the_thread_ends_with_the_bus():
+    before = bus_threads()
+    bus = Bus(CPU)
+    bus.load(torch.zeros(1), torch.ones(1)).wait()
+    (thread,) = (each for each in bus_threads() if each not in before)
+    del bus
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()

@@ -1,0 +1,50 @@
+"""Jobs of the host's thread: who waits for one waits for what it leaves to the disk too, and the thread does not."""
+
+import threading
+
+import pytest
+
+from ds_lgamp.partition.host_thread import HostThread
+
+SECONDS = 30
+
+
+def test_a_waiter_waits_for_the_write_and_the_next_job_does_not():
+    thread, written, order = HostThread(), threading.Event(), []
+
+    def write():
+        assert written.wait(SECONDS)
+        order.append("written")
+
+    first = thread.start(lambda: write)
+    thread.start(lambda: order.append("next")).wait()
+    waiting = threading.Thread(target=first.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and order == ["next"]
+    written.set()
+    waiting.join(SECONDS)
+    assert not waiting.is_alive() and order == ["next", "written"]
+
+
+def test_an_error_of_the_write_is_raised_by_every_waiter():
+    def write():
+        raise OSError("full")
+
+    job = HostThread().start(lambda: write)
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"):
+            job.wait()
+
+
+def test_after_a_failed_job_no_other_one_runs():
+    thread, ran = HostThread(), []
+
+    def fail():
+        raise ValueError("no luck")
+
+    jobs = [thread.start(fail), thread.start(lambda: ran.append(1))]
+    for job in jobs:
+        with pytest.raises(ValueError, match="no luck"):
+            job.wait()
+    assert not ran

@@ -1,0 +1,44 @@
+"""Hypothesis strategies for models and for configurations that train them."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.model import Model
+
+
+@st.composite
+def models(draw) -> Model:
+    """Draws a transformer of 8 to 17 layers with a feed-forward part of usual width."""
+    hidden = draw(st.sampled_from([128, 1024, 4096]))
+    model = Model.gpt("drawn", draw(st.integers(8, 17)), hidden, 8, 1024, draw(st.sampled_from([1000, 50304])))
+    if draw(st.booleans()):
+        return model
+    rotary = {"gated": True, "biases": False, "position_embeddings": 0, "feed_forward_size": 8 * hidden // 3}
+    return replace(model, **rotary, key_value_heads=2, tied_embeddings=draw(st.booleans()))
+
+
+@st.composite
+def configurations(draw) -> Configuration:
+    """Draws a configuration of at most 8 chunks."""
+    ranks = draw(st.integers(1, 5))
+    schedule = draw(st.sampled_from(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"]))
+    micro_batches, group = draw(st.integers(1, 12)), None
+    if schedule == "layered":
+        group = draw(st.sampled_from([None, None, 1, 2, 4]))
+    elif schedule == "interleaved_1f1b":
+        micro_batches = ranks * draw(st.integers(1, 3))
+    return Configuration(
+        draw(st.sampled_from([1, 2, 8])),
+        ranks,
+        draw(st.sampled_from([1, 1, 2])),
+        draw(st.sampled_from([1, 4])),
+        micro_batches,
+        zero_stage=draw(st.integers(0, 3)),
+        schedule=schedule,
+        chunks_per_rank=1 if schedule in ("1f1b", "gpipe") else draw(st.integers(1, 8 // ranks)),
+        resident_chunks=draw(st.integers(1, 5)),
+        recompute=draw(st.sampled_from(["full", "none"])),
+        micro_batch_group=group,
+    )

@@ -1,0 +1,90 @@
+"""What a micro-batch takes in a block of transformers, measured by running it, and what the formula says."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes
+from ds_lgamp.planner.model import Model
+from ds_lgamp.runtime.chunk_memory import chunk_bytes as measured_bytes
+from tests.planner.training import HIDDEN, LENGTH, VOCABULARY, make, model_of
+from tests.slow import slow_except
+
+MICRO_BATCH, LAYERS = 1, 2
+LARGEST_DEVIATION = 0.01
+CASES = list(product(["GPT-2", "Llama", "Qwen3"], [torch.float32, torch.bfloat16]))
+DEFAULT = [("GPT-2", torch.float32), ("Qwen3", torch.bfloat16)]
+
+
+def run(model, blocks, positions, hidden):
+    for block in blocks:
+        hidden = block(hidden, **positions)
+    return hidden
+
+
+def loss(model, blocks, positions, labels, hidden):
+    base = model.base_model
+    norm = base.ln_f if hasattr(base, "ln_f") else base.norm
+    logits = model.lm_head(norm(run(model, blocks, positions, hidden)))
+    # transformers' forwards return the logits too, which keeps them until the forward ends.
+    return {"logits": logits, "loss": model.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)}["loss"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), slow_except(DEFAULT, CASES, several=True))
+def test_blocks_and_head_of_transformers_take_what_the_formula_says(name, dtype):
+    model, size = make(name).to(dtype), dtype.itemsize
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    base, hidden = model.base_model, torch.randn(MICRO_BATCH, LENGTH, HIDDEN, dtype=dtype)
+    blocks = list(base.h if name == "GPT-2" else base.layers)[:LAYERS]
+    positions = {}
+    if name != "GPT-2":
+        positions = {"position_embeddings": base.rotary_emb(hidden, torch.arange(LENGTH)[None])}
+    labels = torch.randint(VOCABULARY, (MICRO_BATCH, LENGTH))
+    gradients = [parameter.grad for parameter in model.parameters()]
+    existing = [*model.parameters(), *gradients, labels, *positions.get("position_embeddings", ())]
+
+    software = Software(ElementBytes(weights=size, gradients=size))
+    layer = layer_bytes(model_of(name), MICRO_BATCH, 1, software)
+    ends = end_bytes(model_of(name), MICRO_BATCH, 1, software)
+    assert layer.result == hidden.nbytes
+
+    def compare(compute, gradient, is_last, recompute):
+        result = 0 if is_last else hidden.nbytes
+        seen = measured_bytes(compute, hidden, [gradient], existing, result, False, is_last, recompute)
+        told = chunk_bytes(layer, ends, LAYERS, False, is_last, recompute)
+        # A copy of the input is gone by the time the backward begins, if autograd does not keep it.
+        freed = hidden.nbytes if recompute and name != "GPT-2" and size == 2 else 0
+        assert told.backward + freed == pytest.approx(seen.backward, rel=LARGEST_DEVIATION)
+        assert told.saved == pytest.approx(seen.saved, rel=LARGEST_DEVIATION)
+        assert not seen.keeps_result
+
+    for recompute in (True, False):
+        compare(partial(run, model, blocks, positions), torch.ones_like(hidden), False, recompute)
+    compare(partial(loss, model, blocks, positions, labels), torch.ones(()), True, False)
+
+
+def test_fused_kernels_with_16_bits_keep_what_korthikanti_counts_without_dropout_and_scores():
+    """32 s b h, or s b h (8 + 24 / T). Statistics of norms and attention come to that."""
+    model = Model.gpt("gpt", 1, 12288, 96, 2048, 51200)
+    for ranks in (1, 2, 8):
+        kept = layer_bytes(model, 1, ranks, Software(fused=True)).kept
+        statistics = 2048 * (16 + 4 * 96 // ranks)
+        assert kept - statistics == 2048 * 12288 * (8 + 24 // ranks)
+
+
+def test_experts_count_as_the_feed_forward_parts_that_a_token_visits():
+    model = Model.gpt("gpt", 1, 64, 4, 128, 1000)
+    experts = Model(**{**vars(model), "experts": 8, "experts_per_token": 2})
+    one, several = (layer_bytes(each, 1, 1, Software()).kept for each in (model, experts))
+    assert several - one == 2 * 128 * (2 * 4 * 64 + 2 * 2 * 64)
+
+
+def test_logits_of_a_large_vocabulary_are_the_largest():
+    ends = end_bytes(Model.gpt("gpt", 1, 64, 4, 128, 128000), 1, 1, Software())
+    logits = 128 * 128000
+    assert (ends.forward, ends.backward) == (6 * logits, 8 * logits)
+    assert ends.kept == pytest.approx(4 * logits, rel=0.01)

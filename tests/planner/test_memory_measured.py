@@ -1,0 +1,69 @@
+"""The planner's memory of a configuration is what the engine takes when models of transformers train with it.
+
+Both count live tensors. Beside a GPU, kernels and the allocator need more. The scaled_dot_product_attention of the CPU
+keeps what that of a GPU keeps: queries, keys, values, result and the logarithms of sums.
+"""
+
+from itertools import product
+
+import pytest
+
+from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.planner.activations import Software
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.write import ds_config, why_not
+from testing.ranks import run_on_ranks
+from tests.pairwise import pairwise
+from tests.planner.training import LAYERS, Case, measure_all_on_rank, model_of
+
+LARGEST_DEVIATION = 0.03
+GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+FACTORS = {
+    "grid": GRIDS,
+    "name": ["GPT-2", "Llama", "Qwen3"],
+    "bf16": [False, True],
+    "zero_stage": [0, 1, 2, 3],
+    "schedule": ["layered", "1f1b"],
+    "recompute": ["full", "none"],
+}
+
+
+def cases(pipeline_ranks: int, data_ranks: int) -> list[Case]:
+    """Returns the cases of a grid. Those of all grids have every pair of values of two factors."""
+    chosen = pairwise([dict(zip(FACTORS, values)) for values in product(*FACTORS.values())])
+    found = []
+    for case in chosen:
+        if case["grid"] != (pipeline_ranks, data_ranks):
+            continue
+        options = {key: case[key] for key in ("zero_stage", "schedule", "recompute")}
+        chunks = 1 if case["schedule"] == "1f1b" else LAYERS // pipeline_ranks
+        configuration = Configuration(data_ranks, pipeline_ranks, 1, 4, 4, **options, chunks_per_rank=chunks)
+        found.append(Case(case["name"], configuration, case["bf16"]))
+    return found
+
+
+def config_of(case: Case) -> dict:
+    """Returns what the planner writes, with the case's precision and an optimizer whose step needs no memory."""
+    assert why_not(model_of(case.name), case.configuration) is None
+    written = ds_config(model_of(case.name), case.configuration)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return {**written, "bf16": {"enabled": case.bf16}, "optimizer": optimizer, "gradient_clipping": 0.0}
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [pytest.param(grid, marks=pytest.mark.slow if grid == (2, 2) else pytest.mark.full) for grid in GRIDS],
+    ids=str,
+)
+def test_memory_is_within_three_percent_of_what_the_engine_takes(grid):
+    chosen, ranks = cases(*grid), grid[0] * grid[1]
+    on_ranks = run_on_ranks(ranks, measure_all_on_rank, [(case, config_of(case)) for case in chosen], seconds=1200)
+    worst = 0.0
+    for case, measured in zip(chosen, map(max, zip(*on_ranks))):
+        size = 2 if case.bf16 else 4
+        software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
+        told = memory(model_of(case.name), case.configuration, software)
+        assert told.total == pytest.approx(measured, rel=LARGEST_DEVIATION), (case, told)
+        worst = max(worst, abs(told.total - measured) / measured)
+    print(f"{grid}: {len(chosen)} trainings, worst deviation {100 * worst:.2f} %")

@@ -1,0 +1,150 @@
+"""The planner knows offloading: its times, its memory, when it pays, and how to ask for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.compute import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.exact import exact_seconds
+from ds_lgamp.planner.memory import batch_bytes, memory
+from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.models import read_model
+from ds_lgamp.planner.offload import offloaded
+from ds_lgamp.planner.predict import predict
+from ds_lgamp.planner.search import Bound, NothingFits, best_by_method, describe, search
+from ds_lgamp.planner.sizes import default_software, followed
+from ds_lgamp.planner.write import ds_config
+from ds_lgamp.schedule.offload import Offload
+
+MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
+IN_MEMORY = Configuration(4, 1, 1, 2, 4, zero_stage=3, schedule="layered", chunks_per_rank=16)
+OPTIMIZER, PARAMETERS = (replace(IN_MEMORY, offload=offload) for offload in ("optimizer", "parameters"))
+CLUSTER = named_cluster("a100")
+ONE_GPU = replace(CLUSTER, gpus_per_node=1)
+
+
+def with_host(**changes):
+    return replace(CLUSTER, host=replace(CLUSTER.host, **changes))
+
+
+@pytest.mark.parametrize("of", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
+@pytest.mark.parametrize("cluster", [CLUSTER, with_host(bus=1e9)], ids=["fast", "slow"])
+def test_a_step_takes_what_the_clock_says(of, cluster):
+    told = predict(MODEL, cluster, of)
+    assert told.seconds == pytest.approx(exact_seconds(MODEL, cluster, of), rel=0.1)
+    assert sum(told.parts.values()) == pytest.approx(told.seconds)
+    assert of.spec.offload == Offload(parameters=of is PARAMETERS) and of.spec.updates == "next_step"
+
+
+@pytest.mark.parametrize("of", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
+def test_on_a_slow_bus_a_step_takes_as_long_as_its_loads_and_then_its_stores(of):
+    """Two bytes of every weight before its forward, and four of every gradient behind its backward. These take longer
+    than the loads for backwards, which travel beside them."""
+    own = MODEL.layers * MODEL.layer_parameters / 4
+    moved = (2 + 4) * own / (1e8 * BUS_REACHED)
+    assert moved < predict(MODEL, with_host(bus=1e8), of).bus < 1.15 * moved
+
+
+def test_a_slow_host_lets_the_first_forward_of_every_chunk_wait_for_its_update():
+    slow = with_host(memory_bandwidth=1e9)
+    update = HOST_UPDATE_BYTES * MODEL.layers * MODEL.layer_parameters / 4 / (1e9 * HOST_MEMORY_REACHED)
+    told = predict(MODEL, slow, PARAMETERS)
+    assert 0.8 * update < told.optimizer < 1.2 * update
+    assert told.optimizer > 10 * predict(MODEL, CLUSTER, PARAMETERS).optimizer
+
+
+def test_memory_is_that_of_the_program():
+    software = default_software(PARAMETERS)
+    told = memory(MODEL, PARAMETERS)
+    assert told.total == followed(MODEL, PARAMETERS, 0, software).peak + batch_bytes(MODEL, PARAMETERS, software)
+    assert told.host == pytest.approx((2 + 4 + 8 + 4) * MODEL.parameters / 4, rel=0.01)
+    state, nothing = memory(MODEL, OPTIMIZER), memory(MODEL, IN_MEMORY)
+    assert nothing.host == 0 and state.host == told.host
+    assert (told.weights, told.master_weights, told.optimizer_state) == (0, 0, 0)
+    assert state.weights == nothing.weights and told.total < state.total < nothing.total
+    assert sum(told.kinds.values()) == told.total
+
+
+def test_a_host_must_have_enough_too():
+    needed = memory(MODEL, PARAMETERS)
+    assert needed.fits(CLUSTER) and needed.fits(with_host(memory=needed.host))
+    assert not needed.fits(with_host(memory=needed.host - 1))
+
+
+def test_what_no_gpu_holds_trains_with_its_state_on_the_host():
+    """16 bytes per parameter of 8 billion are more than 80 GB."""
+    plans = search(read_model("llama-8b"), ONE_GPU, 16)
+    assert {plan.configuration.offload for plan in plans} == {"optimizer", "parameters"}
+    best = plans[0]
+    assert best.method == "layered, optimizer on the host" and best.method in describe(best.configuration)
+    assert all(plan.memory.fits(ONE_GPU) and plan.memory.host > 140e9 for plan in plans)
+    with pytest.raises(NothingFits, match=r"needs \S+ GB on the host for each GPU, \S+ GB more than there are. Use"):
+        search(read_model("llama-8b"), replace(ONE_GPU, host=replace(CLUSTER.host, memory=100e9)), 16)
+
+
+def test_plans_that_fit_in_memory_stay_there_unless_the_host_is_faster():
+    small = search(read_model("gpt2"), CLUSTER, 32)
+    assert not any(plan.configuration.offload for plan in small)
+    plans = search(read_model("llama-8b"), CLUSTER, 32)
+    in_memory = [plan for plan in plans if plan.configuration.offload is None]
+    assert plans[0].configuration.offload and plans[0].prediction.seconds < in_memory[0].prediction.seconds
+    slow = predict(read_model("llama-8b"), with_host(bus=1e8), plans[0].configuration)
+    assert slow.seconds > in_memory[0].prediction.seconds
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_a_search_may_leave_offloading_out(objective):
+    with pytest.raises(NothingFits, match="GB per GPU"):
+        search(read_model("llama-8b"), ONE_GPU, 16, objective, offload=False)
+
+
+def test_least_memory_is_that_with_parameters_on_the_host():
+    plans = search(read_model("gpt2"), CLUSTER, 8, "memory", best=3)
+    assert plans[0].configuration.offload == "parameters"
+    assert {"layered", "1f1b"} <= best_by_method(plans).keys()
+
+
+def test_no_step_is_shorter_than_its_bound():
+    bounds = Bound(MODEL, CLUSTER)
+    for of in (OPTIMIZER, PARAMETERS):
+        assert max(bounds.seconds(of), bounds.on_host(of)) <= predict(MODEL, CLUSTER, of).seconds
+
+
+def test_a_search_offloads_what_the_layered_schedule_runs_and_the_clock_is_quick_with():
+    def made(of):
+        return {(one.offload, one.zero_stage) for one in offloaded([(memory(MODEL, of), of)], CLUSTER)}
+
+    assert made(IN_MEMORY) == {("optimizer", 3), ("parameters", 3)}
+    assert made(replace(IN_MEMORY, zero_stage=2)) == {("optimizer", 2)}
+    assert made(replace(IN_MEMORY, zero_stage=0)) == set()
+    assert made(replace(IN_MEMORY, data_ranks=1, zero_stage=0)) == {("optimizer", 3), ("parameters", 3)}
+    assert made(replace(IN_MEMORY, schedule="1f1b", chunks_per_rank=1)) == set()
+    assert made(replace(IN_MEMORY, micro_batches=1000)) == set()
+
+
+def test_a_written_configuration_asks_for_it():
+    assert ds_config(MODEL, IN_MEMORY)["zero_optimization"] == {"stage": 3}
+    device = {"device": "cpu"}
+    assert ds_config(MODEL, OPTIMIZER)["zero_optimization"] == {"stage": 3, "offload_optimizer": device}
+    asked = ds_config(MODEL, PARAMETERS)["zero_optimization"]
+    assert asked == {"stage": 3, "offload_optimizer": device, "offload_param": device}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offload": "disk"}, "offload is 'disk'; use one of optimizer and parameters"),
+        ({"offload": "optimizer", "schedule": "1f1b", "chunks_per_rank": 1}, "which this project's layered schedule"),
+        ({"offload": "optimizer", "micro_batch_outer": True}, "which this project's layered schedule has"),
+    ],
+)
+def test_impossible_combinations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(IN_MEMORY, **changes)
+
+
+def test_stages_that_cannot_offload_are_refused_with_their_program():
+    with pytest.raises(ValueError, match="offloading of parameters needs 3"):
+        _ = replace(PARAMETERS, zero_stage=2).spec

@@ -1,0 +1,98 @@
+"""The search looks at every way to train, and returns the best of them."""
+
+from dataclasses import replace
+from time import process_time
+
+import pytest
+
+from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.models import read_model
+from ds_lgamp.planner.network_need import bandwidth_needed, seconds_over_bandwidth, with_bandwidth
+from ds_lgamp.planner.predict import predict
+from ds_lgamp.planner.reasons import reasons
+from ds_lgamp.planner.search import NothingFits, best_by_method, candidates, divisors, method_of, search
+
+MODEL = read_model("llama-8b")
+CLUSTER = named_cluster("a100-25gbit", 16)
+SMALL = read_model("gpt2")
+PLANS = search(MODEL, CLUSTER, 32, best=5)
+
+
+def test_candidates_use_the_whole_cluster_and_the_whole_batch():
+    found = list(candidates(MODEL, CLUSTER, 32))
+    assert len(found) == len(set(found)) > 100
+    assert {one.gpus for one in found} == {16} and {one.sequences for one in found} == {32}
+    assert {method_of(one) for one in found} == {"1f1b", "interleaved_1f1b", "layered", "ZeRO-2", "ZeRO-3"}
+    assert {one.zero_stage for one in found} == {0, 1, 2, 3} and {one.recompute for one in found} == {"full", "none"}
+
+
+@pytest.mark.parametrize("objective", ["time", pytest.param("memory", marks=pytest.mark.slow)])
+def test_no_candidate_that_fits_is_better_than_the_best_plan_of_its_method(objective):
+    node = named_cluster("a100-25gbit", 8)
+    best = best_by_method(search(SMALL, node, 16, objective))
+    for one in candidates(SMALL, node, 16):
+        needed = memory(SMALL, one)
+        if needed.fits(node):
+            if objective == "time":
+                assert predict(SMALL, node, one).seconds >= best[method_of(one)].prediction.seconds
+            else:
+                assert needed.total >= best[method_of(one)].memory.total
+
+
+def test_plans_are_sorted_and_the_best_of_every_method_follows():
+    seconds = [plan.prediction.seconds for plan in PLANS[:5]]
+    assert seconds == sorted(seconds)
+    assert {"layered", "1f1b", "ZeRO-3"} <= best_by_method(PLANS).keys()
+    assert all(plan.memory.fits(CLUSTER) for plan in PLANS)
+
+
+def test_cost_may_leave_nodes_unused():
+    node = named_cluster("a100-25gbit", 2)
+    (cheapest, *_), (fastest, *_) = (search(SMALL, node, 8, objective, best=5) for objective in ("cost", "time"))
+    assert cheapest.dollars < fastest.dollars and cheapest.prediction.seconds > fastest.prediction.seconds
+    assert cheapest.configuration.gpus < node.gpus
+    with pytest.raises(ValueError, match="price is missing in the cluster"):
+        search(MODEL, replace(CLUSTER, price=None), 32, "cost")
+
+
+def test_what_does_not_fit_is_told_with_what_is_missing():
+    with pytest.raises(
+        NothingFits, match=r"nothing fits: .* needs \S+ GB per GPU, \S+ GB more than there are; most is"
+    ):
+        search(read_model("gpt3-175b"), replace(named_cluster("a100"), memory=20e9), 4)
+    with pytest.raises(NothingFits, match="batch_size is 7: no layout of 16 GPUs"):
+        search(replace(MODEL, layers=1), named_cluster("a100", 16), 7)
+    with pytest.raises(ValueError, match="objective is 'speed'; use one of time, cost, memory"):
+        search(MODEL, CLUSTER, 32, "speed")
+
+
+def test_at_the_bandwidth_that_is_needed_a_step_loses_what_is_asked():
+    configuration = best_by_method(PLANS)["ZeRO-3"].configuration
+    needed = bandwidth_needed(MODEL, CLUSTER, configuration, 0.05)
+    ideal, told = seconds_over_bandwidth(MODEL, CLUSTER, configuration, [1e13, needed])
+    assert told / ideal == pytest.approx(1.05, abs=0.004)
+    assert predict(MODEL, with_bandwidth(CLUSTER, needed / 2), configuration).seconds > told
+    inside = replace(configuration, data_ranks=8, tensor_ranks=1)
+    assert bandwidth_needed(MODEL, CLUSTER, inside) is None, "one node needs no network"
+
+
+def test_reasons_name_the_other_method_and_the_largest_loss():
+    against, limit = reasons(PLANS)
+    best, other, *_ = best_by_method(PLANS).values()
+    assert against.startswith(f"{best.method} takes") and other.method in against
+    assert "MFU" in limit
+    (alone,) = reasons(PLANS[:1])
+    assert alone == limit
+
+
+def test_divisors_are_ascending():
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and divisors(1) == [1]
+
+
+@pytest.mark.timing
+def test_a_trillion_parameters_on_10240_gpus_take_less_than_a_minute_of_one_core():
+    begin = process_time()
+    plans = search(read_model("megatron-1t"), named_cluster("a100", 10240), 5120)
+    assert process_time() - begin < 60
+    assert plans[0].configuration.gpus == 10240

@@ -1,0 +1,103 @@
+"""Trains small models of transformers on ranks, and measures the most bytes of live tensors in a step."""
+
+import gc
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+
+import ds_lgamp
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.model import Model
+from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
+from testing.deepspeed_rank import prepare_rank, quiet
+
+LENGTH, HIDDEN, VOCABULARY, LAYERS, HEADS = 256, 128, 1000, 4, 4
+GATED = {"intermediate_size": 344, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+STEPS = 3
+"""The first one is not measured, because it learns shapes."""
+
+
+class Case(NamedTuple):
+    """A training to measure."""
+
+    name: str
+    configuration: Configuration
+    bf16: bool
+
+
+def model_of(name: str) -> Model:
+    """Returns the sizes of a small model."""
+    if name == "GPT-2":
+        sizes = Model.gpt(name, LAYERS, HIDDEN, HEADS, LENGTH, VOCABULARY)
+        return Model(**{**vars(sizes), "composed_activation": True})
+    grouped = name == "Qwen3"
+    return Model(
+        name=name,
+        layers=LAYERS,
+        hidden_size=HIDDEN,
+        attention_heads=HEADS,
+        vocabulary_size=VOCABULARY,
+        sequence_length=LENGTH,
+        key_value_heads=2 if grouped else HEADS,
+        head_size=HIDDEN // HEADS,
+        feed_forward_size=GATED["intermediate_size"],
+        gated=True,
+        tied_embeddings=False,
+        biases=False,
+        query_key_norms=grouped,
+    )
+
+
+def make(name: str) -> Any:
+    """Returns the model of transformers that has these sizes."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "vocab_size": VOCABULARY}
+    if name == "GPT-2":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {"n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **ends))
+    sizes = {**GATED, **ends, "hidden_size": HIDDEN, "max_position_embeddings": LENGTH}
+    if name == "Llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    heads = {"num_key_value_heads": 2, "head_dim": HIDDEN // HEADS}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
+
+
+def measure_all_on_rank(cases: list[tuple[Case, dict[str, Any]]]) -> list[int]:
+    """Returns the most bytes of live tensors on this rank for each case, which comes with its ds_config."""
+    prepare_rank()
+    ds_lgamp.install()
+    return [_measure(*case) for case in cases]
+
+
+def _measure(case: Case, config: dict[str, Any]) -> int:
+    gc.collect()
+    others = {storage._cdata: storage for storage in map(storage_of, live_tensors())}
+    model = make(case.name)
+    with quiet():
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    peaks = []
+    for step in range(STEPS):
+        existing = [tensor for tensor in live_tensors() if storage_of(tensor)._cdata not in others]
+        with PeakMemory(existing) as memory:
+            train_step(engine, step, case.configuration.micro_batch)
+        peaks.append(memory.peak)
+    finish_engines()
+    return min(peaks[1:])
+
+
+def train_step(engine: Any, step: int, micro_batch: int) -> float:
+    """Trains one step. Returns the sum of the losses of this rank."""
+    total = 0.0
+    for number in range(engine.gradient_accumulation_steps()):
+        generator = torch.Generator().manual_seed(1000 * step + 100 * dist.get_rank() + number)
+        tokens = torch.randint(VOCABULARY, (micro_batch, LENGTH), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens.clone()).loss
+        engine.backward(loss)
+        engine.step()
+        total += loss.item()
+    return total

@@ -1,0 +1,291 @@
+"""When ranks ask, warn and end, by an invented clock; and where a rank stands, as another thread sees it."""
+
+import faulthandler
+import math
+import os
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.runtime import last_resort, lifeline
+from ds_lgamp.runtime.last_resort import LastResort, dump_flight_recorder
+from ds_lgamp.runtime.stalls import TICK
+from ds_lgamp.runtime.watch import ANSWER, Asking, Rounds, stalls
+from ds_lgamp.runtime.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.standing import Neighbours, Standing, Wait
+from testing.ranks import run_on_ranks
+
+LIMIT = 120.0
+MESSAGE = Wait((1,), "the activation that rank 1 sends after F0.0", "SEND_F", 1)
+
+
+def standing(rank, seconds, *waits, limit=LIMIT):
+    return Standing(rank, "host", "in F1.0", 7, "step 7", 3, True, seconds, limit, waits)
+
+
+def judged(rounds, now, own, answers=(), gone=None):
+    """Runs a round of questions to rank 1."""
+    rounds.want()
+    assert rounds.is_due(now)
+    rounds.begin({1}, now)
+    for answer in answers:
+        rounds.hear(answer)
+    end = now if answers else now + ANSWER
+    assert rounds.is_complete(end)
+    return rounds.judge(own, gone or {}, end)
+
+
+def test_a_round_waits_for_answers_but_not_for_ever():
+    rounds = Rounds()
+    rounds.want()
+    rounds.begin({1, 2}, 100.0)
+    rounds.hear(standing(1, 0.0))
+    assert not rounds.is_complete(100.0 + ANSWER / 2) and rounds.is_complete(100.0 + ANSWER)
+    rounds.hear(standing(2, 0.0))
+    assert rounds.is_complete(100.0)
+
+
+def test_warnings_come_at_30_seconds_and_whenever_the_wait_has_doubled_and_the_end_at_the_limit():
+    rounds, told = Rounds(), {}
+    for seconds in range(5, 200, 5):
+        said = judged(rounds, 1000.0 + seconds, standing(0, seconds, MESSAGE), [standing(1, seconds)])
+        if said is not None:
+            told[seconds] = said.is_over
+        if said is not None and said.is_over:
+            break
+    assert told == {30: False, 60: False, 120: True}
+
+
+def test_a_short_limit_warns_earlier():
+    said = judged(Rounds(), 1000.0, standing(0, 2.0, MESSAGE, limit=8.0), [standing(1, 2.0, limit=8.0)])
+    assert said is not None and not said.is_over
+
+
+def test_a_rank_that_moves_is_no_stall_however_long_others_wait():
+    assert judged(Rounds(), 1000.0, standing(0, 500.0, MESSAGE), [standing(1, 1.0)]) is None
+
+
+def test_a_rank_that_answered_a_moment_ago_is_silent_only_since_then():
+    rounds = Rounds()
+    assert judged(rounds, 1000.0, standing(0, 500.0, MESSAGE), [standing(1, 1.0)]) is None
+    assert judged(rounds, 1006.0, standing(0, 506.0, MESSAGE)) is None
+    said = judged(rounds, 1126.0, standing(0, 626.0, MESSAGE))
+    assert said.is_over and said.stall.culprits == (1,) and said.stall.seconds == 120 + ANSWER
+    # It answers again.
+    assert judged(rounds, 1140.0, standing(0, 640.0, MESSAGE), [standing(1, 1.0)]) is None
+
+
+def test_without_a_limit_ranks_only_warn():
+    said = judged(Rounds(), 9e6, standing(0, 9e5, MESSAGE, limit=math.inf), [standing(1, 9e5, limit=math.inf)])
+    assert said is not None and not said.is_over
+
+
+def test_a_rank_names_a_hub_that_does_not_react():
+    asking = Asking()
+    assert asking.stalls(standing(2, 5.0, MESSAGE), 0, 1000.0) is None
+    asking.hear()
+    assert asking.stalls(standing(2, 30.0, MESSAGE), 0, 1025.0) is None
+    said = asking.stalls(standing(2, 65.0, MESSAGE), 0, 1060.0)
+    assert not said.is_over and said.stall.culprits == (0,)
+    assert asking.stalls(standing(2, 160.0, MESSAGE), 0, 1145.0).is_over
+
+
+def test_only_a_rank_that_waits_asks():
+    assert stalls(standing(0, 6.0, MESSAGE)) and not stalls(standing(0, 4.0, MESSAGE)) and not stalls(standing(0, 60.0))
+
+
+SPEC = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, 3)
+PROGRAM = build_program(SPEC)[1]
+
+
+class Stands(SimpleNamespace):
+    """An executor that stands still."""
+
+
+def running(action, doing):
+    row = PROGRAM.index(Action.parse(action))
+    return Stands(
+        program=PROGRAM,
+        **{"row": row, "doing": doing, "current": PROGRAM[row], "neighbours": Neighbours(0, 0, (1, 3)), "begun": set()},
+    )
+
+
+@contextmanager
+def in_batch(executor):
+    """A batch of this thread."""
+    whereabouts = Whereabouts()
+    with whereabouts.in_batch(executor, "step 5", True, LIMIT):
+        whereabouts.place = Place.BATCH
+        yield whereabouts
+
+
+def test_a_position_ages_until_it_changes():
+    executor = running("F1.0", "activation")
+    with in_batch(executor) as whereabouts:
+        observer = Observer(1, "host", whereabouts)
+        ages = [observer.look(now).seconds for now in (10.0, 11.0, 40.0)]
+        executor.doing = "forward"
+        ages.append(observer.look(41.0).seconds)
+        executor.row += 1
+        ages.append(observer.look(42.0).seconds)
+    ages += [observer.look(now).seconds for now in (43.0,)]
+    assert ages == [0, 1, 30, 0, 0, 0]
+
+
+def test_what_a_rank_waits_for_is_read_off_the_program():
+    texts = {}
+    for action, doing in [
+        ("F1.0", "activation"),
+        ("B1.1", "gradient"),
+        ("WAIT_GATHER1", "gather"),
+        ("F1.1", "forward"),
+    ]:
+        with in_batch(running(action, doing)) as whereabouts:
+            own = Observer(1, "host", whereabouts).look(0.0, closely=True)
+        texts[own.place] = [wait.text for wait in own.waits]
+        assert own.inside and own.label == "step 5" and own.batch == 1 and "test_watch.py" in own.stack
+    assert texts == {
+        "in F1.0": ["the activation that rank 0 sends after F0.0"],
+        "in B1.1": ["the gradient that rank 0 sends after B2.1"],
+        "in WAIT_GATHER1": ["GATHER1 with ranks 1, 3"],
+        "in F1.1": [],
+    }
+
+
+def test_the_first_batch_may_take_longer_and_the_first_evaluation_too():
+    whereabouts, executor, limits = Whereabouts(), running("F1.0", ""), []
+    for training in (True, True, False, False):
+        with whereabouts.in_batch(executor, "", training, LIMIT):
+            limits.append(whereabouts.limit)
+        assert whereabouts.limit == LIMIT
+    assert limits == [FIRST_BATCH * LIMIT, LIMIT, FIRST_BATCH * LIMIT, LIMIT]
+
+
+def test_an_engine_that_is_gone_is_not_kept_alive():
+    whereabouts, executor = Whereabouts(), running("F1.0", "")
+    with whereabouts.in_batch(executor, "step 5", True, LIMIT):
+        assert whereabouts.executor is executor
+    del executor
+    assert whereabouts.executor is None and str(whereabouts) == "outside of a batch after step 5"
+    assert Observer(1, "host", whereabouts).look(0.0, closely=True).done == {}
+
+
+def test_a_batch_that_fails_does_not_count_as_the_first():
+    whereabouts, executor = Whereabouts(), running("F1.0", "")
+    with pytest.raises(ArithmeticError), whereabouts.in_batch(executor, "", True, LIMIT):
+        raise ArithmeticError
+    assert not executor.begun and whereabouts.place is Place.SCRIPT
+
+
+def calls_of_torch():
+    """Returns what a rank waits for in calls of torch.distributed: rank 0 enters, and rank 1 comes late."""
+    found = []
+    group = dist.new_group([0, 1])
+    calls = [
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.barrier(group),
+        lambda: dist.recv(torch.ones(1), 1) if dist.get_rank() == 0 else dist.send(torch.ones(1), 0),
+        lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
+    ]
+    whereabouts = Whereabouts()
+    for call in calls:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            call()
+            continue
+        look = threading.Timer(0.5, lambda: found.append(Observer(0, "host", whereabouts).look(0.0, closely=True)))
+        look.start()
+        call()
+        look.join()
+    return [(wait.text, wait.ranks) for each in found for wait in each.waits]
+
+
+def test_calls_of_torch_say_for_which_ranks_they_wait():
+    found, _ = run_on_ranks(2, calls_of_torch)
+    assert found == [
+        ("all_reduce with ranks 0, 1", (0, 1)),
+        ("barrier with ranks 0, 1", (0, 1)),
+        ("recv with rank 1", (1,)),
+        ("what it has begun with all ranks", ()),
+    ]
+
+
+class Clock:
+    """Adds up the processor time of what it wraps."""
+
+    def __init__(self):
+        self.seconds, self.calls = 0.0, 0
+
+    def around(self, function):
+        def timed(*arguments, **options):
+            begin = time.thread_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds += time.thread_time() - begin
+                self.calls += 1
+
+        return timed
+
+
+def looks_at_itself():
+    """Returns the processor time of a look at a rank that trains, in seconds: the mean over some."""
+    lifeline.start()
+    talk, clock = lifeline._current._stalls, Clock()
+    talk.look = clock.around(talk.look)
+    executor = running("F1.0", "forward")
+    with here.in_batch(executor, "step 5", True, LIMIT):
+        here.place = Place.BATCH
+        time.sleep(8 * TICK)
+    return clock.seconds / clock.calls
+
+
+SHARE = 1e-3
+
+
+def test_a_look_at_this_rank_costs_less_than_a_thousandth_of_the_second_between_two():
+    for seconds in run_on_ranks(2, looks_at_itself):
+        print(f"{1e6 * seconds:.0f} us")
+        assert seconds < SHARE * TICK, f"{1e6 * seconds:.0f} us"
+
+
+def dumps_the_record(folder):
+    """As on NCCL, with a record that is invented."""
+    torch._C._distributed_c10d._dump_nccl_trace = lambda: b"record"
+    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = f"{folder}/trace_"
+    without = dump_flight_recorder(dist.get_rank())
+    dist.get_backend = lambda *_: "nccl"
+    return without, dump_flight_recorder(dist.get_rank())
+
+
+def test_the_record_of_nccl_is_written_to_the_file_that_torch_is_told(tmp_path):
+    (found,) = run_on_ranks(1, dumps_the_record, tmp_path)
+    assert found == (None, tmp_path / "trace_0") and found[1].read_bytes() == b"record"
+
+
+def test_the_timer_of_faulthandler_is_left_alone_while_the_script_uses_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(last_resort, "_later", lambda *given, exit=False, **options: calls.append((given, exit)))
+    monkeypatch.setattr(last_resort, "_cancel", lambda: calls.append("cancelled"))
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, name, getattr(faulthandler, name))
+    own = LastResort()
+    for now in (0.0, 1.0, 6.0):
+        own.arm(LIMIT, now)
+    faulthandler.dump_traceback_later(30)
+    own.arm(LIMIT, 12.0)
+    faulthandler.cancel_dump_traceback_later()
+    own.arm(LIMIT, 13.0)
+    own.disarm()
+    set_by_us = ((LIMIT + 10,), True)
+    assert calls == [set_by_us, set_by_us, ((30,), False), "cancelled", set_by_us, "cancelled"]
+    assert faulthandler.dump_traceback_later is last_resort._later
