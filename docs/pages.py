@@ -75,6 +75,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "learned": bert_tables.learned,
         "plan": bert_tables.plan,
     },
+    "docs/commands.md": {"commands": reference.commands},
     "docs/compatibility.md": {"public": page_block, "versions": versions_block},
     "docs/configuration.md": {"block": reference.block_table, "keys": reference.keys_table},
     "docs/megatron.md": {"megatron": tables.megatron},
@@ -96,6 +97,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "machine-bus": partial(tables.machine, "bus"),
         "throttled": bus_tables.throttled,
     },
+    "docs/python.md": {"functions": reference.functions},
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},
     "docs/partition.md": {

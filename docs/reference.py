@@ -1,10 +1,15 @@
-"""The tables of docs/configuration.md, from the code."""
+"""The tables of docs/configuration.md, docs/commands.md and docs/python.md, from the code."""
 
+import argparse
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+import ds_lgamp
+from ds_lgamp.cli.main import command_line
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, Key, Treatment
 from testing.markdown import table
@@ -62,3 +67,42 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 def _default(schema: dict[str, Any]) -> str:
     return "" if schema["default"] is None else f"`{json.dumps(schema['default'])}`"
+
+
+def commands() -> str:
+    """The commands and their options: a section for each command that does something."""
+    return "\n\n".join(_sections(command_line()))
+
+
+def _sections(parser: argparse.ArgumentParser, purpose: str = "") -> Iterator[str]:
+    commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not commands:
+        rows = [(_option(action), _meaning(action)) for action in parser._actions if action.dest != "help"]
+        yield f"## {parser.prog}\n\n{purpose[:1].upper()}{purpose[1:]}.\n\n{table(('option', 'meaning'), rows)}"
+    for action in commands:
+        purposes = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        for name, command in action.choices.items():
+            yield from _sections(command, purposes[name])
+
+
+def _option(action: argparse.Action) -> str:
+    value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    names = ", ".join(action.option_strings)
+    return f"`{names or value}`" if action.nargs == 0 or not names else f"`{names} {value}`"
+
+
+def _meaning(action: argparse.Action) -> str:
+    meaning = (action.help or "").replace("%%", "%")
+    has_default = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
+    default = f"default: {action.default}" if has_default and "default" not in meaning else ""
+    return "; ".join(filter(None, (meaning, default)))
+
+
+def functions() -> str:
+    """The functions of the package, with their docstrings."""
+    own = [function for function in vars(ds_lgamp).values() if inspect.isfunction(function)]
+    return "\n\n".join(f"## ds_lgamp.{each.__name__}\n\n{_as_markdown(inspect.getdoc(each) or '')}" for each in own)
+
+
+def _as_markdown(docstring: str) -> str:
+    return re.sub(r":\w+:`([^`]+)`", r"`\1`", docstring.replace("``", "`"))

@@ -33,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher_words = []
     while words and words[0].startswith("--local_rank"):
         launcher_words.append(words.pop(0))
-    parser = _parser()
+    parser = command_line()
     options = parser.parse_args(words)
     options.launcher_words = launcher_words
     return options.run(parser, options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(prog="ds_lgamp", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule_command(commands)
