@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import ds_lgamp
+from ds_lgamp.cli.examples import EXAMPLES
 from ds_lgamp.cli.main import command_line
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, Key, Treatment
@@ -78,7 +79,11 @@ def _sections(parser: argparse.ArgumentParser, purpose: str = "") -> Iterator[st
     commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not commands:
         rows = [(_option(action), _meaning(action)) for action in parser._actions if action.dest != "help"]
-        yield f"## {parser.prog}\n\n{purpose[:1].upper()}{purpose[1:]}.\n\n{table(('option', 'meaning'), rows)}"
+        examples = "\n".join(EXAMPLES[parser.prog.removeprefix("ds_lgamp ")])
+        yield (
+            f"## {parser.prog}\n\n{purpose[:1].upper()}{purpose[1:]}.\n\n```bash\n{examples}\n```\n\n"
+            f"{table(('option', 'meaning'), rows)}"
+        )
     for action in commands:
         purposes = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for name, command in action.choices.items():

@@ -39,13 +39,13 @@ def run_command(action: str, options: argparse.Namespace, output: TextIO) -> int
 
 def _info(options: argparse.Namespace, output: TextIO) -> None:
     described = describe(_existing(options.source))
-    output.write(json.dumps(described) + "\n" if options.json else _as_text(described))
+    _tell(options, output, _as_text(described).rstrip("\n"), **described)
 
 
 def _verify(options: argparse.Namespace, output: TextIO) -> None:
     folder = _existing(options.source)
     verify(folder)
-    output.write(f"{folder} is whole\n")
+    _tell(options, output, f"{folder} is whole", folder=str(folder), whole=True)
 
 
 def _export(options: argparse.Namespace, output: TextIO) -> None:
@@ -57,7 +57,7 @@ def _export(options: argparse.Namespace, output: TextIO) -> None:
         write_stock(read_whole(source), target, options.pipeline_ranks, options.data_ranks)
     else:
         write_safetensors(source, target, _DATA_TYPES[options.dtype], int(options.max_shard_size * _GIGABYTE))
-    output.write(f"wrote {target}\n")
+    _tell(options, output, f"wrote {target}", folder=str(target))
 
 
 def _import(options: argparse.Namespace, output: TextIO) -> None:
@@ -65,8 +65,14 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
     target = _new(options.target, tag)
     write_whole(target, whole)
     folders.write_latest(target.parent, target.name)
-    weights_only = "" if whole.state["optimizer"] is not None else ": weights only, for load_module_only=True"
-    output.write(f"wrote {target}{weights_only}\n")
+    weights_only = whole.state["optimizer"] is None
+    hint = ": weights only, for load_module_only=True" if weights_only else ""
+    _tell(options, output, f"wrote {target}{hint}", folder=str(target), weights_only=weights_only)
+
+
+def _tell(options: argparse.Namespace, output: TextIO, sentence: str, **facts: Any) -> None:
+    """Writes what was done, for people or as JSON."""
+    output.write(f"{json.dumps(facts) if options.json else sentence}\n")
 
 
 def describe(folder: Path) -> dict[str, Any]:

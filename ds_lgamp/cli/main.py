@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from ds_lgamp.cli.examples import with_examples
 from ds_lgamp.cli.plan import add_plan_command
 from ds_lgamp.config import ConfigError
 from ds_lgamp.schedule.actions import Kind, Program
@@ -53,7 +54,9 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _add_schedule_command(commands) -> None:
-    command = commands.add_parser("schedule", help="build, check, simulate and draw a training step's program")
+    command = commands.add_parser(
+        "schedule", help="build, check, simulate and draw a training step's program", **with_examples("schedule")
+    )
     command.add_argument("--schedule", choices=SCHEDULES, default="layered")
     command.add_argument("--pipeline-ranks", type=_count, default=4, metavar="P")
     command.add_argument("--chunks-per-rank", type=_count, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
@@ -107,7 +110,9 @@ def _add_schedule_command(commands) -> None:
 
 
 def _add_run_command(commands) -> None:
-    command = commands.add_parser("run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block")
+    command = commands.add_parser(
+        "run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block", **with_examples("run")
+    )
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
     command.add_argument(
         "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
@@ -137,12 +142,17 @@ def _add_checkpoint_command(commands) -> None:
     command.set_defaults(run=_checkpoint)
     actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
     of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
-    info = actions.add_parser("info", help="print what a checkpoint holds")
+    info = actions.add_parser("info", help="print what a checkpoint holds", **with_examples("checkpoint info"))
     info.add_argument("source", **of_one)
-    info.add_argument("--json", action="store_true", help="print JSON")
-    verify = actions.add_parser("verify", help="read all of a checkpoint and check that nothing is missing or damaged")
+    verify = actions.add_parser(
+        "verify",
+        help="read all of a checkpoint and check that nothing is missing or damaged",
+        **with_examples("checkpoint verify"),
+    )
     verify.add_argument("source", **of_one)
-    export = actions.add_parser("export", help="write a checkpoint in another format")
+    export = actions.add_parser(
+        "export", help="write a checkpoint in another format", **with_examples("checkpoint export")
+    )
     export.add_argument("source", **of_one)
     export.add_argument("target", type=Path, metavar="TARGET", help="the new folder to write")
     export.add_argument("--format", choices=("safetensors", "deepspeed"), default="safetensors")
@@ -159,7 +169,11 @@ def _add_checkpoint_command(commands) -> None:
         "--pipeline-ranks", type=int, metavar="P", help="deepspeed: pipeline ranks of the run that will load it"
     )
     export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: its data-parallel ranks")
-    importing = actions.add_parser("import", help="make a checkpoint from weights or from a stock DeepSpeed checkpoint")
+    importing = actions.add_parser(
+        "import",
+        help="make a checkpoint from weights or from a stock DeepSpeed checkpoint",
+        **with_examples("checkpoint import"),
+    )
     importing.add_argument(
         "source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder of them, or DeepSpeed's DIR[/TAG]"
     )
@@ -169,18 +183,26 @@ def _add_checkpoint_command(commands) -> None:
         metavar="DIR/TAG",
         help="a new folder, or an existing one, to which the source's name is added",
     )
+    for action in (info, verify, export, importing):
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_cluster_command(commands) -> None:
     command = commands.add_parser("cluster", help="describe a cluster of unlike networks")
     actions = command.add_subparsers(required=True, metavar="ACTION")
-    detect = actions.add_parser("detect", help="measure all nodes of this job, started by torchrun, and write a file")
+    detect = actions.add_parser(
+        "detect",
+        help="measure all nodes of this job, started by torchrun, and write a file",
+        **with_examples("cluster detect"),
+    )
     detect.add_argument("file", type=Path, metavar="FILE", help="the cluster file to write on the first node")
     detect.set_defaults(run=_detect)
 
 
 def _add_env_command(commands) -> None:
-    command = commands.add_parser("env", help="print what is installed and whether ds_lgamp can work with it")
+    command = commands.add_parser(
+        "env", help="print what is installed and whether ds_lgamp can work with it", **with_examples("env")
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_env)
 

@@ -6,13 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ds_lgamp.cli.examples import with_examples
+
 _OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law")
 """Options that belong to --model."""
 
 
 def add_plan_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``ds_lgamp``."""
-    command = commands.add_parser("plan", help="find the fastest configuration for a model on a cluster")
+    command = commands.add_parser(
+        "plan", help="find the fastest configuration for a model on a cluster", **with_examples("plan")
+    )
     task = command.add_mutually_exclusive_group(required=True)
     task.add_argument(
         "--model",

@@ -93,6 +93,16 @@ def test_verify_reads_every_byte(command, run):
     refused(command("verify", run), f"verify: {path} is damaged: its checksum differs; restore the")
 
 
+def test_what_was_done_is_told_as_json(command, run, tmp_path):
+    def told(*words):
+        return json.loads(command(*words, "--json")[1])
+
+    assert told("verify", run) == {"folder": str(run / "global_step3"), "whole": True}
+    assert told("export", run, tmp_path / "weights") == {"folder": str(tmp_path / "weights")}
+    imported = {"folder": str(tmp_path / "new"), "weights_only": True}
+    assert told("import", tmp_path / "weights", tmp_path / "new") == imported
+
+
 @pytest.mark.parametrize("action", ["info", "verify", "export"])
 def test_what_is_no_checkpoint_is_refused(command, tmp_path, action):
     words = [tmp_path / "absent", *([tmp_path / "target"] if action == "export" else [])]
