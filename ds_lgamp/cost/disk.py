@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.offload import HostMemory
+from ds_lgamp.cost.offload import HostMemory, on_host
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.schedule.actions import Action, Kind
@@ -80,7 +80,7 @@ def disk_use(
     """Returns what a rank that runs ``actions``, a training step, has on the disk and moves there. An unknown optimizer
     state is left out, and so are inputs of chunks if ``activations`` are unknown."""
     held, read, written, largest = *_inputs(actions, on_disk, activations), 0
-    for unit in units if offload is not None else ():
+    for unit in on_host(units, offload) if offload is not None else ():
         part = unit.part(zero_stage, data_ranks)
         homes = _homes(unit, on_disk, part, size)
         held += sum(homes)

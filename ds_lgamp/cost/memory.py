@@ -102,7 +102,15 @@ from dataclasses import dataclass
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ActivationWalk
 from ds_lgamp.cost.ledger import Ledger
-from ds_lgamp.cost.offload import HostMemory, OffloadedStateWalk, device_weights, host_memory
+from ds_lgamp.cost.offload import (
+    HostMemory,
+    OffloadedStateWalk,
+    StayingStateWalk,
+    device_weights,
+    host_memory,
+    on_host,
+    stays,
+)
 from ds_lgamp.cost.state import ElementBytes, StateWalk, UnitSize
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -172,9 +180,14 @@ def rank_memory(
         update_unknown, host = size.update is None and step is None, None
         walks.append(StateWalk(actions, units, zero_stage, data_ranks, size, *of_sums, hierarchy, ledger, step))
     else:
-        weights, master, optimizer = device_weights(units, offload, zero_stage, data_ranks, size), 0, 0
-        update_unknown, host = False, host_memory(units, offload, zero_stage, data_ranks, size, step)
-        walks.append(OffloadedStateWalk(offload, actions, units, zero_stage, data_ranks, size, *of_sums, ledger))
+        staying = [unit for unit in units if stays(unit, offload)]
+        leaving = on_host(units, offload)
+        weights, master, optimizer = _state(staying, zero_stage, data_ranks, size, None)
+        weights += device_weights(leaving, offload, zero_stage, data_ranks, size)
+        update_unknown = size.update is None and step is None and bool(staying)
+        host = host_memory(leaving, offload, zero_stage, data_ranks, size, step)
+        walks.append(OffloadedStateWalk(offload, actions, leaving, zero_stage, data_ranks, size, *of_sums, ledger))
+        walks.append(StayingStateWalk(actions, staying, zero_stage, data_ranks, size, *of_sums, None, ledger, step))
     activations = None if activation_bytes is None else ActivationWalk(actions, activation_bytes, ledger)
     if activations is not None:
         walks.append(activations)

@@ -27,6 +27,25 @@ class HostMemory:
     """All kinds together, without unknown ones."""
 
 
+def on_host(units: Sequence[UnitSize], offload: Offload) -> list[UnitSize]:
+    """Returns the units of which the host holds something."""
+    return [unit for unit in units if not stays(unit, offload)]
+
+
+def stays(unit: UnitSize, offload: Offload) -> bool:
+    """Whether all of ``unit`` stays on the device."""
+    return bool(offload.on_device) and (unit.tied or unit.chunks[0] in offload.on_device)
+
+
+class StayingStateWalk(StateWalk):
+    """Takes and frees what a partition takes and frees of units that stay on the device beside others that do not."""
+
+    def follow(self, action: Action) -> None:
+        # UPDATE is the host's; STEP updates these units.
+        if action.kind is not Kind.UPDATE:
+            super().follow(action)
+
+
 class OffloadedStateWalk(StateWalk):
     """Takes and frees in a ledger what a partition with offloading takes and frees on the device."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
+from ds_lgamp.cost.offload import on_host
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -160,7 +161,7 @@ def bus_bytes(
     """
     loaded = stored = 0
     trains = any(action.kind is Kind.STEP for action in actions)
-    for unit in units:
+    for unit in on_host(units, offload):
         part = unit.part(zero_stage, data_ranks)
         updates = trains and not unit.frozen
         moved = _traffic_of(actions, unit, 3)

@@ -22,6 +22,8 @@ class Host(NamedTuple):
     """Whether the device holds nothing of a unit between its uses."""
     on_disk: OnDisk = OnDisk()
     """What lies on the disk of the bus, instead of in memory."""
+    on_device: tuple[int, ...] = ()
+    """Chunks of which it holds nothing; then it holds nothing of tied modules either."""
 
     def weights(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for what loads copy, or room on the disk."""

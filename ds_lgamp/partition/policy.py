@@ -39,6 +39,15 @@ class ZeroPolicy(NamedTuple):
     host: Host | None = None
     """What the host does for the units, at stages 1 to 3; None if everything stays on the device."""
 
+    def of_chunk(self, chunk: int) -> "ZeroPolicy":
+        """Returns the policy of the units that ``chunk`` alone uses."""
+        stays = self.host is not None and chunk in self.host.on_device
+        return self._replace(host=None) if stays else self
+
+    def of_tied(self) -> "ZeroPolicy":
+        """Returns the policy of the units of tied modules."""
+        return self._replace(host=None) if self.host is not None and self.host.on_device else self
+
     @property
     def gather_group(self) -> dist.ProcessGroup:
         """The ranks that gather parameters, and that scatter gradients, among each other."""

@@ -186,7 +186,9 @@ class ZeroPartition:
         return units
 
     def _alone(self, chunk: int) -> list[Unit]:
-        return [unit for unit in self.chunk_units[chunk] if unit.trains and unit not in self._shared]
+        """The units that the program updates with ``chunk``; with offloading, those of the host."""
+        own = (unit for unit in self.chunk_units[chunk] if unit.trains and unit not in self._shared)
+        return [unit for unit in own if unit.policy.host is self.host]
 
     def start_updates(self, chunk: int) -> None:
         """Starts the updates that a step left to later, of the units that ``chunk`` uses. Without offloading they are
@@ -275,7 +277,11 @@ def build_partition(
     """
 
     def build(
-        name: str, parameters: Sequence[UnitParameter], tied: bool = False, tie_group: dist.ProcessGroup | None = None
+        name: str,
+        parameters: Sequence[UnitParameter],
+        policy: ZeroPolicy,
+        tied: bool = False,
+        tie_group: dist.ProcessGroup | None = None,
     ) -> list[Unit]:
         made = parameters if materialise is None else materialise(parameters)
         kinds = (
@@ -288,9 +294,12 @@ def build_partition(
                 unit.storage.release()
         return units
 
-    units = {chunk: build(f"chunk {chunk}", parameters) for chunk, parameters in chunk_parameters.items()}
+    units = {
+        chunk: build(f"chunk {chunk}", parameters, policy.of_chunk(chunk))
+        for chunk, parameters in chunk_parameters.items()
+    }
     for module in tied:
-        members = build(f"tied {module.key}", module.parameters, True, module.tie_group)
+        members = build(f"tied {module.key}", module.parameters, policy.of_tied(), True, module.tie_group)
         for chunk in module.chunks:
             units[chunk].extend(members)
     return ZeroPartition(units, device)

@@ -5,6 +5,7 @@ step, and its weights are loaded once after every update. If the host holds the 
 takes a load of its own.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -29,6 +30,19 @@ class Offload(NamedTuple):
 
     parameters: bool = False
     """Whether it holds this rank's shards of the parameters (stage 3). Each gather then begins with a load."""
+    on_device: tuple[int, ...] = ()
+    """Chunks of which the host holds nothing (stage 3). STEP updates them on the device, and also what several chunks
+    share, because copies on other ranks must be updated alike."""
+
+
+def lowest_chunks(placement: Sequence[int], share: float) -> tuple[int, ...]:
+    """Returns the lowest chunks of every rank that stay on the device if the host is to hold at least the ``share``,
+    from 0 to 1, of each rank's chunks.
+
+    A step begins with the lowest chunks. Their updates on the host would be the only ones that nothing hides.
+    """
+    own = [[chunk for chunk, rank in enumerate(placement) if rank == each] for each in range(max(placement) + 1)]
+    return tuple(sorted(chunk for chunks in own for chunk in chunks[: len(chunks) - math.ceil(share * len(chunks))]))
 
 
 def without_transfers(actions: Iterable[Action]) -> list[Action]:
@@ -58,9 +72,10 @@ def add_loads(offload: Offload, actions: Sequence[Action]) -> list[Action]:
     return lowered
 
 
-def add_stores(updates: str, end_of_reduction: Kind, actions: Sequence[Action]) -> list[Action]:
-    """Adds STORE behind the end of a chunk's last reduction. One STORE is under way at a time; its WAIT_STORE stands
-    ahead of the next one, or of STEP. UPDATE follows that wait, or STEP if that decides whether and how to update."""
+def add_stores(offload: Offload, updates: str, end_of_reduction: Kind, actions: Sequence[Action]) -> list[Action]:
+    """Adds STORE behind the end of the last reduction of each chunk that the host updates. One STORE is under way at a
+    time; its WAIT_STORE stands ahead of the next one, or of STEP. UPDATE follows that wait, or STEP if that decides
+    whether and how to update."""
     last = {action.chunk: row for row, action in enumerate(actions) if action.kind is end_of_reduction}
     lowered: list[Action] = []
     stored: int | None = None
@@ -75,13 +90,13 @@ def add_stores(updates: str, end_of_reduction: Kind, actions: Sequence[Action]) 
         if action.kind is Kind.STEP:
             lowered.extend(finish())
         lowered.append(action)
-        if last.get(action.chunk) == row:
+        if last.get(action.chunk) == row and action.chunk not in offload.on_device:
             lowered.extend(finish())
             stored = action.chunk
             lowered.append(Action(Kind.STORE, stored))
         if action.kind is Kind.STEP and updates == "next_step":
             visits = dict.fromkeys(each.chunk for each in actions if each.kind in COMPUTE)
-            lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits)
+            lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk not in offload.on_device)
     return lowered
 
 
@@ -97,7 +112,7 @@ def fault_of(offload: Offload, actions: Sequence[Action]) -> tuple[int, str] | N
             return row, fault
     if check.under_way:
         return len(actions) - 1, f"nothing waits for {min(map(str, check.under_way))}"
-    missing = check.reductions.keys() - check.updated
+    missing = check.stores_of - check.updated
     if missing:
         return len(actions) - 1, f"chunks {sorted(missing)} are not updated"
     return None
@@ -118,6 +133,8 @@ class _Check:
         self.offload = offload
         self.reductions = Counter(action.chunk for action in actions if action.kind is Kind.REDUCE)
         """How many of each chunk make its gradient."""
+        self.stores_of = self.reductions.keys() - set(offload.on_device)
+        """The chunks whose gradients the host needs."""
         self.under_way: set[Action] = set()
         """Transfers that nothing has awaited."""
         self.loaded: set[int] = set()
@@ -139,7 +156,7 @@ class _Check:
         elif kind is Kind.LOAD:
             return self._load(action)
         elif kind is Kind.GATHER:
-            if chunk not in self.loaded:
+            if chunk not in self.loaded and chunk not in self.offload.on_device:
                 return f"{action} needs weights that are on the host; WAIT_LOAD{chunk} comes first"
             if self.offload.parameters:
                 self.loaded.discard(chunk)
@@ -148,7 +165,7 @@ class _Check:
         elif kind is Kind.STORE:
             return self._store(action)
         elif kind is Kind.STEP:
-            if missing := sorted(self.reductions.keys() - self.stored):
+            if missing := sorted(self.stores_of - self.stored):
                 return f"{action} needs gradients on the host, but those of chunks {missing} are not"
         elif kind is Kind.UPDATE:
             if chunk not in self.stored or self.times[action] > 1:
@@ -157,7 +174,7 @@ class _Check:
         return None
 
     def _load(self, load: Action) -> str | None:
-        if load in self.under_way or load.chunk in self.loaded:
+        if load in self.under_way or load.chunk in (*self.loaded, *self.offload.on_device):
             return f"{load} copies weights that the device has, or soon has"
         if load.chunk in self.updated:
             return f"{load} follows the update of the next step"
@@ -165,6 +182,8 @@ class _Check:
         return None
 
     def _store(self, store: Action) -> str | None:
+        if store.chunk in self.offload.on_device:
+            return f"{store} copies a gradient that the device needs"
         if self.reduced[store.chunk] < self.reductions[store.chunk] or self.times[store] > 1:
             return f"{store} copies a gradient that is not final, or is stored already"
         if any(other.kind is Kind.STORE for other in self.under_way):
@@ -189,9 +208,9 @@ def _gathers_by_visit(actions: Sequence[Action]) -> list[list[int]]:
 def _new(gathers: Sequence[Sequence[int]], offload: Offload) -> list[set[int]]:
     """Returns, for each visit, the chunks that are loaded for it: all that are gathered, or those for the first
     time."""
+    known = set(offload.on_device)
     if offload.parameters:
-        return [set(visit) for visit in gathers]
-    known: set[int] = set()
+        return [set(visit) - known for visit in gathers]
     new = []
     for visit in gathers:
         new.append(set(visit) - known)

@@ -63,7 +63,7 @@ def add_stores(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[
     """Adds STORE, its wait, and UPDATE, where the host updates the chunks."""
     if spec.offload is None or spec.forward_only:
         return list(actions)
-    return offload.add_stores(spec.updates, spec.end_of_reduction, actions)
+    return offload.add_stores(spec.offload, spec.updates, spec.end_of_reduction, actions)
 
 
 def add_stored_inputs(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:

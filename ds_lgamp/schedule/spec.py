@@ -99,6 +99,14 @@ class ProgramSpec:
         _require(self.zero_stage > 0, "zero_stage", self.zero_stage, "offloading needs 1, 2 or 3")
         if offload.parameters:
             _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "offloading of parameters needs 3")
+        if offload.on_device:
+            _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "offloading of some chunks needs 3")
+            _require(
+                set(offload.on_device) < set(range(self.chunks)),
+                "on_device",
+                offload.on_device,
+                f"leave at least one of {self.chunks} chunks to the host",
+            )
         _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes cannot be offloaded")
         _require(self.updates != "step", "updates", self.updates, 'offloading needs "reduction" or "next_step"')
         if self.zero_stage < 3:

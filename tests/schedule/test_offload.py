@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, OFFLOADING, WAITS, Action, Kind, awaited_by
 from ds_lgamp.schedule.costs import Durations, uniform_costs
 from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload, without_transfers
+from ds_lgamp.schedule.offload import Offload, lowest_chunks, without_transfers
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -46,7 +46,8 @@ def offloaded_specs(draw, **limits):
     """Draws a spec that offloads."""
     spec = draw(program_specs(**limits))
     stage, updates = max(1, spec.zero_stage), "reduction" if spec.updates == "step" else spec.updates
-    offload = Offload(parameters=stage == 3 and draw(st.booleans()))
+    on_device = lowest_chunks(spec.placement, draw(st.sampled_from([0.3, 0.5, 0.8, 1]))) if stage == 3 else ()
+    offload = Offload(stage == 3 and draw(st.booleans()), on_device)
     defers = spec.defers_gathers or stage < 3
     return replace(spec, zero_stage=stage, updates=updates, offload=offload, defers_gathers=defers, hierarchy=None)
 
@@ -70,6 +71,22 @@ def test_a_program_reads_as_the_method_says():
     for chunk in range(3):
         at_once = at_once.replace(f"WAIT_STORE{chunk} ", f"WAIT_STORE{chunk} UPDATE{chunk} ")
     assert texts(layered(updates="reduction")) == f"{forwards}{at_once}".strip()
+
+
+def test_of_chunks_that_stay_the_host_holds_nothing():
+    staying = Offload(parameters=True, on_device=lowest_chunks((0,) * 3, 0.5))
+    assert staying.on_device == (0,)
+    found = texts(layered(offload=staying)).split()
+    assert not {"LOAD0", "WAIT_LOAD0", "STORE0", "WAIT_STORE0", "UPDATE0"} & {*found}
+    everything = [action for action in texts(layered()).split() if not action.endswith(("LOAD0", "STORE0", "UPDATE0"))]
+    assert found == everything
+
+
+@pytest.mark.parametrize(
+    ("share", "staying"), [(1, ()), (0.9, ()), (0.75, (0, 1)), (0.5, (0, 1, 2, 3)), (0.1, (0, 1, 2, 3, 4, 5))]
+)
+def test_the_lowest_chunks_of_every_rank_stay(share, staying):
+    assert lowest_chunks((0, 1, 0, 1, 0, 1, 0, 1), share) == staying
 
 
 def test_without_parameters_on_the_host_every_chunk_is_loaded_once_ahead_of_its_first_gather():
@@ -96,9 +113,10 @@ def test_what_moves_is_counted_by_the_formula(spec):
     """Loads are those of gathers, or one per chunk. Every chunk is stored and updated once, whatever its micro-batches,
     groups and gathers."""
     for rank, actions in enumerate(build_program(spec)):
-        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        on_host = set(range(spec.chunks)) - set(spec.offload.on_device)
+        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank and chunk in on_host]
         loads = Counter(action.chunk for action in actions if action.kind is Kind.LOAD)
-        gathers = Counter(action.chunk for action in actions if action.kind is Kind.GATHER)
+        gathers = Counter(action.chunk for action in actions if action.kind is Kind.GATHER and action.chunk in on_host)
         assert loads == (gathers if spec.offload.parameters else Counter(own))
         for kind in (Kind.STORE, Kind.WAIT_STORE, Kind.UPDATE):
             moved = Counter(action.chunk for action in actions if action.kind is kind)
@@ -132,8 +150,8 @@ def test_a_store_follows_the_last_reduction_and_an_update_its_store(spec):
                 chunk = -1 if after is Kind.STEP else action.chunk
                 assert row[action] > row[Action(after, chunk)]
             elif action.kind is Kind.STEP:
-                own = {compute.chunk for compute in actions if compute.kind in COMPUTE}
-                assert max(row[Action(Kind.WAIT_STORE, chunk)] for chunk in own) < row[action]
+                own = {compute.chunk for compute in actions if compute.kind in COMPUTE} - {*spec.offload.on_device}
+                assert max((row[Action(Kind.WAIT_STORE, chunk)] for chunk in own), default=-1) < row[action]
 
 
 def test_with_groups_a_chunk_is_stored_behind_its_last_reduction():

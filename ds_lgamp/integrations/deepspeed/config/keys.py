@@ -40,11 +40,13 @@ class Key(NamedTuple):
 
 COUNT, INDEX, AMOUNT, SWITCH = "a whole number from 1", "a whole number from 0", "a number from 0", "true or false"
 NAME, OBJECT, STAGE = "a name in quotes", "an object such as {}", "0, 1, 2 or 3"
+SHARE = "a number from 0 to 1"
 INTERVAL, GROUP = "a whole number from 1, or Infinity", "a whole number from 1, or -1 for none"
 VALUES: dict[str, Callable[[Any], bool]] = {
     COUNT: lambda value: _whole(value) and value >= 1,
     INDEX: lambda value: _whole(value) and value >= 0,
     AMOUNT: lambda value: isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < inf,
+    SHARE: lambda value: VALUES[AMOUNT](value) and value <= 1,
     SWITCH: lambda value: isinstance(value, bool),
     NAME: lambda value: isinstance(value, str),
     OBJECT: lambda value: isinstance(value, dict),
@@ -277,7 +279,12 @@ _ZERO = (
         _THREADS,
     ),
     *_keys("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu", MEANINGLESS, _THREADS),
-    Key("zero_optimization.offload_optimizer.ratio", REFUSED, "the host updates everything; remove it", (1.0,)),
+    Key(
+        "zero_optimization.offload_optimizer.ratio",
+        HONOURED,
+        "at stage 3: the share of chunks that the host holds; the lowest of every rank and tied modules stay",
+        takes=SHARE,
+    ),
     Key("zero_optimization.offload_optimizer.super_offload", REFUSED, "updates wait for the norm; remove it", (False,)),
     Key("zero_optimization.offload_optimizer.cpuadam_cores_perc", MEANINGLESS, "only with super_offload"),
     Key("zero_optimization.cpu_offload", REFUSED, "DeepSpeed renamed it offload_optimizer; remove it", (False,)),

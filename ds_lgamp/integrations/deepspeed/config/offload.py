@@ -10,10 +10,17 @@ from deepspeed.ops.adam import FusedAdam
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.disk import OnDisk
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import check_updates_alone, choose_optimizer, kernels_of
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    ON_CPU,
+    check_updates_alone,
+    choose_optimizer,
+    kernels_of,
+)
 from ds_lgamp.integrations.deepspeed.config.shard_keys import active
-from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.offload import Offload, lowest_chunks
+from ds_lgamp.schedule.placement import Placement
 
+_RATIO = "zero_optimization.offload_optimizer.ratio"
 _OPTIMIZER, _PARAMETERS = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
 
 
@@ -51,6 +58,26 @@ def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
             "device; remove one of them"
         )
     return Offload(parameters)
+
+
+def share_of_host(config: Any, offload: Offload, placement: Placement) -> Offload:
+    """Returns ``offload`` with the chunks that ``offload_optimizer.ratio`` leaves on the device.
+
+    DeepSpeed has refused other stages than 3. Raises ConfigError if that is not possible with so few chunks.
+    """
+    ratio = config.zero_config.offload_optimizer.ratio
+    if ratio == 1:
+        return offload
+    if ratio == 0:
+        raise ConfigError(f"{_RATIO} is 0, which leaves nothing to the host; remove offload_optimizer")
+    on_device = lowest_chunks(placement, ratio)
+    if not on_device:
+        most = max(placement.count(rank) for rank in placement)
+        fix = f"use at most {(most - 1) / most:.3g}, or remove it" if most > 1 else f"set {BLOCK}.chunks_per_rank"
+        raise ConfigError(
+            f"{_RATIO} is {ratio:g}, but whole chunks stay on the device, and no rank has more than {most}; {fix}"
+        )
+    return offload._replace(on_device=on_device)
 
 
 def on_disk_of(config: Any, settings: LgampConfig) -> OnDisk:
@@ -115,6 +142,12 @@ def refuse_offloaded_optimizer(config: Any, optimizer: Any) -> None:
 def check_offloaded(config: Any, kind: type) -> None:
     """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result in the host's thread."""
     check_updates_alone(kind, _said(config, _OPTIMIZER))
+    ratio = config.zero_config.offload_optimizer.ratio
+    if ratio < 1 and kind in ON_CPU and get_accelerator().device_name() != "cpu":
+        raise ConfigError(
+            f"{_RATIO} is {ratio:g}, which leaves chunks on the device, but {kind.__name__} updates on the CPU only; "
+            "use AdamW, or remove the ratio"
+        )
 
 
 def _is_on_host(section: Any) -> bool:

@@ -33,10 +33,10 @@ class DiskUpdates(HostUpdates):
     def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, host: Host, disk: Disk) -> None:
         super().__init__(optimizer, partition)
         self._disk, self._holds_states = disk, host.on_disk.optimizer
-        self._segments = list(partition.segments())
+        units = [unit for unit in partition.units if unit.trains and unit.policy.host is not None]
+        self._segments = [segment for unit in units for segment in unit.master.segments]
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """Room on the disk for the states of each shard."""
-        units = [unit for unit in partition.units if unit.trains]
         self._take_room()
         self._buffers = UpdateBuffers(disk, max((self._contents(unit).bytes for unit in units), default=0))
         # A state that is loaded is a tensor in memory.
@@ -156,9 +156,9 @@ class DiskUpdates(HostUpdates):
                     state[key] = home
 
     def _follow(self, *_: Any) -> None:
-        segments = [segment for unit in self._lagging for segment in unit.master.segments]
+        lagging = [unit for unit in self._lagging if unit.policy.host is not None]
         super()._follow()
-        self._move_states(segments)
+        self._move_states([segment for unit in lagging for segment in unit.master.segments])
 
 
 def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> Updates:

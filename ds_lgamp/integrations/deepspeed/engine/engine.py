@@ -27,6 +27,7 @@ from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.executor import build_executor
 from ds_lgamp.integrations.deepspeed.engine.first_messages import no_first_messages
+from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
 from ds_lgamp.integrations.deepspeed.engine.instructions import INSTRUCTIONS, ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.losses import average_loss, loss_of, scaled_mean_gradient
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
@@ -328,9 +329,16 @@ class LgampEngine(PipelineEngine):
     # The end
 
     def finish_gathers(self) -> None:
-        """Waits until no parameters are on their way to this rank. Acts on a last batch that is not finite."""
+        """Waits until no parameters are on their way to this rank. Acts on a last batch that is not finite.
+
+        Raises HostUpdateError or OSError if an update on the host or its disk has failed, unless a batch has said so.
+        """
         self.settle_nonfinite()
-        self._partition.finish_gathers()
+        try:
+            self._partition.finish_gathers()
+        except (HostUpdateError, OSError):
+            if not self.executor.links.broken:
+                raise
         get_accelerator().synchronize()
 
     def destroy(self) -> None:

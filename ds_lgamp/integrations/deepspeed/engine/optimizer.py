@@ -156,10 +156,15 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         # An update that the host has begun uses its gradient still.
         units = [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
         if not self._is_watched and (self._updates_when == "next_step" or self.partition.host is not None):
-            self._postpone(units, factor)
+            postponed = [unit for unit in units if unit.policy.host is self.partition.host]
+            self._postpone(postponed, factor)
             if self._updates_when != "next_step":
-                for unit in units:
+                for unit in postponed:
                     unit.storage.start_update()
+            # Beside a host that updates some units, the step updates the others.
+            staying = [unit for unit in units if unit not in postponed]
+            if staying:
+                self._updates.update_some(staying, factor)
             return
         for unit in units:
             unit.scale_gradient(factor)

@@ -60,7 +60,13 @@ def partition_parameters(
         None if spec.hierarchy is None else node_groups(spec.hierarchy, module._grid.dp_groups),
         None
         if spec.offload is None
-        else Host(Bus(device, disk=disk), HostThread(), spec.offload.parameters, on_disk_of(config, settings)),
+        else Host(
+            Bus(device, disk=disk),
+            HostThread(),
+            spec.offload.parameters,
+            on_disk_of(config, settings),
+            spec.offload.on_device,
+        ),
     )
     build = partial(
         build_partition,

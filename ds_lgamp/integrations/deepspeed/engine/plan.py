@@ -8,7 +8,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, micro_batch_shares, program_spec
 from ds_lgamp.integrations.deepspeed.config.hierarchy import hierarchy_of
-from ds_lgamp.integrations.deepspeed.config.offload import disk_path, offload_of, refuse_offloaded_optimizer
+from ds_lgamp.integrations.deepspeed.config.offload import (
+    disk_path,
+    offload_of,
+    refuse_offloaded_optimizer,
+    share_of_host,
+)
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
 from ds_lgamp.integrations.deepspeed.config.refusals import (
     refuse_irreproducible,
@@ -62,6 +67,8 @@ def plan_training(
     refuse_irreproducible(settings, config, module)
     refuse_overlapped_update(settings, config, optimizer)
     layout = layout_of(settings, module, partition_method)
+    if offload is not None:
+        offload = share_of_host(config, offload, layout.placement)
     micro_batches, zero_stage = config.gradient_accumulation_steps, int(config.zero_optimization_stage)
     updates = _updates(settings, config, scales_in_step, offload)
     hierarchy = hierarchy_of(given, zero_stage, module)

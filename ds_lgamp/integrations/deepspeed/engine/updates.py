@@ -56,6 +56,17 @@ class Updates:
             for group in self.optimizer.param_groups
         ]
 
+    def update_some(self, units: Sequence[Unit], factor: Any) -> None:
+        """Steps the optimizer for ``units`` on the device, at once, while others have gradients too.
+
+        Args:
+            factor: what multiplies the gradients.
+        """
+        for unit in units:
+            unit.scale_gradient(factor)
+        with self._groups_of(units, self.options()):
+            self.update(units)
+
     def update(self, units: Sequence[Unit]) -> None:
         """Steps the optimizer. All other units than ``units`` have no gradient."""
         self._lagging = units
@@ -79,7 +90,7 @@ class Updates:
             options: the hyper-parameters of the step, as far as they may have changed since.
         """
         unit.scale_gradient(factor)
-        with self._groups_of(unit, options):
+        with self._groups_of([unit], options):
             self.update([unit])
         unit.drop_gradient()
         return None
@@ -90,12 +101,12 @@ class Updates:
         return [segment.shard for segment in unit.master.segments if segment.group == group]
 
     @contextmanager
-    def _groups_of(self, unit: Unit, options: Options) -> Iterator[None]:
-        """Leaves only the shards of ``unit`` in the optimizer's groups, and sets their ``options``."""
+    def _groups_of(self, units: Sequence[Unit], options: Options) -> Iterator[None]:
+        """Leaves only the shards of ``units`` in the optimizer's groups, and sets their ``options``."""
         groups = self.optimizer.param_groups
         before = []
         for index, group in enumerate(groups):
-            own = {**options[index], "params": self.shards_of(unit, index)}
+            own = {**options[index], "params": [shard for unit in units for shard in self.shards_of(unit, index)]}
             before.append({key: group[key] for key in own if key in group})
             group.update(own)
         try:

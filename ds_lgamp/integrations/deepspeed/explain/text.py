@@ -41,7 +41,9 @@ def _on_host(facts: Explanation) -> str:
     """Returns words on what the host holds; nothing without offloading."""
     if facts.offload is None:
         return ""
-    return ", on the host, as parameters are" if facts.offload["parameters"] else ", on the host"
+    staying = len(facts.offload["on_device"])
+    but_for = f" but for {staying} of {facts.chunks} chunks" if staying else ""
+    return f", on the host{', as parameters are' if facts.offload['parameters'] else ''}{but_for}"
 
 
 def _shards(facts: Explanation) -> str:

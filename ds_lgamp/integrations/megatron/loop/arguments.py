@@ -24,6 +24,7 @@ PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
 """Keys of the block that have no effect, because Megatron-LM has its own way. ``resident_chunks`` has one at stages 2
 and 3."""
+_OFFLOADED = ("offload_optimizer", "offload_param")
 _OF_ONE_RANK = ("rank", "local_rank", "tensorboard", "wandb")
 """How arguments begin that may differ, because only one rank heeds them."""
 _SAME = "give every rank the same command line and configuration"
@@ -57,6 +58,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             f"{BLOCK}.nonfinite is '{settings.nonfinite}', but Megatron-LM has a check of its own; remove it, and set "
             "--check-for-nan-in-loss-and-grad"
         )
+    _refuse_offloading(config, settings)
     if settings.data_rank_speeds is not None:
         raise ConfigError(
             f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "
@@ -65,6 +67,21 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)
+
+
+def _refuse_offloading(config: dict[str, Any], settings: LgampConfig) -> None:
+    """Raises ConfigError if the host is to hold something."""
+    zero = config.get("zero_optimization") or {}
+    devices = {
+        f"{BLOCK}.offload_activations": settings.offload_activations,
+        **{f"zero_optimization.{key}.device": (zero.get(key) or {}).get("device", "none") for key in _OFFLOADED},
+    }
+    for key, device in devices.items():
+        if device != "none":
+            raise ConfigError(
+                f"{key} is '{device}', but in Megatron-LM's training loop everything stays on the device; remove it, "
+                "or train with DeepSpeed's engine"
+            )
 
 
 def refuse_differing_ranks(args: Namespace, job: Job) -> None:

@@ -237,9 +237,17 @@ CONFIGS = {
         },
         "zero_optimization.offload_optimizer.device is 'nvme', but Muon steps on all tensors of a rank",
     ),
-    "a part of the optimizer on the host": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-        "zero_optimization.offload_optimizer.ratio is 0.5: the host updates everything; remove it",
+    "nothing on the host": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
+        "zero_optimization.offload_optimizer.ratio is 0, which leaves nothing to the host; remove offload_optimizer",
+    ),
+    "a larger part on the host than chunks allow": (
+        {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.9}},
+            "ds_lgamp": {"chunks_per_rank": 2},
+        },
+        "zero_optimization.offload_optimizer.ratio is 0.9, but whole chunks stay on the device, and no rank has more "
+        "than 2; use at most 0.5, or remove it",
     ),
     "shards of nodes on the host": (
         {

@@ -22,6 +22,7 @@ from ds_lgamp.integrations.deepspeed.config.keys import (
     KEYS,
     NAME,
     OBJECT,
+    SHARE,
     STAGE,
     SWITCH,
     VALUES,
@@ -55,6 +56,7 @@ SAMPLES = {
     **{"": ODD, COUNT: 3, INDEX: 0, AMOUNT: 0.5, SWITCH: True, NAME: "Adam", OBJECT: {"lr": 1.0}, STAGE: 2},
     INTERVAL: float("inf"),
     GROUP: -1,
+    SHARE: 0.5,
 }
 WRONG = {
     COUNT: [0, 1.0, "1", True],
@@ -66,6 +68,7 @@ WRONG = {
     STAGE: [4, "3", True],
     INTERVAL: [0, 1.5, "1", True],
     GROUP: [0, -2, "2", True],
+    SHARE: [-0.5, 1.5, "1", True],
 }
 
 

@@ -8,7 +8,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.config import offload
 from ds_lgamp.integrations.deepspeed.config.offload import refuse_offloaded_optimizer
 
-HOST = SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu")))
+HOST = SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu", ratio=1.0)))
 
 
 @pytest.fixture
@@ -30,6 +30,15 @@ def test_adam_without_bias_correction_needs_the_kernel_of_the_host(beside_a_gpu)
 )
 def test_others_update_on_the_host(beside_a_gpu, config):
     refuse_offloaded_optimizer(config, None)
+
+
+def test_chunks_that_stay_on_a_gpu_need_a_kernel_for_it(beside_a_gpu):
+    partly = SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu", ratio=0.5))
+    for name in ("DeepSpeedCPUAdam", "lion"):
+        config = SimpleNamespace(**{**vars(config_of(name)), "zero_config": partly})
+        with pytest.raises(ConfigError, match="ratio is 0.5, which leaves chunks on the device, but DeepSpeedCPU"):
+            refuse_offloaded_optimizer(config, None)
+    refuse_offloaded_optimizer(SimpleNamespace(**{**vars(config_of("adam")), "zero_config": partly}), None)
 
 
 def test_without_a_gpu_the_kernel_of_the_device_is_that_of_the_host():

@@ -31,6 +31,9 @@ DISK = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 OFFLOADS = {
     "optimizer": {"offload_optimizer": HOST},
     "parameters": {"offload_optimizer": HOST, "offload_param": HOST},
+    "half of the optimizer": {"offload_optimizer": HOST | {"ratio": 0.5}},
+    "half of the parameters": {"offload_optimizer": HOST | {"ratio": 0.5}, "offload_param": HOST},
+    "half of the parameters on nvme": {"offload_optimizer": DISK | {"ratio": 0.5}, "offload_param": DISK},
     "optimizer on nvme": {"offload_optimizer": DISK},
     "parameters, optimizer on nvme": {"offload_optimizer": DISK, "offload_param": HOST},
     "parameters on nvme": {"offload_optimizer": DISK, "offload_param": DISK},
@@ -50,7 +53,7 @@ FACTORS = {
     "grid": GRIDS,
     "kept": [
         *((stage, kept) for stage in (1, 2, 3) for kept in ("optimizer", "optimizer on nvme")),
-        *((3, kept) for kept in OFFLOADS if "parameters" in kept),
+        *((3, kept) for kept in OFFLOADS if "parameters" in kept or "half" in kept),
     ],
     "block": list(BLOCKS),
     "optimizer": list(OPTIMIZERS),
@@ -147,12 +150,18 @@ TYPICAL = [
     {"kept": (1, "optimizer"), "block": "chunks", "optimizer": "adamw", "precision": "fp32", "clipping": 0.3},
     {"kept": (2, "optimizer"), "block": "layered", "optimizer": "fused", "precision": "bf16", "clipping": 0.0},
     {"kept": (3, "parameters"), "block": "groups", "optimizer": "fused", "precision": "fp16", "clipping": 0.3},
+    {"kept": (3, "half of the parameters"), "block": "groups", "optimizer": "adamw", "precision": "bf16"}
+    | {"clipping": 0.0},
+    {"kept": (3, "half of the parameters on nvme"), "block": "layered", "optimizer": "adam", "precision": "fp32"}
+    | {"clipping": 0.3},
     {"kept": (3, "parameters on nvme"), "block": "inputs on nvme", "optimizer": "fused", "precision": "bf16"}
     | {"clipping": 0.3},
 ]
 
 
-@pytest.mark.parametrize(("grid", "cases"), [((1, 1), TYPICAL[:2]), ((1, 2), TYPICAL[1:])], ids=["1 rank", "2 ranks"])
+@pytest.mark.parametrize(
+    ("grid", "cases"), [((1, 1), [*TYPICAL[:2], *TYPICAL[5:7]]), ((1, 2), TYPICAL[1:])], ids=["1 rank", "2 ranks"]
+)
 def test_the_result_is_that_of_a_run_on_the_device(grid, cases):
     run_cases(grid, [{**case, "tied": True, "frozen": True} for case in cases])
 

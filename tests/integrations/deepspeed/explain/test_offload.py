@@ -119,7 +119,7 @@ def test_what_is_unknown_of_the_state_on_the_host_is_said():
 def test_a_program_reads_the_same(offload):
     told = json.loads(json_text(explained(offload)))
     (rank,) = told["ranks"]
-    assert told["offload"] == (None if offload is None else {"parameters": offload.parameters})
+    assert told["offload"] == (None if offload is None else {"parameters": offload.parameters, "on_device": []})
     if offload is None:
         assert rank["memory"]["host"] is None and rank["bus_bytes_loaded"] is None
     else:

@@ -40,8 +40,8 @@ DTYPES = [
     (torch.bfloat16, torch.float32, None),
     (torch.float16, torch.float32, torch.float16),
 ]
-KEPT = [(1, False), (2, False), (3, False), (3, True)]
-"""ZeRO stage, and whether the host holds the parameters."""
+KEPT = [(1, False), (2, False), (3, False), (3, True), (3, False, (0, 2)), (3, True, (0,))]
+"""ZeRO stage, whether the host holds the parameters, and the chunks of which it holds nothing."""
 
 
 class CountedBus(Bus):
@@ -79,8 +79,8 @@ def test_formulas_are_what_the_partition_takes_and_moves(case, updates, imagined
     tie_group = imagined_group(2)
     for data_ranks in (1, 2, 3):
         data_group = imagined_group(data_ranks)
-        for (stage, on_host), dtypes in product(KEPT, DTYPES):
-            compare(CASES[case], updates, stage, Offload(on_host), data_group, tie_group, *dtypes)
+        for (stage, *offload), dtypes in product(KEPT, DTYPES):
+            compare(CASES[case], updates, stage, Offload(*offload), data_group, tie_group, *dtypes)
 
 
 def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradient_dtype, communication_dtype):
@@ -99,7 +99,7 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
     )
     actions, bus = build_program(spec)[0], CountedBus()
     chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
-    host = Host(bus, HostThread(), offload.parameters)
+    host = Host(bus, HostThread(), offload.parameters, on_device=offload.on_device)
     partition = build_partition(
         {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
         [TiedParameters("embedding", parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype), [0, 6], tie_group)],
@@ -109,8 +109,12 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
     partition.release_all()
     follow(partition, actions, updates)
     weights = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.kept)]
-    masters = [unit.master.values for unit in partition.units if unit.master.is_copy]
-    bus.homes.extend(masters)
+    for unit in partition.units:
+        if unit.policy.host is None and unit.trains and unit.reduction._gradient is not None:
+            # One data-parallel rank keeps it for the next step.
+            weights.append(unit.reduction._gradient)
+        if unit.master.is_copy:
+            (weights if unit.policy.host is None else bus.homes).append(unit.master.values)
     before = bus.bytes_loaded, bus.bytes_stored
     with DeviceMemory(weights, bus) as memory:
         follow(partition, actions, updates, memory.look)
@@ -156,10 +160,16 @@ def follow(partition, actions, updates, look=lambda: None):
         elif action.kind is Kind.STEP:
             partition.finish_gradients()
             final = [unit for unit in partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
-            postpone(final)
+            on_host = [unit for unit in final if unit.policy.host is not None]
+            postpone(on_host)
             if updates == "reduction":
-                for unit in final:
+                for unit in on_host:
                     unit.storage.start_update()
+            look()
+            for unit in final:
+                if unit.policy.host is None:
+                    unit.follow_update()
+                    unit.drop_gradient()
         look()
 
 

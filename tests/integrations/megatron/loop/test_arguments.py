@@ -215,6 +215,13 @@ REFUSED = [
         {},
         "nonfinite is 'skip', but Megatron-LM has a check of its own; remove it, and set --check",
     ),
+    ({}, {"offload_activations": "cpu"}, {}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        {},
+        {},
+        "offload_optimizer.device is 'cpu', but in Megatron-LM's training loop everything stays",
+    ),
     ({}, {"placement": "contiguous"}, {}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({}, {"chunks_per_rank": 5}, {}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
     ({}, {"layers_per_chunk": 3}, {}, "is 3: 8 layers make 3 chunks, but .* 2 .*-parallel-layout"),
@@ -366,7 +373,7 @@ def test_a_block_that_is_not_enabled_leaves_the_script_alone_but_for_the_words_o
 def run(folder, *launcher_words):
     words = [sys.executable, "-m", "ds_lgamp", *launcher_words, "run", str(folder / "script.py"), "--lr", "1"]
     words += ["--ds-lgamp-config", str(folder / "config.json")]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, capture_output=True, text=True, timeout=180)
 
 
 def provider(pre_process, post_process, vp_stage, config, block="decoder"):
