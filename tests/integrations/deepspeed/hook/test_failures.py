@@ -131,16 +131,20 @@ def is_alive(pid):
         return False
 
 
-CASES = [("torchrun", fault, "pipeline") for fault in SAYS if fault != "has no data"]
-CASES += [("torchrun", fault, "plain") for fault in ("raises", "is killed", "stops", "sleeps")]
-CASES += [
-    (launcher, fault, "pipeline") for launcher in ("deepspeed", "slurm") for fault in ("is killed", "exits", "stops")
-]
-CASES += [("torchrun", "has no data", "pipeline")]
+CASES = [("torchrun", fault, "pipeline") for fault in SAYS]
+CASES += [("torchrun", fault, "plain") for fault in ("is killed", "stops")]
+CASES += [(launcher, "is killed", "pipeline") for launcher in ("deepspeed", "slurm")]
+OTHERS = [("torchrun", fault, "plain") for fault in ("raises", "sleeps")]
+OTHERS += [(launcher, fault, "pipeline") for launcher in ("deepspeed", "slurm") for fault in ("exits", "stops")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "fault", "engine"), CASES)
+@pytest.mark.parametrize(
+    ("launcher", "fault", "engine"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS),
+    ],
+)
 def test_a_rank_that_breaks_ends_the_job_and_is_named(launcher, fault, engine, tmp_path):
     outcome = run(launcher, fault, engine, tmp_path)
     assert (tmp_path / "broken").exists() and outcome.status != 0, outcome.output
