@@ -1,12 +1,13 @@
 """Starts scripts on several ranks of this machine on the CPU, as torchrun does."""
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from testing import ROOT
@@ -67,8 +68,12 @@ def torchrun_on_nodes(words: Sequence[str], nodes: Sequence[str], seconds: float
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
+    """Returns a port at which nobody listens. It is none of those that the system gives to connections: other tests
+    open many, and could take it before it is used."""
+    while True:
+        port = secrets.choice(range(15_000, 29_000))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run(words: Sequence[str], seconds: float, environment: Mapping[str, str] = ON_CPU, cwd: Path = ROOT) -> str:

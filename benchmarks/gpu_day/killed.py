@@ -4,7 +4,6 @@ The ranks have no launcher that would end them.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_day.equality import caught
 from benchmarks.gpu_day.layouts import LAYOUTS, Layout, too_old
+from testing.launching import free_port
 
 UNTIL_STEADY, UNTIL_ENDED = 90, 60
 """Seconds that ranks have to start, and to end."""
@@ -58,9 +58,7 @@ def measured(layout: Layout, victim: int) -> dict[str, Any]:
 @contextmanager
 def started(layout: Layout, folder: Path) -> Iterator[list[Rank]]:
     """Starts the ranks. All are gone when the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks: list[Rank] = []
     try:
         for rank in range(layout.ranks):

@@ -50,6 +50,8 @@ class Configuration:
     offload: str | None = None
     """What the host holds, under the layered schedule: the optimizer's state and master weights, which it updates in
     the next step, or the parameters too (stage 3)."""
+    stores_inputs: bool = False
+    """Whether the inputs of chunks wait on the host, under the layered schedule with recomputation."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
 
@@ -74,6 +76,10 @@ class Configuration:
             raise ValueError(f"offload is {self.offload!r}; use one of optimizer and parameters, or None")
         if self.offload is not None and (self.schedule != "layered" or self.micro_batch_outer):
             raise ValueError(f"offload is '{self.offload}', which this project's layered schedule has; use that")
+        if self.stores_inputs and (self.schedule != "layered" or self.micro_batch_outer or self.recompute != "full"):
+            raise ValueError(
+                "stores_inputs is True, which this project's layered schedule has, with recompute 'full'; use both"
+            )
         if self.hierarchy is not None and (
             self.data_ranks % self.hierarchy.node_ranks or not 1 < self.hierarchy.node_ranks < self.data_ranks
         ):
@@ -81,6 +87,11 @@ class Configuration:
                 f"hierarchy.node_ranks is {self.hierarchy.node_ranks}; use a divisor of the {self.data_ranks} "
                 "data_ranks that is neither 1 nor all of them"
             )
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether the host holds something."""
+        return self.offload is not None or self.stores_inputs
 
     @property
     def gpus(self) -> int:
@@ -122,6 +133,7 @@ class Configuration:
             updates="next_step" if postpones else "step",
             hierarchy=self.hierarchy,
             offload=None if self.offload is None else Offload(self.offload == "parameters"),
+            stores_inputs=self.stores_inputs,
         )
 
     @property

@@ -6,7 +6,7 @@ from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.efficiency import Efficiency
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.network import network_of
-from ds_lgamp.planner.offload import host_seconds
+from ds_lgamp.planner.offload import host_seconds, input_seconds
 from ds_lgamp.planner.work import collectives_of, crosses_nodes, hop_of, tied_seconds, work_of
 from ds_lgamp.schedule.costs import Costs, links_of
 from ds_lgamp.schedule.program import build_timed_program
@@ -67,4 +67,5 @@ def costs_of(model: Model, cluster: Cluster, configuration: Configuration) -> Co
         combine=[each.combine for each in moves] if spec.hierarchy else (),
         load=[host.load for host in hosts],
         store=[host.store for host in hosts],
+        input=[input_seconds(compute, model, configuration)] * spec.chunks if spec.stores_inputs else (),
     )

@@ -95,7 +95,7 @@ def memory(model: Model, configuration: Configuration, software: Software | None
     if configuration.speeds:
         ranks = list(range(configuration.pipeline_ranks))
     special = configuration.hierarchy is not None or configuration.overlap_update or bool(configuration.speeds)
-    special = special or configuration.offload is not None
+    special = special or configuration.uses_host
     find = _followed if special else of_rank
     needs = [find(model, configuration, software, rank) for rank in ranks]
     most = max(needs, key=lambda need: need.total)
@@ -111,13 +111,14 @@ def of_rank(model: Model, configuration: Configuration, software: Software, rank
 def _followed(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
     """Returns what a pipeline rank needs by its program. What is held for a part of the step counts as working."""
     told = followed(model, configuration, rank, software)
+    inputs = 0 if told.activations is None else told.activations.on_host
     held = told.weights, told.master_weights, told.optimizer_state or 0, told.gradients
     return ConfigurationMemory(
         *held,
         working=told.peak - sum(held),
         batch=batch_bytes(model, configuration, software),
         pipeline_rank=rank,
-        host=0 if told.host is None else told.host.peak,
+        host=inputs + (0 if told.host is None else told.host.peak),
     )
 
 

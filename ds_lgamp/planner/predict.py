@@ -11,7 +11,7 @@ from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.efficiency import Efficiency
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.network import Network, group_of, network_of
-from ds_lgamp.planner.offload import host_seconds
+from ds_lgamp.planner.offload import host_seconds, input_seconds
 from ds_lgamp.planner.work import collectives_of, crosses_nodes, hop_of, reduction, tied_seconds, work_of
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations
@@ -198,11 +198,15 @@ def _layered_waits(
     with_gathers = with_messages._replace(gather=gathers, refresh=moves.refresh)
     with_network = with_gathers._replace(reduce=reductions, combine=moves.combine)
     longer_and_longer = [computes, with_messages, with_gathers, with_network]
+    compute, with_inputs = Compute(cluster, Efficiency(**cluster.efficiency)), with_network
+    if configuration.stores_inputs:
+        with_inputs = with_network._replace(input=input_seconds(compute, model, configuration))
     if configuration.offload is not None:
-        compute = Compute(cluster, Efficiency(**cluster.efficiency))
         host = host_seconds(compute, configuration, size / ELEMENT)
-        with_bus = with_network._replace(load=host.load, store=host.store)
+        with_bus = with_inputs._replace(load=host.load, store=host.store)
         longer_and_longer += [with_bus, with_bus._replace(update=host.update)]
+    elif configuration.stores_inputs:
+        longer_and_longer.append(with_inputs)
     step_of = _clock(configuration, shape)
     steps = [step_of(durations) for durations in longer_and_longer]
     bubble = steps[0] - configuration.micro_batches * slowest.seconds - _lighter(configuration, stages)
@@ -215,7 +219,7 @@ def _layered_waits(
 def _clock(configuration: Configuration, shape: Shape) -> Callable[[Durations], float]:
     """Returns what tells the seconds of a step: the closed form or, for hierarchical shards and offloading, which it
     does not know, the clock."""
-    if configuration.hierarchy is None and configuration.offload is None:
+    if configuration.hierarchy is None and not configuration.uses_host:
         return partial(step_time, shape)
     spec = configuration.spec
     program = build_timed_program(spec)

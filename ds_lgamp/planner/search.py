@@ -41,8 +41,10 @@ def method_of(configuration: Configuration) -> str:
         return f"ZeRO-{configuration.zero_stage}"
     if configuration.hierarchy is not None:
         return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
-    if configuration.offload is not None:
-        return f"{configuration.schedule}, {configuration.offload} on the host"
+    if configuration.uses_host:
+        kinds = [configuration.offload] if configuration.offload is not None else []
+        held = " and ".join([*kinds, *["inputs"] * configuration.stores_inputs])
+        return f"{configuration.schedule}, {held} on the host"
     return configuration.schedule
 
 
@@ -120,8 +122,13 @@ the clock some ten milliseconds."""
 
 
 def _on_host(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
-    """Returns plans with offloading of the first ``ways`` that fit. Adds the memory that was calculated to
-    ``needs``."""
+    """Returns plans with offloading of the first ``ways`` that fit, and of the first that also store inputs. Adds the
+    memory that was calculated to ``needs``."""
+    kinds = [[one for one in ways if one.stores_inputs == stores] for stores in (False, True)]
+    return [plan for kind in kinds for plan in _first_that_fit(model, cluster, kind, needs)]
+
+
+def _first_that_fit(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
     tried: Counter[tuple] = Counter()
     plans = []
     for configuration in ways:
@@ -177,7 +184,7 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan], best: int
 def _node_ranks(cluster: Cluster, of: Configuration) -> int:
     """Returns how many data-parallel ranks form a node; 0 if they cannot share shards there."""
     ranks = cluster.gpus_per_node // of.tensor_ranks
-    fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and of.offload is None
+    fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host
     return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
 
 
@@ -190,6 +197,8 @@ class Bound:
 
     def on_host(self, of: Configuration) -> float:
         """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
+        if of.offload is None:
+            return 0.0
         own = self._model.layers * self._model.layer_parameters / of.tensor_ranks / of.pipeline_ranks
         return max(host_seconds(self._compute, of, own))
 

@@ -134,6 +134,8 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
         block["micro_batch_group"] = configuration.group
     if configuration.overlap_update:
         block["overlap_update"] = True
+    if configuration.stores_inputs:
+        block["offload_activations"] = "cpu"
     return block
 
 

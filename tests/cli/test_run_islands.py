@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ds_lgamp.planner.exposed import Exposed
 from ds_lgamp.runtime.before_init import NODE, Launch
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.spec import ProgramSpec
+from testing.launching import free_port
 from testing.ranks import run_on_ranks
 from tests.planner.islands import island
 
@@ -112,10 +112,7 @@ def ranks(tmp_path_factory):
     path = folder / "without_w1.json"
     path.write_text((folder / "cluster.json").read_text().replace('"w1"', '"w2"'))
     (folder / "facts.json").write_text(json.dumps(FACTS))
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [free_port() for _ in range(5)]
     return run_on_ranks(4, everything, ports, folder, before_init=partial(launched, ports[0]))
 
 

@@ -21,6 +21,7 @@ from ds_lgamp.schedule.offload import Offload
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
 IN_MEMORY = Configuration(4, 1, 1, 2, 4, zero_stage=3, schedule="layered", chunks_per_rank=16)
 OPTIMIZER, PARAMETERS = (replace(IN_MEMORY, offload=offload) for offload in ("optimizer", "parameters"))
+INPUTS, ALL_OF_IT = replace(IN_MEMORY, stores_inputs=True), replace(PARAMETERS, stores_inputs=True)
 CLUSTER = named_cluster("a100")
 ONE_GPU = replace(CLUSTER, gpus_per_node=1)
 
@@ -29,13 +30,36 @@ def with_host(**changes):
     return replace(CLUSTER, host=replace(CLUSTER.host, **changes))
 
 
-@pytest.mark.parametrize("of", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
+@pytest.mark.parametrize(
+    "of", [OPTIMIZER, PARAMETERS, INPUTS, ALL_OF_IT], ids=["optimizer", "parameters", "inputs", "all of it"]
+)
 @pytest.mark.parametrize("cluster", [CLUSTER, with_host(bus=1e9)], ids=["fast", "slow"])
 def test_a_step_takes_what_the_clock_says(of, cluster):
     told = predict(MODEL, cluster, of)
     assert told.seconds == pytest.approx(exact_seconds(MODEL, cluster, of), rel=0.1)
     assert sum(told.parts.values()) == pytest.approx(told.seconds)
-    assert of.spec.offload == Offload(parameters=of is PARAMETERS) and of.spec.updates == "next_step"
+
+
+def test_the_program_is_that_of_what_the_host_holds():
+    assert (OPTIMIZER.spec.offload, PARAMETERS.spec.offload) == (Offload(), Offload(parameters=True))
+    assert OPTIMIZER.spec.updates == PARAMETERS.spec.updates == "next_step"
+    assert INPUTS.spec == replace(IN_MEMORY.spec, stores_inputs=True)
+
+
+def test_on_a_slow_bus_inputs_take_as_long_as_their_bytes():
+    """Two bytes of every hidden value go there and come back. Inputs of chunk 0 stay, and those whose backward follows
+    at once: all of the last chunk, and some of the chunk before it."""
+    sequences = IN_MEMORY.micro_batch * IN_MEMORY.micro_batches
+    one_way = 14 * 2 * 2048 * MODEL.sequence_length * sequences / (1e8 * BUS_REACHED)
+    assert one_way < predict(MODEL, with_host(bus=1e8), INPUTS).bus < 2.2 * one_way
+
+
+def test_inputs_on_the_host_are_no_memory_of_the_gpu():
+    device, host = memory(MODEL, IN_MEMORY), memory(MODEL, INPUTS)
+    one = 2 * 2048 * MODEL.sequence_length * IN_MEMORY.micro_batch
+    assert 13 * 4 * one < host.host < 15 * 4 * one
+    assert device.total - host.total == pytest.approx(host.host, rel=0.15)
+    assert memory(MODEL, ALL_OF_IT).host == memory(MODEL, PARAMETERS).host + host.host
 
 
 @pytest.mark.parametrize("of", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
@@ -86,10 +110,10 @@ def test_what_no_gpu_holds_trains_with_its_state_on_the_host():
 
 def test_plans_that_fit_in_memory_stay_there_unless_the_host_is_faster():
     small = search(read_model("gpt2"), CLUSTER, 32)
-    assert not any(plan.configuration.offload for plan in small)
+    assert not any(plan.configuration.uses_host for plan in small)
     plans = search(read_model("llama-8b"), CLUSTER, 32)
-    in_memory = [plan for plan in plans if plan.configuration.offload is None]
-    assert plans[0].configuration.offload and plans[0].prediction.seconds < in_memory[0].prediction.seconds
+    in_memory = [plan for plan in plans if not plan.configuration.uses_host]
+    assert plans[0].configuration.uses_host and plans[0].prediction.seconds < in_memory[0].prediction.seconds
     slow = predict(read_model("llama-8b"), with_host(bus=1e8), plans[0].configuration)
     assert slow.seconds > in_memory[0].prediction.seconds
 
@@ -124,10 +148,26 @@ def test_a_search_offloads_what_the_layered_schedule_runs_and_the_clock_is_quick
     assert made(replace(IN_MEMORY, micro_batches=1000)) == set()
 
 
+def test_a_search_stores_inputs_only_where_the_gpu_lacks_room_for_them():
+    needed = memory(MODEL, IN_MEMORY)
+
+    def made(room):
+        ways = offloaded([(needed, IN_MEMORY)], replace(CLUSTER, memory=room))
+        return {(one.offload, one.stores_inputs) for one in ways}
+
+    assert made(needed.total) == {("optimizer", False), ("parameters", False)}
+    assert made(needed.total - 1) == {(None, True), ("optimizer", False), ("parameters", False)}
+    rest = needed.total - needed.master_weights - needed.optimizer_state - needed.gradients
+    assert made(rest - needed.weights - 1) == {("optimizer", True), ("parameters", True)}
+    assert made(rest - needed.weights - needed.stored - 1) == set()
+
+
 def test_a_written_configuration_asks_for_it():
     assert ds_config(MODEL, IN_MEMORY)["zero_optimization"] == {"stage": 3}
     device = {"device": "cpu"}
     assert ds_config(MODEL, OPTIMIZER)["zero_optimization"] == {"stage": 3, "offload_optimizer": device}
+    assert "offload_activations" not in ds_config(MODEL, PARAMETERS)["ds_lgamp"]
+    assert ds_config(MODEL, INPUTS)["ds_lgamp"]["offload_activations"] == "cpu"
     asked = ds_config(MODEL, PARAMETERS)["zero_optimization"]
     assert asked == {"stage": 3, "offload_optimizer": device, "offload_param": device}
 
@@ -137,6 +177,7 @@ def test_a_written_configuration_asks_for_it():
     [
         ({"offload": "disk"}, "offload is 'disk'; use one of optimizer and parameters"),
         ({"offload": "optimizer", "schedule": "1f1b", "chunks_per_rank": 1}, "which this project's layered schedule"),
+        ({"stores_inputs": True, "recompute": "none"}, "stores_inputs is True, which this project's layered schedule"),
         ({"offload": "optimizer", "micro_batch_outer": True}, "which this project's layered schedule has"),
     ],
 )

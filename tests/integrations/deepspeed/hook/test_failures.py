@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from testing import ROOT, SCRIPTS
-from testing.launching import ON_CPU
+from testing.launching import ON_CPU, free_port
 
 SCRIPT = SCRIPTS / "breaks.py"
 HOST = socket.gethostname()
@@ -33,11 +33,6 @@ status=0
 for ((node = 0; node < nodes; node++)); do wait -n || status=1; done
 exit $status
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
 
 
 def torchrun(folder):

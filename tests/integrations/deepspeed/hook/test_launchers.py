@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from testing import SCRIPTS
+from testing.launching import free_port
 from testing.ranks import run_on_ranks
 
 SCRIPT = SCRIPTS / "public_example.py"
@@ -34,10 +34,7 @@ def torchrun(*words: str, ranks: int = 4) -> list[str]:
 
 
 def deepspeed(*words: str) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(port), *words]
+    return [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(free_port()), *words]
 
 
 def launch(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from testing import SCRIPTS
-from testing.launching import ON_CPU
+from testing.launching import ON_CPU, free_port
 
 SCRIPT = SCRIPTS / "waits_for_ever.py"
 RANKS = 3
@@ -23,9 +23,7 @@ FAILED = (
 
 def started(entry: str, end: str) -> list[tuple[int, str]]:
     """Returns the exit status and the output of every rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     before, after = ENTRIES[entry]
     words = [sys.executable, *before, str(SCRIPT), end, *after]
     ranks = [
