@@ -28,6 +28,8 @@ def launched(network: Network, port: int, rank: int) -> None:
 
 def detected(file, port: int) -> tuple[str, str]:
     """Returns what detection prints, and what it says the second time."""
+    # A rank that ends its group while another still connects would break that one's connection.
+    dist.barrier()
     dist.destroy_process_group()
     output = io.StringIO()
     assert detect(file, output) == 0
