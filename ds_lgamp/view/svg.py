@@ -33,16 +33,16 @@ class Panel(NamedTuple):
     timeline: Timeline
 
 
-def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> str:
-    """The SVG picture of a simulated program below 1F1B with the same work.
+def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> list[Panel]:
+    """A simulated program behind 1F1B with the same work.
 
-    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program is
-    drawn alone.
+    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program stands
+    alone.
     """
     panels = [Panel(_title(spec), spec, timeline)]
     if spec.schedule != "1f1b":
         panels.insert(0, _same_work(spec, durations))
-    return svg_gantt(panels)
+    return panels
 
 
 def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:

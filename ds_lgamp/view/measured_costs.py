@@ -1,0 +1,119 @@
+"""What the clock needs to run a recorded program again: how long its actions took."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.costs import Costs, Link, links_of
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.view.critical_path import action_of
+from ds_lgamp.view.figures import Shown
+from ds_lgamp.view.recording import Interval, Recording, of_simulation
+
+_COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
+
+
+def simulated(shown: Shown) -> Recording:
+    """Returns the recording of the same program on the clock, where each action takes what it took on average."""
+    spec = shown.recording.program_spec()
+    timeline = simulate(spec, build_program(spec), costs_of(shown))
+    return of_simulation(spec, timeline, shown.recording.version)
+
+
+def costs_of(shown: Shown) -> Costs:
+    """Returns mean durations of a recorded step, in seconds.
+
+    Computes, transfers and updates: by chunk, over micro-batches and data-parallel ranks. Collectives: from the last
+    launch of a data-parallel rank, or the end of the one ahead, to the first end. Messages: the fastest on each link
+    from the end of the compute that sends to the start of the one that receives, for others came before they were due.
+    Nothing is known of waits for network cards, so messages and collectives do not share one.
+    """
+    spec = shown.recording.program_spec()
+    means = _means(shown)
+
+    def by_chunk(kind: Kind) -> list[float]:
+        return [means.get(Action(kind, chunk), 0.0) for chunk in range(spec.chunks)]
+
+    return Costs(
+        forward=by_chunk(Kind.FORWARD),
+        backward=by_chunk(Kind.BACKWARD),
+        # A measured backward includes the recomputation.
+        recompute=[0.0] * spec.chunks,
+        gather=by_chunk(Kind.GATHER),
+        reduce=by_chunk(Kind.REDUCE),
+        hop=(hops := _hops(shown, spec)),
+        message=dict.fromkeys(hops, 0.0),
+        update=_updates(shown, spec, by_chunk(Kind.UPDATE)),
+        tied=[0.0] * spec.pipeline_ranks,
+        refresh=by_chunk(Kind.REFRESH) if spec.hierarchy else (),
+        combine=by_chunk(Kind.COMBINE) if spec.hierarchy else (),
+        load=by_chunk(Kind.LOAD) if spec.offload else (),
+        store=by_chunk(Kind.STORE) if spec.offload else (),
+        input=by_chunk(Kind.STORE_INPUT) if spec.stores_inputs else (),
+    )
+
+
+def _means(shown: Shown) -> dict[Action, float]:
+    """Returns the mean duration of each kind of action on each chunk."""
+    durations: defaultdict[Action, list[float]] = defaultdict(list)
+    collectives: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for step in shown.steps:
+        # A backward may have two intervals: it recomputes, waits for the gradient, and goes on.
+        spent: defaultdict[Action, float] = defaultdict(float)
+        number: defaultdict[str, int] = defaultdict(int)
+        for action, start, each in _queued(step.intervals):
+            if action.kind in _COLLECTIVES:
+                collectives[each.name, number[each.name]].append((start, each.end))
+                number[each.name] += 1
+            else:
+                spent[action] += each.end - start
+        for action, time in spent.items():
+            durations[action._replace(micro_batch=-1)].append(time)
+    for (name, _), times in collectives.items():
+        starts, ends = zip(*times)
+        durations[Action.parse(name)].append(max(min(ends) - max(starts), 0.0))
+    return {action: fmean(times) for action, times in durations.items()}
+
+
+def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Interval]]:
+    """Yields the actions with the times when they really began: behind the one ahead of them in their lane."""
+    ahead: defaultdict[str, float] = defaultdict(float)
+    for each in sorted(intervals, key=lambda each: each.start):
+        action = action_of(each.name)
+        if action is not None and each.lane not in ("wait", "send"):
+            yield action, min(max(each.start, ahead[each.lane]), each.end), each
+            ahead[each.lane] = max(each.end, ahead[each.lane])
+
+
+def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
+    fastest = dict.fromkeys(links_of(spec), float("inf"))
+    computes = {
+        (rank.data_rank, action): each
+        for rank, step in zip(shown.recording.ranks, shown.steps)
+        for each in step.intervals
+        if each.lane == "compute" and (action := action_of(each.name)) is not None
+    }
+    for (replica, action), each in computes.items():
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD) and spec.receives_input(action):
+            chunk = spec.source_chunk(action)
+            assert chunk is not None, "what receives has a source"
+            made = computes.get((replica, Action(action.kind, chunk, action.micro_batch)))
+            if made is not None:
+                link = spec.placement[chunk], spec.placement[action.chunk]
+                fastest[link] = min(fastest[link], each.start - made.end)
+    return {link: time if 0 < time < float("inf") else 0.0 for link, time in fastest.items()}
+
+
+def _updates(shown: Shown, spec: ProgramSpec, by_chunk: list[float]) -> list[float]:
+    """Returns the update of every chunk; a STEP that updates all counts in equal parts."""
+    if spec.updates != "step":
+        return by_chunk
+    steps: defaultdict[int, list[float]] = defaultdict(list)
+    for rank, step in zip(shown.recording.ranks, shown.steps):
+        steps[rank.pipeline_rank].append(
+            sum(each.end - each.start for each in step.intervals if each.lane == "compute" and each.kind == "step")
+        )
+    return [fmean(steps[rank]) / spec.placement.count(rank) for rank in spec.placement]
