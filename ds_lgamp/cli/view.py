@@ -46,7 +46,7 @@ def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(str(error))
     if options.html is not None:
         panels = [Panel(f"{name}: {each.title}", each) for name, each in shown]
-        write_text(parser, "--html", options.html, html_page("Where the time of a step went", panels))
+        write_text(parser, "--html", options.html, html_page(_title(shown[0][1]), panels))
     steps = [each for _, each in shown]
     if options.json:
         print(json.dumps([each.figures.as_json() for each in steps]))
@@ -55,6 +55,13 @@ def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.html is not None:
         print(f"written: {options.html}")
     return 0
+
+
+def _title(shown: "Shown") -> str:
+    from ds_lgamp.view.svg import title_of
+
+    spec = shown.recording.program_spec()
+    return f"{title_of(spec)}, ZeRO-{spec.zero_stage}"
 
 
 def _shown(options: argparse.Namespace) -> "Iterator[tuple[str, Shown]]":

@@ -116,7 +116,7 @@ class _Search:
             self.replicas[each.pipeline_rank].append(index)
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, Place]]:
-        for lane, indices in self.lanes[rank].by_lane.items():
+        for lane, indices in list(self.lanes[rank].by_lane.items()):
             if lane == "wait":
                 continue
             previous = None

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.costs import Costs, Link, links_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
@@ -28,7 +28,7 @@ def costs_of(shown: Shown) -> Costs:
 
     Computes, transfers and updates: by chunk, over micro-batches and data-parallel ranks. Collectives: from the last
     launch of a data-parallel rank, or the end of the one ahead, to the first end. Messages: the fastest on each link
-    from the end of the compute that sends to the start of the one that receives, for others came before they were due.
+    for which an idle rank waited; the mean of the other links where none did.
     Nothing is known of waits for network cards, so messages and collectives do not share one.
     """
     spec = shown.recording.program_spec()
@@ -89,22 +89,33 @@ def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Inte
 
 
 def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
-    fastest = dict.fromkeys(links_of(spec), float("inf"))
-    computes = {
-        (rank.data_rank, action): each
-        for rank, step in zip(shown.recording.ranks, shown.steps)
-        for each in step.intervals
-        if each.lane == "compute" and (action := action_of(each.name)) is not None
-    }
-    for (replica, action), each in computes.items():
-        if action.kind in (Kind.FORWARD, Kind.BACKWARD) and spec.receives_input(action):
-            chunk = spec.source_chunk(action)
-            assert chunk is not None, "what receives has a source"
-            made = computes.get((replica, Action(action.kind, chunk, action.micro_batch)))
-            if made is not None:
-                link = spec.placement[chunk], spec.placement[action.chunk]
-                fastest[link] = min(fastest[link], each.start - made.end)
-    return {link: time if 0 < time < float("inf") else 0.0 for link, time in fastest.items()}
+    fastest: dict[Link, float] = {}
+    for made, idle, each, link in _messages(shown, spec):
+        # Whoever is busy starts late on what has long arrived.
+        if idle <= made:
+            fastest[link] = min(fastest.get(link, float("inf")), each.start - made)
+    known = fmean(fastest.values()) if fastest else 0.0
+    return {link: max(fastest.get(link, known), 0.0) for link in links_of(spec)}
+
+
+def _messages(shown: Shown, spec: ProgramSpec) -> Iterator[tuple[float, float, Interval, Link]]:
+    """Yields, for each message: when it was made, since when its receiver was idle, what used it, and its link."""
+    made: dict[tuple[int, Action], float] = {}
+    uses: list[tuple[int, Action, float, Interval]] = []
+    for rank, step in zip(shown.recording.ranks, shown.steps):
+        idle = step.start
+        for each in step.intervals:
+            action = action_of(each.name)
+            if each.lane == "compute" and action is not None and action.kind in COMPUTE:
+                made[rank.data_rank, action] = each.end
+                uses.append((rank.data_rank, action, idle, each))
+                idle = each.end
+    for replica, action, idle, each in uses:
+        chunk = spec.source_chunk(action)
+        if chunk is not None and spec.receives_input(action):
+            source = replica, Action(action.kind, chunk, action.micro_batch)
+            if source in made:
+                yield made[source], idle, each, (spec.placement[chunk], spec.placement[action.chunk])
 
 
 def _updates(shown: Shown, spec: ProgramSpec, by_chunk: list[float]) -> list[float]:

@@ -230,16 +230,16 @@ function drawThread(panel, places, x, colour, thick) {
   context.strokeStyle = colour;
   context.lineWidth = thick;
   context.beginPath();
-  let begun = false;
-  for (const [rankIndex, index] of places) {
+  places.forEach(([rankIndex, index], place) => {
     const rank = panel.ranks[rankIndex], row = rowOf(panel, rankIndex, rank.lane[index]);
-    if (!row) continue;
-    const y = row.top + row.height - 3, left = x(rank.start[index]), right = x(rank.end[index]);
-    if (begun) context.lineTo(left, y);
-    else context.moveTo(left, y);
-    context.lineTo(right, y);
-    begun = true;
-  }
+    if (!row) return;
+    // The end of a send may be seen long after the message arrived.
+    const [nextRank, nextIndex] = places[place + 1] ?? [], next = panel.ranks[nextRank]?.start[nextIndex] ?? Infinity;
+    const end = next > rank.start[index] ? Math.min(rank.end[index], next) : rank.end[index];
+    const y = row.top + row.height - 3;
+    context.lineTo(x(rank.start[index]), y);
+    context.lineTo(x(end), y);
+  });
   context.stroke();
 }
 

@@ -83,6 +83,8 @@ function choosePath(on) {
 }
 
 const zoom = d3.zoom().scaleExtent([1, 1e6]).clickDistance(4)
+  // Two fingers on a touchpad send many small steps, a wheel few large ones.
+  .wheelDelta((event) => Math.max(-0.6, Math.min(0.6, -event.deltaY * (event.deltaMode ? 0.3 : 0.01))))
   .filter((event) => (event.type === "wheel" ? event.ctrlKey || event.metaKey : !event.button && event.type !== "dblclick"))
   .on("zoom", (event) => {
     state.zoom = event.transform;
