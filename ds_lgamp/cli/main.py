@@ -23,6 +23,8 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
 from ds_lgamp.schedule.validate import validate
+from ds_lgamp.version import __version__
+from ds_lgamp.view.recording import of_simulation, write_recording
 from ds_lgamp.view.svg import beside_1f1b
 from ds_lgamp.view.text import text_gantt
 
@@ -106,6 +108,9 @@ def _add_schedule_command(commands) -> None:
     command.add_argument(
         "--svg", type=Path, metavar="FILE", help="also draw the program beside 1F1B with the same work, as SVG"
     )
+    command.add_argument(
+        "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
+    )
     command.set_defaults(run=_schedule)
 
 
@@ -114,6 +119,8 @@ def _add_run_command(commands) -> None:
         "run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block", **with_examples("run")
     )
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
+    command.add_argument("--trace", metavar="DIR", help="record what ranks do in some steps: docs/tracing.md")
+    command.add_argument("--trace-steps", metavar="A:B", help="the first and last step to record (default: 10:12)")
     command.add_argument(
         "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
     )
@@ -210,8 +217,10 @@ def _add_env_command(commands) -> None:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.explain and (options.ranks is not None or options.json):
         parser.error("--ranks and --json belong to --explain")
-    if options.explain and options.measure is not None:
-        parser.error("--explain trains nothing that --measure could measure; remove one of them")
+    for name in ("measure", "trace", "trace_steps"):
+        if options.explain and getattr(options, name) is not None:
+            option = name.replace("_", "-")
+            parser.error(f"--explain trains nothing that --{option} could see; remove one of them")
     if options.explained is not None and (options.cluster is None or options.explain):
         parser.error("--explained belongs to --cluster, without --explain")
     from ds_lgamp.integrations.megatron.loop import run_script as megatron
@@ -239,7 +248,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
 
     if not options.explain:
-        return run_script(options.script, arguments, options.measure)
+        traced = {"trace": options.trace, "trace_steps": options.trace_steps}
+        keys = {key: value for key, value in traced.items() if value is not None}
+        return run_script(options.script, arguments, options.measure, keys)
     with _own_output() as output:
         lay_out = None
         if options.cluster is not None:
@@ -321,6 +332,13 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
             options.svg.write_text(beside_1f1b(spec, timeline, durations))
         except OSError as error:
             parser.error(f"--svg is '{options.svg}', which cannot be written ({error.strerror}); name another file")
+    if options.trace is not None:
+        try:
+            write_recording(options.trace, of_simulation(spec, timeline, __version__))
+        except OSError as error:
+            parser.error(
+                f"--trace is '{options.trace}', which cannot be written ({error.strerror}); name another folder"
+            )
     report = _report(program, timeline)
     if options.json:
         json.dump(report, sys.stdout)
