@@ -49,6 +49,8 @@ def _add_run_command(commands) -> None:
         "run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block", **with_examples("run")
     )
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
+    command.add_argument("--trace", metavar="DIR", help="record what ranks do in some steps: docs/tracing.md")
+    command.add_argument("--trace-steps", metavar="A:B", help="the first and last step to record (default: 10:12)")
     command.add_argument(
         "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
     )
@@ -145,8 +147,10 @@ def _add_env_command(commands) -> None:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.explain and (options.ranks is not None or options.json):
         parser.error("--ranks and --json belong to --explain")
-    if options.explain and options.measure is not None:
-        parser.error("--explain trains nothing that --measure could measure; remove one of them")
+    for name in ("measure", "trace", "trace_steps"):
+        if options.explain and getattr(options, name) is not None:
+            option = name.replace("_", "-")
+            parser.error(f"--explain trains nothing that --{option} could see; remove one of them")
     if options.explained is not None and (options.cluster is None or options.explain):
         parser.error("--explained belongs to --cluster, without --explain")
     from ds_lgamp.integrations.megatron.loop import run_script as megatron
@@ -174,7 +178,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
 
     if not options.explain:
-        return run_script(options.script, arguments, options.measure)
+        traced = {"trace": options.trace, "trace_steps": options.trace_steps}
+        keys = {key: value for key, value in traced.items() if value is not None}
+        return run_script(options.script, arguments, options.measure, keys)
     with _own_output() as output:
         lay_out = None
         if options.cluster is not None:

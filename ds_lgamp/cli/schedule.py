@@ -22,7 +22,7 @@ from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
 from ds_lgamp.view import html
 from ds_lgamp.view.figures import show
-from ds_lgamp.view.recording import of_simulation
+from ds_lgamp.view.recording import of_simulation, write_recording
 from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
 from ds_lgamp.view.text import text_gantt
 
@@ -84,6 +84,9 @@ def add_schedule_command(commands: Any) -> None:
     command.add_argument(
         "--html", type=Path, metavar="FILE", help="also draw both into a page to zoom into; a browser opens the file"
     )
+    command.add_argument(
+        "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
+    )
     command.set_defaults(run=_schedule)
 
 
@@ -101,6 +104,13 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         write_text(parser, "--svg", options.svg, svg_gantt(panels))
     if options.html is not None:
         write_text(parser, "--html", options.html, _page(panels))
+    if options.trace is not None:
+        try:
+            write_recording(options.trace, of_simulation(spec, timeline, __version__))
+        except OSError as error:
+            parser.error(
+                f"--trace is '{options.trace}', which cannot be written ({error.strerror}); name another folder"
+            )
     report = _report(program, timeline)
     if options.json:
         json.dump(report, sys.stdout)

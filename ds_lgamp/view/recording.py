@@ -142,7 +142,7 @@ def of_simulation(spec: ProgramSpec, timeline: Timeline, version: str) -> Record
     for rank in range(spec.pipeline_ranks):
         intervals = [*_computes(timeline, rank), *_beside(timeline, rank), *_messages(spec, timeline, rank)]
         intervals.extend(_waits(timeline, rank, [each for each in intervals if each.lane == "compute"]))
-        timed = _in_order(each for each in intervals if each.end > each.start)
+        timed = in_order(each for each in intervals if each.end > each.start)
         ranks.append(RankRecording(rank, rank, 0, steps=[Step(1, 0.0, timeline.step_time, timed, [])]))
     return Recording("simulated", spec_fields(spec), version, ranks)
 
@@ -184,7 +184,8 @@ def _waits(timeline: Timeline, rank: int, computes: Iterable[Interval]) -> Itera
         now = max(now, each.end)
 
 
-def _in_order(intervals: Iterable[Interval]) -> list[Interval]:
+def in_order(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorts intervals by lane, and in each lane by their start."""
     return sorted(intervals, key=lambda each: (LANES.index(each.lane), each.start, each.end))
 
 

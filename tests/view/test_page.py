@@ -268,5 +268,5 @@ def test_a_page_holds_all_it_needs():
     text = page_of(shown())
     model = json.loads(re.search(r'type="application/json">(.*?)</script>', text)[1])
     assert model["panels"][0]["placement"] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert not re.search(r'(?:src|href)\s*=|@import|url\(', text.replace("url(#", ""))
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(", text.replace("url(#", ""))
     assert "Permission to use, copy, modify" in text and len(text) < 300_000

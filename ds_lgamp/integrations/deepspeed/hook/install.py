@@ -107,6 +107,19 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 
+def with_keys(build: Callable[..., Any], keys: dict[str, Any]) -> Callable[..., Any]:
+    """Returns ``build``, the builder of an engine, with ``keys`` in place of those of an enabled block."""
+
+    @wraps(build)
+    def built(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
+        config = arguments.get("config")
+        if isinstance(config, dict) and read_block(config) is not None:
+            arguments["config"] = {**config, BLOCK: {**config[BLOCK], **keys}}
+        return build(stock, *positional, **arguments)
+
+    return built
+
+
 def partition_method_of(module: PipelineModule) -> str:
     """The ``partition_method`` of ``module``; "parameters" if the module was built before :func:`install`."""
     return getattr(module, _METHOD, "parameters")
