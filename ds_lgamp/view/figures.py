@@ -1,12 +1,13 @@
 """Where the time of a recorded step went, in numbers."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from ds_lgamp.view.critical_path import Causes, Place, causes, critical_path
+from ds_lgamp.view.messages import with_arrivals
 from ds_lgamp.view.recording import Recording, RecordingError, Step
 
 COMPUTE = ("forward", "backward", "step")
@@ -17,7 +18,7 @@ KINDS = (*COMPUTE, *WAITS, IDLE)
 LABELS = {"step": "update"}
 """What readers see in place of a kind's own name."""
 BETWEEN = "between"
-"""On the critical path: time between an interval and the one that follows it."""
+"""On the critical path: time between an interval and the one that follows it, in which the rank waited for nothing."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Figures:
     peak_bytes: list[int]
     """The most bytes alive on each rank's device; 0 if unknown."""
     critical_path: dict[str, float]
-    """Seconds of the critical path by what they went into: compute kinds, lanes, and ``between``."""
+    """Seconds of the critical path by what they went into: compute kinds, lanes, waits and ``between``."""
 
     def mean(self, kind: str) -> float:
         """Returns the seconds of a kind, as the mean over the ranks."""
@@ -57,7 +58,7 @@ class Shown:
 
     recording: Recording
     steps: list[Step]
-    """Of each rank."""
+    """Of each rank, with sends that end when their message is used."""
     causes: Causes
     path: list[Place]
     figures: Figures
@@ -78,8 +79,9 @@ def show(recording: Recording, number: int | None = None) -> Shown:
 
     Raises RecordingError if there is none.
     """
-    steps = _pick(recording, number)
-    found = causes(recording.program_spec(), recording.ranks, steps)
+    spec = recording.program_spec()
+    steps = with_arrivals(spec, recording.ranks, _pick(recording, number))
+    found = causes(spec, recording.ranks, steps)
     path = critical_path(steps, found)
     return Shown(recording, steps, found, path, _figures(recording, steps, path))
 
@@ -135,15 +137,24 @@ def _along(steps: Sequence[Step], path: Sequence[Place]) -> dict[str, float]:
     """Returns the seconds of the critical path by what they went into. Each moment counts once."""
     spent: defaultdict[str, float] = defaultdict(float)
     now = min(step.start for step in steps)
-    intervals = [steps[place.rank].intervals[place.interval] for place in path]
-    for each, following in zip(intervals, [*intervals[1:], None]):
+    for place in path:
+        each = steps[place.rank].intervals[place.interval]
         start, end = max(each.start, now), max(each.end, now)
-        # A send is known to be over when its rank looks, which may be long after the message has arrived.
-        if following is not None and start < following.start < end:
-            end = following.start
-        spent[BETWEEN] += start - now
+        for kind, time in _waits(steps[place.rank], now, start):
+            spent[kind] += time
         spent[each.kind if each.lane == "compute" else each.lane] += end - start
         now = end
     spent[BETWEEN] += max(step.end for step in steps) - now
     # Sums of rounded times leave something where there is nothing.
     return {kind: time for kind, time in spent.items() if time > 1e-9 * now}
+
+
+def _waits(step: Step, start: float, end: float) -> Iterator[tuple[str, float]]:
+    """Yields what a rank waited for between two times, and for how long; what is left is BETWEEN."""
+    left = end - start
+    for each in step.intervals if left > 0 else ():
+        within = min(each.end, end) - max(each.start, start)
+        if each.lane == "wait" and within > 0:
+            yield each.kind, within
+            left -= within
+    yield BETWEEN, max(left, 0.0)

@@ -37,7 +37,8 @@ def _gantt(shown: Shown, width: int) -> str:
     waits = [[each for each in intervals if each.lane == "wait" and each.kind not in _BUBBLE] for _, intervals in ranks]
     timeline = Timeline(
         spans=[_spans(shown, (each for each in rank if each.kind != "step")) for rank in computes],
-        collectives=[_spans(shown, rank) for rank in beside],
+        # A STEP has collectives of its own, such as that of the norm.
+        collectives=[_spans(shown, (each for each in rank if each.name != "STEP")) for rank in beside],
         waits=[[Wait(*span) for span in _spans(shown, rank)] for rank in waits],
         updates=[_spans(shown, (each for each in rank if each.kind == "step")) for rank in computes],
         ideal=0.0,
@@ -47,6 +48,7 @@ def _gantt(shown: Shown, width: int) -> str:
 
 
 def _spans(shown: Shown, intervals: Iterable[Interval]) -> list[Span]:
+    """What of the intervals belongs to an action, from the beginning of the step on."""
     actions = [(each, action_of(each.name)) for each in intervals]
     return [
         Span(each.start - shown.start, each.end - shown.start, action) for each, action in actions if action is not None

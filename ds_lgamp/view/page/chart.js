@@ -5,7 +5,10 @@ const LEFT = 132, AXIS = 24, TITLE = 26, GAP = 5;
 const FONT = "system-ui, 'DejaVu Sans', sans-serif";
 const canvas = document.getElementById("chart"), scroller = document.getElementById("scroller");
 const context = canvas.getContext("2d");
-const most = Math.max(0, ...model.panels.flatMap((panel) => panel.ranks.flatMap((rank) => rank.memory[1])));
+const alive = model.panels.flatMap((panel) => panel.ranks.flatMap((rank) => rank.memory[1]));
+const most = alive.reduce((a, b) => Math.max(a, b), 0), least = alive.reduce((a, b) => Math.min(a, b), most);
+// What is always alive hides what comes and goes, so it is cut off if it is more than half.
+const floor = least > most / 2 ? least : 0;
 
 // What the user chose. `zoom` maps the scale of the whole step to what one sees.
 const state = { zoom: d3.zoomIdentity, microBatch: null, path: false, lanes: false, memory: false, shown: null };
@@ -188,7 +191,7 @@ function pale(kind, share = 0.45) {
 }
 
 function drawMemory(row, x) {
-  const [times, bytes] = row.rank.memory, base = row.top + row.height - 1, y = (alive) => base - ((row.height - 3) * alive) / most;
+  const [times, bytes] = row.rank.memory, base = row.top + row.height - 1, y = (alive) => base - ((row.height - 4) * (alive - floor)) / (most - floor || 1) - 1;
   context.save();
   context.beginPath();
   context.rect(LEFT, row.top, width - LEFT, row.height);
@@ -204,6 +207,12 @@ function drawMemory(row, x) {
   context.globalAlpha = 0.35;
   context.fill();
   context.restore();
+}
+
+// The least and the most that a rank remembers.
+function remembered(rank) {
+  const bytes = rank.memory[1], [low, high] = [bytes.reduce((a, b) => Math.min(a, b)), bytes.reduce((a, b) => Math.max(a, b))].map(size);
+  return low === high ? high : `${low.split(" ")[1] === high.split(" ")[1] ? low.split(" ")[0] : low} to ${high}`;
 }
 
 // Lines from interval to interval: the critical path, the micro-batch, what the chosen interval followed.
@@ -230,16 +239,13 @@ function drawThread(panel, places, x, colour, thick) {
   context.strokeStyle = colour;
   context.lineWidth = thick;
   context.beginPath();
-  places.forEach(([rankIndex, index], place) => {
+  for (const [rankIndex, index] of places) {
     const rank = panel.ranks[rankIndex], row = rowOf(panel, rankIndex, rank.lane[index]);
-    if (!row) return;
-    // The end of a send may be seen long after the message arrived.
-    const [nextRank, nextIndex] = places[place + 1] ?? [], next = panel.ranks[nextRank]?.start[nextIndex] ?? Infinity;
-    const end = next > rank.start[index] ? Math.min(rank.end[index], next) : rank.end[index];
+    if (!row) continue;
     const y = row.top + row.height - 3;
     context.lineTo(x(rank.start[index]), y);
-    context.lineTo(x(end), y);
-  });
+    context.lineTo(x(rank.end[index]), y);
+  }
   context.stroke();
 }
 
@@ -253,7 +259,7 @@ function drawName(row) {
   context.fillStyle = row.kind === "compute" || row.kind === "title" ? theme.text : theme.faint;
   const bold = row.kind === "title" ? "bold 14" : row.height > 14 && row.kind === "compute" ? "13" : "10.5";
   context.font = `${bold}px ${FONT}`;
-  const words = { title: row.panel.title, compute: row.rank?.label, memory: "memory", lane: model.lanes[row.lanes?.[0]] }[row.kind];
+  const words = { title: row.panel.title, compute: row.rank?.label, memory: row.rank && remembered(row.rank), lane: model.lanes[row.lanes?.[0]] }[row.kind];
   const compact = row.kind === "compute" && row.height < 14 && row.index % 4;
   if (!compact) context.fillText(words, row.kind === "title" || row.kind === "compute" ? 10 : 26, middle + 4);
 }

@@ -71,7 +71,8 @@ function digits(value) {
 function time(value) {
   if (!model.unit) return digits(value);
   const size = Math.abs(value);
-  if (size === 0 || size >= 1) return `${digits(value)} s`;
+  if (size === 0) return "0";
+  if (size >= 1) return `${digits(value)} s`;
   return size >= 1e-3 ? `${digits(value * 1e3)} ms` : `${digits(value * 1e6)} µs`;
 }
 

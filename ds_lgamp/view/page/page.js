@@ -27,7 +27,7 @@ function told({ row, index, moment }) {
   const { rank, panel } = row, lines = [];
   if (row.kind === "memory") {
     const place = Math.max(0, rank.memory[0].findLastIndex((each) => each <= moment));
-    return [element("b", {}, size(rank.memory[1][place])), `${rank.detail}, at ${time(moment)}; most: ${size(Math.max(...rank.memory[1]))}`];
+    return [element("b", {}, size(rank.memory[1][place])), `${rank.detail}, at ${time(moment)}; most: ${size(panel.peak_bytes[row.index])}`];
   }
   if (index === null) return [];
   const about = rank.about[index], lane = model.lanes[rank.lane[index]], kind = model.words[rank.kind[index]];
