@@ -24,7 +24,7 @@ SECONDS = 0.4
 def shown(ranks=4, chunks=2, micro_batches=8, with_memory=True):
     spec = ProgramSpec(place_chunks("modular", ranks * chunks, ranks), "layered", micro_batches, micro_batches, 3)
     recording = of_simulation(spec, simulate(spec, build_program(spec), DURATIONS), "1")
-    for rank in recording.ranks:
+    for rank in recording.ranks if with_memory else ():
         ends = [each.end for each in rank.steps[0].intervals if each.lane == "compute"]
         rank.steps[0] = rank.steps[0]._replace(memory=[(end, 10**6 * number) for number, end in enumerate(ends)])
     return show(recording)
@@ -204,7 +204,8 @@ def test_keys_walk_over_actions_and_tell_them(opened):
 
 
 def test_memory_is_drawn_where_it_is_known_and_told(opened):
-    window = opened(page_of(shown()))
+    window = opened(page_of(shown(), shown(with_memory=False)))
+    assert window.evaluate("rows.filter((row) => row.kind === 'memory').length") == 4
     place = window.evaluate(
         """(() => {
             const row = rows.find((each) => each.kind === "memory"), box = canvas.getBoundingClientRect();

@@ -259,9 +259,14 @@ function drawName(row) {
   context.fillStyle = row.kind === "compute" || row.kind === "title" ? theme.text : theme.faint;
   const bold = row.kind === "title" ? "bold 14" : row.height > 14 && row.kind === "compute" ? "13" : "10.5";
   context.font = `${bold}px ${FONT}`;
-  const words = { title: row.panel.title, compute: row.rank?.label, memory: row.rank && remembered(row.rank), lane: model.lanes[row.lanes?.[0]] }[row.kind];
   const compact = row.kind === "compute" && row.height < 14 && row.index % 4;
-  if (!compact) context.fillText(words, row.kind === "title" || row.kind === "compute" ? 10 : 26, middle + 4);
+  if (!compact) context.fillText(nameOf(row), row.kind === "title" || row.kind === "compute" ? 10 : 26, middle + 4);
+}
+
+function nameOf(row) {
+  if (row.kind === "title") return row.panel.title;
+  if (row.kind === "compute") return row.rank.label;
+  return row.kind === "memory" ? remembered(row.rank) : model.lanes[row.lanes[0]];
 }
 
 function drawAxis(x, visible) {
