@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ds_lgamp.view.figures import Shown
 
-SIMULATED = "simulated"
+SIMULATED, PLAIN = "simulated", "1f1b"
 
 
 def add_view_command(commands: Any) -> None:
@@ -25,8 +25,9 @@ def add_view_command(commands: Any) -> None:
     )
     command.add_argument(
         "--against",
-        metavar="simulated|OTHER",
-        help="also show the same program on the clock, with the mean durations of the step, or another recording",
+        metavar="simulated|1f1b|OTHER",
+        help="also show the same program, or 1F1B, on the clock with the mean durations of the step; or another "
+        "recording",
     )
     command.add_argument(
         "--html", type=Path, metavar="FILE", help="also draw a page to zoom into; a browser opens the file"
@@ -75,5 +76,9 @@ def _shown(options: argparse.Namespace) -> "Iterator[tuple[str, Shown]]":
         from ds_lgamp.view.measured_costs import simulated
 
         yield "the same program", show(simulated(first))
+    elif options.against == PLAIN:
+        from ds_lgamp.view.measured_costs import simulated_1f1b
+
+        yield "1F1B", show(simulated_1f1b(first))
     elif options.against is not None:
         yield options.against, show(read_recording(Path(options.against)))

@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
-from ds_lgamp.schedule.costs import Costs, Link, links_of
+from ds_lgamp.schedule.costs import Costs, Durations, Link, links_of, uniform_costs
+from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -21,6 +23,25 @@ def simulated(shown: Shown) -> Recording:
     spec = shown.recording.program_spec()
     timeline = simulate(spec, build_program(spec), costs_of(shown))
     return of_simulation(spec, timeline, shown.recording.version)
+
+
+def simulated_1f1b(shown: Shown) -> Recording:
+    """Returns the recording of 1F1B at stage 1 on the clock: the layers in their order, one chunk on each rank, which
+    takes as long as the chunks with these layers took on average in a step."""
+    costs, chunks = costs_of(shown), shown.recording.program_spec().placement
+    ranks, micro_batches = max(chunks) + 1, shown.recording.program_spec().micro_batches
+    spec = ProgramSpec(tuple(range(ranks)), "1f1b", micro_batches, micro_batches, zero_stage=1)
+    home = place_chunks("contiguous", len(chunks), ranks)
+
+    def together(times: Sequence[float]) -> list[float]:
+        return [sum(time for time, rank in zip(times, home) if rank == each) for each in range(ranks)]
+
+    hop = fmean(costs.hop.values()) if costs.hop else 0.0
+    whole = replace(
+        uniform_costs(spec, Durations(hop=hop)),
+        **{name: together(getattr(costs, name)) for name in ("forward", "backward", "gather", "reduce", "update")},
+    )
+    return of_simulation(spec, simulate(spec, build_program(spec), whole), shown.recording.version)
 
 
 def costs_of(shown: Shown) -> Costs:
