@@ -39,7 +39,11 @@ def simulated_1f1b(shown: Shown) -> Recording:
     hop = fmean(costs.hop.values()) if costs.hop else 0.0
     whole = replace(
         uniform_costs(spec, Durations(hop=hop)),
-        **{name: together(getattr(costs, name)) for name in ("forward", "backward", "gather", "reduce", "update")},
+        forward=together(costs.forward),
+        backward=together(costs.backward),
+        gather=together(costs.gather),
+        reduce=together(costs.reduce),
+        update=together(costs.update),
     )
     return of_simulation(spec, simulate(spec, build_program(spec), whole), shown.recording.version)
 
