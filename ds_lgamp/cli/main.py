@@ -16,6 +16,9 @@ from ds_lgamp.cli.schedule import add_schedule_command
 from ds_lgamp.cli.view import add_view_command
 from ds_lgamp.config import ConfigError
 
+_OF_TRAINING = ("measure", "trace", "trace_steps")
+"""Options of ``run`` for what DeepSpeed's engine trains."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
@@ -147,7 +150,7 @@ def _add_env_command(commands) -> None:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.explain and (options.ranks is not None or options.json):
         parser.error("--ranks and --json belong to --explain")
-    for name in ("measure", "trace", "trace_steps"):
+    for name in _OF_TRAINING:
         if options.explain and getattr(options, name) is not None:
             option = name.replace("_", "-")
             parser.error(f"--explain trains nothing that --{option} could see; remove one of them")
@@ -160,8 +163,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except ConfigError as error:
         parser.error(str(error))
     if config is not None:
-        if options.explain or options.measure is not None:
-            parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+        if options.explain or any(getattr(options, name) is not None for name in _OF_TRAINING):
+            parser.error(
+                f"--explain, --measure, --trace and --trace-steps are for DeepSpeed's engine, not for a run with "
+                f"{megatron.OPTION}"
+            )
         if options.explained is not None:
             parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
         if options.cluster is not None:

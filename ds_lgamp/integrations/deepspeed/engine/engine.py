@@ -355,6 +355,7 @@ class LgampEngine(PipelineEngine):
         get_accelerator().synchronize()
         if self.executor.trace is not None:
             self.executor.trace.close()
+            self.executor.trace = None
 
     def destroy(self) -> None:
         try:

@@ -231,8 +231,9 @@ def test_the_engine_launches_these_kernels_and_no_others(steps, name):
         assert in_step.total() == expected_in_step(CASES[name], rank), in_step
 
 
-def test_the_traces_of_steps_are_read_late_and_are_whole(steps, folder):
-    """All but the last: nobody has waited for the device after it."""
-    for rank in read_recording(folder / "trace").ranks:
-        assert [step.step for step in rank.steps] == [1, 2]
+@pytest.mark.parametrize("name", ["traced"])
+def test_a_trace_is_read_when_nobody_waits_for_it_any_more(steps, folder, name):
+    """The last step at the end of the process group."""
+    for rank in read_recording(folder / CASES[name].block["trace"]).ranks:
+        assert [step.step for step in rank.steps] == [1, 2, 3]
         assert all(step.intervals and step.memory for step in rank.steps)

@@ -48,6 +48,10 @@ def train_all(folder):
     told["none"] = train_untraced()
     (folder / "file").write_text("")
     told["refused"] = refusal(lambda: engine_of(2, 1, block={"trace": str(folder / "file")}))
+    first = engine_of(2, 1, block={"trace": str(folder / "twice")})
+    told["twice"] = refusal(lambda: engine_of(2, 1, block={"trace": str(folder / "twice")}))
+    first.destroy()
+    engine_of(2, 1, block={"trace": str(folder / "twice")})
     return told
 
 
@@ -208,6 +212,12 @@ def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(told):
     folder, by_rank = told
     words = f"ds_lgamp.trace is '{folder / 'file'}', which cannot be written (File exists); use another folder"
     assert {rank["refused"] for rank in by_rank} == {words}
+
+
+def test_two_engines_do_not_record_in_one_folder(told):
+    folder, by_rank = told
+    words = f"ds_lgamp.trace is '{folder / 'twice'}', where another engine of the script records; use another folder"
+    assert {rank["twice"] for rank in by_rank} == {words}
 
 
 def train_until_killed(folder):
