@@ -18,6 +18,7 @@ EXAMPLES = {
         "ds_lgamp view runs/trace",
         "ds_lgamp view runs/trace --against simulated --html step.html",
         "ds_lgamp view runs/before --against runs/after --html both.html",
+        "ds_lgamp view runs/trace --perfetto trace.pftrace",
     ),
     "run": (
         "torchrun --nproc_per_node 8 -m ds_lgamp run train.py --deepspeed_config ds_config.json",

@@ -11,9 +11,9 @@ def count(text: str) -> int:
     return int(text)
 
 
-def write_text(parser: argparse.ArgumentParser, option: str, path: Path, text: str) -> None:
+def write_file(parser: argparse.ArgumentParser, option: str, path: Path, content: bytes) -> None:
     """Writes the file that an option names. Ends the command with a sentence if that fails."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         parser.error(f"{option} is '{path}', which cannot be written ({error.strerror}); name another file")

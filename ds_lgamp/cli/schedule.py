@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, write_text
+from ds_lgamp.cli.options import count, write_file
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -101,9 +101,9 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     timeline = simulate(spec, program, durations)
     panels = beside_1f1b(spec, timeline, durations)
     if options.svg is not None:
-        write_text(parser, "--svg", options.svg, svg_gantt(panels))
+        write_file(parser, "--svg", options.svg, svg_gantt(panels).encode())
     if options.html is not None:
-        write_text(parser, "--html", options.html, _page(panels))
+        write_file(parser, "--html", options.html, _page(panels).encode())
     if options.trace is not None:
         try:
             write_recording(options.trace, of_simulation(spec, timeline, __version__))

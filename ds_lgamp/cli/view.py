@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, write_text
+from ds_lgamp.cli.options import count, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +32,9 @@ def add_view_command(commands: Any) -> None:
     command.add_argument(
         "--html", type=Path, metavar="FILE", help="also draw a page to zoom into; a browser opens the file"
     )
+    command.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="also write all recorded steps for ui.perfetto.dev"
+    )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     command.set_defaults(run=_view)
 
@@ -47,14 +50,19 @@ def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(str(error))
     if options.html is not None:
         panels = [Panel(f"{name}: {each.title}", each) for name, each in shown]
-        write_text(parser, "--html", options.html, html_page(_title(shown[0][1]), panels))
+        page = html_page(_title(shown[0][1]), panels)
+        write_file(parser, "--html", options.html, page.encode())
+    if options.perfetto is not None:
+        from ds_lgamp.view.perfetto import perfetto_trace
+
+        write_file(parser, "--perfetto", options.perfetto, perfetto_trace(shown[0][1].recording))
     steps = [each for _, each in shown]
     if options.json:
         print(json.dumps([each.figures.as_json() for each in steps]))
         return 0
     print(report(steps))
-    if options.html is not None:
-        print(f"written: {options.html}")
+    for path in filter(None, (options.html, options.perfetto)):
+        print(f"written: {path}")
     return 0
 
 

@@ -13,7 +13,8 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.recording import of_simulation, write_recording
+from ds_lgamp.view.perfetto import perfetto_trace
+from ds_lgamp.view.recording import of_simulation, read_recording, write_recording
 
 SPEC = ProgramSpec(place_chunks("modular", 4, 2), "layered", 4, 4, 3)
 
@@ -62,6 +63,13 @@ def test_a_page_shows_the_step_beside_the_simulated_one_or_another_recording(rec
     assert main(["view", str(other), "--against", str(recording), "--html", str(page)]) == 0
     assert panels(page) == {f"{other}: measured, step 2": 31, f"{recording}: simulated": 27}
     assert capsys.readouterr().out.splitlines()[-1] == f"written: {page}"
+
+
+def test_all_steps_go_to_perfetto(recording, tmp_path, capsys):
+    trace = tmp_path / "out.pftrace"
+    assert main(["view", str(recording), "--perfetto", str(trace)]) == 0
+    assert trace.read_bytes() == perfetto_trace(read_recording(recording))
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {trace}"
 
 
 def test_a_schedule_is_drawn_beside_1f1b_into_a_page(tmp_path, capsys):
