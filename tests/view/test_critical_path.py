@@ -102,11 +102,14 @@ def test_ranks_with_copies_of_a_module_begin_the_step_behind_the_last_of_them():
 
 
 def test_clocks_that_disagree_end_the_path_instead_of_running_in_a_circle():
-    """B0.0 seems to begin before B1.0, which made its input, and so does F1.0 before F0.0."""
+    """F0.0 follows a gather that rank 1 launched behind F0.1, and F0.1 a reduction that rank 0 launched behind F0.0."""
     first = step_of(
-        ("wait", "B0.0", 0, 1, "gradient"), compute("B0.0", 1, 2), compute("F0.0", 2, 4),
+        ("gather", "GATHER0", 0, 3), ("wait", "WAIT_GATHER0", 0, 3, "gather"), compute("F0.0", 3, 4),
+        ("reduce", "REDUCE1", 4.1, 4.15),
     )  # fmt: skip
     second = step_of(
-        ("wait", "F1.0", 0, 3, "activation"), compute("F1.0", 3, 3.5), compute("B1.0", 0.5, 5),
+        ("reduce", "REDUCE1", 1, 4.2), ("wait", "WAIT_REDUCE1", 0, 4.2, "reduce"), compute("F0.1", 4.2, 4.8),
+        ("gather", "GATHER0", 5, 5.5),
     )  # fmt: skip
-    assert path_of(spec_of(2, 2), [first, second])[-1] == (1, "B1.0")
+    path = path_of(spec_of(2, 1, micro_batches=2, micro_batch_group=2), [first, second], replicas=2)
+    assert path == [(0, "GATHER0"), (0, "F0.0"), (1, "REDUCE1"), (1, "F0.1")]
