@@ -73,6 +73,7 @@ def test_an_arrow_leads_from_every_message_to_the_compute_that_uses_it():
             end.update((flow, (name, track.name, start)) for flow in event.terminating_flow_ids)
     sends = [action for actions in build_program(spec) for action in actions if action.kind in SENDS]
     assert begin.keys() == end.keys() and len(begin) == len(sends)
+    assert sum(len(event.flow_ids) for track in events.values() for _, event in track) == len(sends)
     arrows = {begin[flow][0]: end[flow] for flow in begin}
     for send in sends:
         receive = receive_matching(send)
