@@ -78,6 +78,9 @@ class Trace:
         self._run: _Run | None = None
         """The step that is recorded."""
         self._unwritten: deque[_Step] = deque()
+        # An engine may be freed before the process group ends.
+        self._finish = weakref.finalize(self, _write_all, self._unwritten, self._output, self._clock)
+        self._finish.atexit = False
         self._awaited: defaultdict[Action, list[_Flight]] = defaultdict(list)
         """What was launched and not awaited yet, by the action that launched it."""
 
@@ -89,7 +92,7 @@ class Trace:
             executor: runs the step.
             spec: returns the spec of the step while that runs.
         """
-        self._write(whatever=False)
+        self._write_known()
         if not self._first <= number <= self._last or self._output.failed:
             return
         if not self._clock.runs:
@@ -105,7 +108,7 @@ class Trace:
             self.stop()
             self._output.spec = spec
             self._unwritten.append(step)
-            self._write(whatever=False)
+            self._write_known()
 
     def stop(self) -> None:
         """Stops recording. A step that has not ended has failed; it is forgotten."""
@@ -115,11 +118,11 @@ class Trace:
 
     def close(self) -> None:
         """Writes what is left. The device has come to its end."""
-        self._write(whatever=True)
+        self._finish()
 
-    def _write(self, whatever: bool) -> None:
-        """Writes the steps whose times are known, or all of them."""
-        while self._unwritten and (whatever or self._unwritten[0].is_known(self._clock)):
+    def _write_known(self) -> None:
+        """Writes the steps whose times are known."""
+        while self._unwritten and self._unwritten[0].is_known(self._clock):
             self._output.write(self._unwritten.popleft().read(self._clock))
 
     def time(self, kind: str) -> AbstractContextManager[None]:
@@ -228,6 +231,11 @@ class _Step:
                 lane = LANE_OF[kind] if kind in COLLECTIVES else lane
             end = clock.seconds(self.end if flight.over is None else flight.over)
             yield Interval(lane, str(flight.action or lane), begin, max(begin, end), bytes=flight.moved)
+
+
+def _write_all(steps: "deque[_Step]", output: "_Output", clock: HostClock) -> None:
+    while steps:
+        output.write(steps.popleft().read(clock))
 
 
 def _memory_of(device: torch.device) -> Callable[[], int]:

@@ -241,7 +241,7 @@ def test_the_engine_launches_these_kernels_and_no_others(steps, name):
 
 @pytest.mark.parametrize("name", ["traced"])
 def test_a_trace_is_read_when_nobody_waits_for_it_any_more(steps, folder, name):
-    """The last step at the end of the process group."""
+    """The last step when the engine is freed."""
     for rank in read_recording(folder / CASES[name].block["trace"]).ranks:
         assert [step.step for step in rank.steps] == [1, 2, 3]
         assert all(step.intervals and step.memory for step in rank.steps)
