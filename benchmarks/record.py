@@ -157,12 +157,12 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
-        "commit": _commit(),
+        "commit": commit(),
         "load_before": load(),
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit, marked as dirty if code has changed. Pages and results are no part of what is measured."""
     changed = _output_of("git", "status", "--porcelain", "--", "*.py", "*.toml", "*.sh")
     commit = _output_of("git", "rev-parse", "--short", "HEAD")
