@@ -29,9 +29,8 @@ def run(minutes: float, seed: int, commit: str) -> Run:
         jobs[job.fault][job.door] += judged.met
         complaints[job.fault].update({complaint.kind for complaint in judged.complaints})
     spent = round((time.monotonic() - begun) / 60, 1)
-    return Run(
-        commit, seed, spent, dict(jobs), {fault: kinds for fault, kinds in complaints.items() if kinds}, left_out
-    )
+    wrong = {fault: dict(kinds) for fault, kinds in complaints.items() if kinds}
+    return Run(commit, seed, spent, {fault: dict(doors) for fault, doors in jobs.items()}, wrong, left_out)
 
 
 def tell(job: Job, curves: Curves) -> Judged:
