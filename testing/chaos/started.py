@@ -141,10 +141,9 @@ class _Started:
 
     def _ranks(self, except_for: int | None = None) -> list[int]:
         """Returns the processes of ranks that run."""
-        ranks = {
-            int(file.name.removeprefix("rank ")): int(file.read_text() or 0) for file in self.folder.glob("rank *")
-        }
-        return [pid for rank, pid in ranks.items() if pid and rank != except_for and _runs(pid)]
+        files = {int(file.name.removeprefix("rank ")): file for file in self.folder.glob("rank *")}
+        pids = [int(file.read_text() or 0) for rank, file in files.items() if rank != except_for]
+        return [pid for pid in pids if pid and _runs(pid)]
 
     def _processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():

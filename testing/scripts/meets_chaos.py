@@ -1,6 +1,6 @@
-"""A job that testing.chaos disturbs. Its argument is a JSON file with the fields of ``testing.chaos.jobs.Job``, a folder
-and the processes that hold the network of the ranks, if they have one. Every rank leaves a file with its process in the
-folder; the rank that meets a fault leaves the file "fault"."""
+"""A job that testing.chaos disturbs. Its argument is a JSON file with the fields of ``testing.chaos.jobs.Job``, a
+folder, and the processes that hold the network of the ranks, if they have one. Every rank leaves a file with its process
+in the folder; the rank that meets a fault leaves the file "fault"."""
 
 import ctypes
 import json
