@@ -25,6 +25,7 @@ NAMES = (
     "overhead",
     "growth",
     "checkpoint",
+    "restart",
     "megatron",
     "megatron_slow",
     "planner_fit",
@@ -40,8 +41,8 @@ ON_ACCELERATOR = "gpu"
 OF_BERT = ("bert", "bert_learning", "bert_plan")
 """The benchmarks whose tables stand in docs/bert.md."""
 
-ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", *OF_BERT)
-"""The benchmarks whose tables stand in docs/planner.md, docs/optimizers.md, docs/offload.md and
+ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", "restart", *OF_BERT)
+"""The benchmarks whose tables stand in docs/planner.md, docs/optimizers.md, docs/offload.md, docs/failures.md and
 docs/bert.md."""
 
 _PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")

@@ -63,7 +63,7 @@ def _summary(runs: list[Run]) -> str:
     share = f" ({named / to_name:.1%})" if to_name else ""
     return (
         f"{total} jobs in {minutes:.0f} minutes: {kinds[HANG]} hangs, {kinds[LOST]} lost checkpoints; of {to_name} "
-        f"faults that end a job or a save, {named}{share} were blamed on the right rank and on no other."
+        f"faults that must be named, {named}{share} were blamed on the right rank and on no other."
     )
 
 
