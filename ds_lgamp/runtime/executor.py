@@ -142,8 +142,6 @@ class Executor:
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from error
-        finally:
-            here.place = Place.SCRIPT
 
     @property
     def losses(self) -> list[torch.Tensor]:
