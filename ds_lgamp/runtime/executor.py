@@ -130,6 +130,7 @@ class Executor:
             self.current, self.row = None, len(self.program)
             with self._doing("send"):
                 self.links.drain()
+            self.doing = ""
             self.links.broken = False
         except Exception as error:
             batch.graphs.clear()

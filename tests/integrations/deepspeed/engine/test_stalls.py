@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ds_lgamp
 from testing.chaos.doors import UnderDeepSpeed
+from testing.deepspeed_rank import prepare_rank
 from testing.ranks import started_ranks
 from tests.slow import slow_except
 
@@ -25,6 +26,7 @@ def stands_still(folder, door, culprit, where):
     rank = dist.get_rank()
     os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
     ds_lgamp.install()
+    prepare_rank()
     passes, wanted = 0, None
 
     def meet(place):
