@@ -43,6 +43,14 @@ class Job(NamedTuple):
         return (self.rank + apart) % self.ranks
 
     @property
+    def alike(self) -> tuple[str | int, ...]:
+        """Jobs for which this is the same have the same losses. Models of transformers have dropout, so there the
+        layout matters; in other jobs it must not."""
+        model = (self.door, self.layers)
+        layout = (self.pipeline_ranks, self.data_ranks, self.schedule, self.micro_batches)
+        return (*model, *layout) if self.door == "transformers" else model
+
+    @property
     def goes_on(self) -> bool:
         """Whether the job saves checkpoints from which it can go on."""
         return "save" in DOORS[self.door]

@@ -44,8 +44,8 @@ class Judged(NamedTuple):
     complaints: list[Complaint]
 
 
-Curves = dict[tuple[str, int], dict[int, float]]
-"""Losses by step, by door and number of layers. All other settings must not matter."""
+Curves = dict[tuple[str | int, ...], dict[int, float]]
+"""Losses by step, of jobs that must have the same."""
 
 
 def judge(job: Job, folder: Path, curves: Curves) -> Judged:
@@ -62,7 +62,7 @@ def judge(job: Job, folder: Path, curves: Curves) -> Judged:
         found += lost(checkpoints)
         if job.fault == "corrupt checkpoint":
             damaged = damage(checkpoints)
-        found += _of_restart(job, folder, curves.setdefault((job.door, job.layers), {}))
+        found += _of_restart(job, folder, curves.setdefault(job.alike, {}))
         found += lost(checkpoints, damaged)
     return Judged(end.met, found)
 
