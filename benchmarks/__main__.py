@@ -15,7 +15,8 @@ from benchmarks.gpu_day import command
 from benchmarks.record import Record, finish
 
 
-def main() -> None:
+def command_line() -> argparse.ArgumentParser:
+    """Returns the parser of all benchmarks."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     names = commands.add_parser("run", help="measure, and write benchmarks/results/NAME.json").add_subparsers(
@@ -30,7 +31,11 @@ def main() -> None:
         if name in IN_PARTS:
             run.add_argument("--part", choices=IN_PARTS[name], help="measure this one only, and keep the others' rows")
     command.add(commands)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = command_line().parse_args()
     if options.command == command.NAME:
         sys.exit(command.run(options))
     arguments, part = {}, getattr(options, "part", None)

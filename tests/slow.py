@@ -1,4 +1,4 @@
-"""Divides tests into those of the default set and slow ones, which ``launch/test.sh --all`` runs too."""
+"""Divides tests into those of the default set, slow ones, which ``launch/test.sh --all`` runs too, and the rest."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -6,13 +6,17 @@ from typing import Any
 import pytest
 
 
-def slow_except(default: Collection[Any], values: Sequence[Any], several: bool = False) -> list[Any]:
-    """Returns ``values`` for a parameter. Those that are not in ``default`` are slow. With ``several`` each value is a
-    tuple for several parameters."""
-    slow = pytest.mark.slow
-    return [
-        value if value in default else pytest.param(*(value if several else (value,)), marks=slow) for value in values
-    ]
+def slow_except(
+    default: Collection[Any], values: Sequence[Any], several: bool = False, slow: Collection[Any] | None = None
+) -> list[Any]:
+    """Returns ``values`` for a parameter. Those that are not in ``default`` are slow; if ``slow`` is given, those in
+    neither run only with ``-m full``. With ``several`` each value is a tuple for several parameters."""
+
+    def marked(value: Any) -> Any:
+        mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.full
+        return pytest.param(*(value if several else (value,)), marks=mark)
+
+    return [value if value in default else marked(value) for value in values]
 
 
 def chosen(request: pytest.FixtureRequest, *parameters: str) -> set[Any]:

@@ -16,6 +16,7 @@ from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensor
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER
 from ds_lgamp.checkpoint.verify import verify
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, write_whole
+from ds_lgamp.cli.progress import at_work
 
 _DATA_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _GIGABYTE = 10**9
@@ -44,27 +45,30 @@ def _info(options: argparse.Namespace, output: TextIO) -> None:
 
 def _verify(options: argparse.Namespace, output: TextIO) -> None:
     folder = _existing(options.source)
-    verify(folder)
+    with at_work(f"reading {folder}"):
+        verify(folder)
     _tell(options, output, f"{folder} is whole", folder=str(folder), whole=True)
 
 
 def _export(options: argparse.Namespace, output: TextIO) -> None:
     source, target = _existing(options.source), options.target
-    if options.format == "deepspeed":
-        from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
+    with at_work(f"exporting {source}"):
+        if options.format == "deepspeed":
+            from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
 
-        target = _new(target, source.name)
-        write_stock(read_whole(source), target, options.pipeline_ranks, options.data_ranks)
-    else:
-        write_safetensors(source, target, _DATA_TYPES[options.dtype], int(options.max_shard_size * _GIGABYTE))
+            target = _new(target, source.name)
+            write_stock(read_whole(source), target, options.pipeline_ranks, options.data_ranks)
+        else:
+            write_safetensors(source, target, _DATA_TYPES[options.dtype], int(options.max_shard_size * _GIGABYTE))
     _tell(options, output, f"wrote {target}", folder=str(target))
 
 
 def _import(options: argparse.Namespace, output: TextIO) -> None:
-    whole, tag = _read_foreign(options.source)
-    target = _new(options.target, tag)
-    write_whole(target, whole)
-    folders.write_latest(target.parent, target.name)
+    with at_work(f"importing {options.source}"):
+        whole, tag = _read_foreign(options.source)
+        target = _new(options.target, tag)
+        write_whole(target, whole)
+        folders.write_latest(target.parent, target.name)
     weights_only = whole.state["optimizer"] is None
     hint = ": weights only, for load_module_only=True" if weights_only else ""
     _tell(options, output, f"wrote {target}{hint}", folder=str(target), weights_only=weights_only)

@@ -18,7 +18,7 @@ from ds_lgamp.runtime.calibrate import measure_nodes
 from ds_lgamp.runtime.hardware import network_kind, own_interface
 
 
-def detect(path: Path, output: TextIO) -> int:
+def detect(path: Path, as_json: bool, output: TextIO) -> int:
     """Measures, and writes ``path``. Collective over all ranks that a launcher started. Rank 0 writes and prints.
     Returns the exit status.
 
@@ -45,7 +45,7 @@ def detect(path: Path, output: TextIO) -> int:
         text = cluster_text(nodes, links, None if measured.inside is None else Link(*measured.inside))
         if dist.get_rank() == 0:
             path.write_text(json.dumps(text, indent=2) + "\n")
-            output.write(f"{path}:\n{json.dumps(text, indent=2)}\n")
+            output.write(json.dumps(text) + "\n" if as_json else f"{path}:\n{json.dumps(text, indent=2)}\n")
     finally:
         dist.destroy_process_group()
     return 0

@@ -196,6 +196,7 @@ def _add_cluster_command(commands) -> None:
         **with_examples("cluster detect"),
     )
     detect.add_argument("file", type=Path, metavar="FILE", help="the cluster file to write on the first node")
+    detect.add_argument("--json", action="store_true", help="print JSON")
     detect.set_defaults(run=_detect)
 
 
@@ -280,7 +281,7 @@ def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
     try:
         with _own_output() as output:
-            return detect(options.file, output)
+            return detect(options.file, options.json, output)
     except ValueError as error:
         parser.error(str(error))
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.clusters import named_cluster
 from ds_lgamp.planner.quantity import with_unit
 from ds_lgamp.runtime.calibrate import Calibration, calibrate
@@ -30,7 +31,8 @@ def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if ranks > 1:
         dist.init_process_group(accelerator.communication_backend_name() if device.type != "cpu" else "gloo")
-    found = calibrate(device)
+    with at_work("measuring this machine"):
+        found = calibrate(device)
     if rank == 0:
         text = merged(_existing(path), found)
         path.write_text(json.dumps(text, indent=2) + "\n")

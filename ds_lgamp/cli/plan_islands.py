@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.model import Model
@@ -29,7 +30,8 @@ def run_search(options: argparse.Namespace, model: Model, cluster: IslandCluster
 
     Raises ValueError, with a sentence, if nothing fits or the file lacks something.
     """
-    plans = search_islands(model, cluster, options.batch_size, options.top or TOP)
+    with at_work("comparing configurations"):
+        plans = search_islands(model, cluster, options.batch_size, options.top or TOP)
     if options.json:
         json.dump(as_json(model, cluster, plans, options.tokens), output)
         output.write("\n")

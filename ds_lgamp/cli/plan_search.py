@@ -12,6 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.exact import exact_seconds, is_quick
 from ds_lgamp.planner.model import Model
@@ -31,7 +32,8 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
 
     Raises ValueError, with a sentence, if nothing fits.
     """
-    plans = search(model, cluster, options.batch_size, options.objective, options.top)
+    with at_work("comparing configurations"):
+        plans = search(model, cluster, options.batch_size, options.objective, options.top)
     if options.json:
         json.dump(as_json(model, cluster, plans, options.tokens), output)
         output.write("\n")

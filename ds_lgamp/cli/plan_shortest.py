@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from typing import TextIO
 
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.scaling import critical_batch
@@ -13,7 +14,8 @@ from ds_lgamp.planner.shortest import BUSY, shortest
 
 def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool, output: TextIO) -> int:
     """Prints the shortest training of each method. Returns the exit status. Raises ValueError if none is possible."""
-    found = shortest(model, cluster, tokens, law)
+    with at_work("looking for the shortest training"):
+        found = shortest(model, cluster, tokens, law)
     if not found:
         raise ValueError(f"{model.name} does not fit {cluster.name} with any layout at its critical batch")
     batch = critical_batch(model, law)

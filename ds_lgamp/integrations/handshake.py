@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import Term, Terms
 from ds_lgamp.version import __version__
@@ -42,7 +43,7 @@ def process_terms() -> Terms:
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             terms[f"the version of {package}"] = Term(version(package), _INSTALL)
-    if torch.cuda.is_available():
+    if dist.is_nccl_available():
         terms["the version of NCCL"] = Term(".".join(map(str, torch.cuda.nccl.version())), _INSTALL)
     for variable in _VARIABLES:
         if variable in os.environ:

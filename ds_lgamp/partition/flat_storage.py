@@ -13,6 +13,7 @@ from ds_lgamp.partition.guard import NotGatheredError, guarded
 from ds_lgamp.partition.host_home import LoadedPart
 from ds_lgamp.partition.host_thread import Job, Work
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.pool import pooled
 
 
 class UnitParameter(NamedTuple):
@@ -96,7 +97,8 @@ class FlatStorage:
         first = self.parameters[0].parameter
         *self.offsets, self.end = offsets(entry.parameter.numel() for entry in self.parameters)
         ranks = policy.data_group.size()
-        self.flat = first.new_zeros(part_size(self.end, ranks) * ranks, requires_grad=False)
+        with pooled(first.device):
+            self.flat = first.new_zeros(part_size(self.end, ranks) * ranks, requires_grad=False)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._released = first.new_empty(0, requires_grad=False)
         self._views = []
@@ -302,7 +304,8 @@ class FlatStorage:
             self._complete()
             return
         if not self.resident:
-            self.flat.untyped_storage().resize_(self._bytes)
+            with pooled(self.flat.device):
+                self.flat.untyped_storage().resize_(self._bytes)
         # A program has awaited the refresh; a block or a loaded state has not.
         self.start_refresh()
         self.finish_refresh()

@@ -10,6 +10,7 @@ from ds_lgamp.cost.disk import OnDisk
 from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.pool import pooled
 
 
 class Host(NamedTuple):
@@ -76,7 +77,8 @@ class LoadedPart:
         if self.is_current or self._loading is not None:
             return
         if self._frees and not self.part.untyped_storage().nbytes():
-            self.part.untyped_storage().resize_(self._bytes)
+            with pooled(self.part.device):
+                self.part.untyped_storage().resize_(self._bytes)
         self._loading = self._bus.load(self.part, self.home, after)
 
     def finish(self) -> None:

@@ -39,13 +39,20 @@ class Event:
         return 1.0
 
 
+class MemPool:
+    """A pool of memory."""
+
+
 class Device:
     """The functions of a device module. There is one device, and its generator has a state on the host, as CUDA's."""
 
     Event = Event
+    MemPool = MemPool
 
     def __init__(self) -> None:
         self.steps = 0
+        self.pool: MemPool | None = None
+        """Where memory comes from; None for the memory that all share."""
         self._in_step = False
         self._random_state = torch.zeros(16, dtype=torch.uint8)
 
@@ -58,6 +65,15 @@ class Device:
             yield
         finally:
             self._in_step = False
+
+    @contextmanager
+    def use_mem_pool(self, pool: MemPool, device: Any = None) -> Iterator[None]:
+        """Inside the block, memory comes from ``pool``."""
+        self.pool = pool
+        try:
+            yield
+        finally:
+            self.pool = None
 
     def host_waits(self, reason: str) -> None:
         """Called where the host would wait. Inside a step raises HostWaits, which names the line that caused it."""

@@ -12,6 +12,7 @@ from benchmarks.model import ModelSize
 from benchmarks.record import OURS
 from benchmarks.turn import PEER
 from benchmarks.turn import run as run_turn
+from tests.slow import slow_except
 
 SCALAR_BYTES = 500
 """Losses, step counters and the norm."""
@@ -20,13 +21,13 @@ ACTIVATION = 4 * WIDTH * SEQUENCE * SAMPLES
 """A third of the size of a block's parameters, so one activation too many would show."""
 
 
-@pytest.mark.slow
+ONE = (1, 4, (1, 8), [(2, 1, "full"), (3, 2, "full")])
+TWO = (2, 6, (5,), [(1, 2, "full"), (3, 1, "none")])
+
+
 @pytest.mark.parametrize(
     ("pipeline_ranks", "blocks", "micro_batches", "policies"),
-    [
-        (1, 4, (1, 8), [(2, 1, "full"), (3, 2, "full")]),
-        (2, 6, (5,), [(1, 2, "full"), (3, 1, "none")]),
-    ],
+    slow_except([], [ONE, TWO], several=True, slow=[TWO]),
 )
 def test_peak_is_what_the_formula_says(pipeline_ranks, blocks, micro_batches, policies):
     """Varies ZeRO stage, resident chunks and recomputation, and checks every rank."""

@@ -20,6 +20,7 @@ from benchmarks.counting import Counted, Step, check_losses
 from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
 from benchmarks.record import OURS, PART, PARTS, RESULTS, ROOT, TYPICAL, Record, finish, is_recorded, machine, read
+from tests.slow import slow_except
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ON_ACCELERATOR or is_recorded(name)])
@@ -84,8 +85,7 @@ def test_losses_that_differ_fail_a_run():
         check_losses("other", [losses[0], float("nan")], losses)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("ranks", slow_except([], [(1, 2), (2, 2)], slow=[(2, 2)]))
 def test_what_is_sent_is_what_the_formula_says_and_no_peer_sends_less(ranks):
     # This width needs no padding between parameters or between parts.
     record = run_communication(ModelSize(blocks=4, width=64), [ranks], micro_batches=(4,), repetitions=2)

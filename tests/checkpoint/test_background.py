@@ -168,7 +168,7 @@ def test_a_rank_that_dies_during_a_save_does_not_leave_the_others_waiting(tmp_pa
     assert read_latest(tmp_path) == "step1" and not (tmp_path / "step2").exists()
 
 
-ENDS = slow_except([], [("destroy", True), ("raise", True), ("return", False)], several=True)
+ENDS = slow_except([], [("destroy", True), ("raise", True), ("return", False)], several=True, slow=[("raise", True)])
 
 
 @pytest.mark.parametrize(("end", "asynchronous"), ENDS)

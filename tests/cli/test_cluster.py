@@ -1,6 +1,7 @@
 """``ds_lgamp cluster detect`` between network namespaces."""
 
 import io
+import json
 import os
 from functools import partial
 
@@ -32,10 +33,10 @@ def detected(file, port: int) -> tuple[str, str]:
     dist.barrier()
     dist.destroy_process_group()
     output = io.StringIO()
-    assert detect(file, output) == 0
+    assert detect(file, True, output) == 0
     os.environ["MASTER_PORT"] = str(port)
     with pytest.raises(ValueError) as again:
-        detect(file, output)
+        detect(file, True, output)
     os.environ["MASTER_PORT"] = str(port + 1)
     dist.init_process_group("gloo")
     return output.getvalue(), str(again.value)
@@ -56,11 +57,11 @@ def test_nodes_are_grouped_by_measured_rates(tmp_path):
     assert 20 < slow < 60 and min(fast) > 3 * slow
     # Node 0 reaches its own address by the loopback interface, and the file names that of every island's first node.
     assert cluster.outside(1).interface == INTERFACE
-    assert str(file) in found[0][0] and not any(said for said, _ in found[1:])
+    assert json.loads(found[0][0]) == json.loads(file.read_text()) and not any(said for said, _ in found[1:])
     assert {again for _, again in found} == {f"{file} exists; name another file"}
 
 
 def test_detection_needs_a_launcher(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="RANK is not set; start with torchrun"):
-        detect(tmp_path / "cluster.json", io.StringIO())
+        detect(tmp_path / "cluster.json", False, io.StringIO())

@@ -7,6 +7,7 @@ import pytest
 
 from testing import ROOT
 from testing.launching import torchrun
+from tests.slow import slow_except
 
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
 (SCRIPT,) = [
@@ -26,8 +27,7 @@ def losses(folder, stage, **block):
     return [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", printed, re.MULTILINE)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_except([], [0, 3], slow=[3]))
 def test_a_loop_of_ones_own_trains_as_without_a_block(tmp_path, stage):
     stock = losses(tmp_path, 0, enabled=False)
     assert len(stock) == 3 and stock[-1] < stock[0]

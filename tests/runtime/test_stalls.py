@@ -154,7 +154,10 @@ def assert_end(folder, ranks, sentence, among):
 CASES = [(fault, culprit) for fault in FAULTS for culprit in (3, 0)]
 
 
-@pytest.mark.parametrize(("fault", "culprit"), slow_except([("stops", 3)], CASES, several=True))
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    slow_except([("stops", 3)], CASES, several=True, slow=[case for case in CASES if case[1] == 3]),
+)
 def test_a_rank_that_stands_still_is_named_and_the_others_end(fault, culprit, tmp_path):
     if (fault, culprit) == ("has no data", 3):
         pytest.skip("rank 3 reads its data in its last chunk")

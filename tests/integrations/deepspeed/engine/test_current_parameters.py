@@ -271,7 +271,9 @@ def run_all(pipeline_ranks, data_ranks, folder):
 LOADING = [(0, FP32, {}), (1, FP32, {}), (1, BF16, {}), (2, FP32, DEFERRED)]
 
 
-@pytest.fixture(scope="module", params=slow_except([], GRIDS), ids=lambda grid: "P{}W{}".format(*grid))
+@pytest.fixture(
+    scope="module", params=slow_except([], GRIDS, slow=[(1, 2), (2, 1)]), ids=lambda grid: "P{}W{}".format(*grid)
+)
 def ranks(request, tmp_path_factory):
     pipeline_ranks, data_ranks = request.param
     folder = tmp_path_factory.mktemp("checkpoints")

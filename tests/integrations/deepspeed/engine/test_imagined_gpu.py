@@ -2,7 +2,7 @@
 kernel that the engine launches beside the layers' own is accounted for."""
 
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import deepspeed
@@ -16,7 +16,7 @@ from testing.deepspeed_rank import quiet
 from testing.imagined_gpu.accelerator import BACKEND, prepare_rank
 from testing.imagined_gpu.border import imagine
 from testing.imagined_gpu.device import AVAILABLE, DEVICE
-from testing.imagined_gpu.launches import Launches
+from testing.imagined_gpu.launches import FromPool, Launches
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, batches, build, linears, mean_square
 from tests.slow import chosen, slow_except
@@ -95,6 +95,8 @@ class Step(NamedTuple):
     """By action and name of the kernel."""
     bare: dict[int, dict[str, Counter]]
     """By chunk: kernels of plain torch for a micro-batch, forward and backward."""
+    from_pool: dict[str, set[str]]
+    """By action: the operations that ran while memory came from a pool."""
 
 
 def steps_in_cases(cases):
@@ -113,13 +115,19 @@ def prepare_deepspeed():
 def last_step(border, case):
     """In the first step, hosts exchange shapes. From the second step on, the host must not wait for the device."""
     engine = engine_of(case.json())
-    launches = Launches(lambda: str(engine.executor.current))
+    launches, from_pool = (kind(lambda: str(engine.executor.current)) for kind in (Launches, FromPool))
     for step in range(STEPS):
         data = iter([(inputs.to(case.dtype), labels) for inputs, labels in batches(MICRO_BATCHES, start=step)])
         border.between_hosts.clear()
-        with DEVICE.step() if step else nullcontext(), launches if step == STEPS - 1 else nullcontext():
+        with ExitStack() as stack:
+            if step:
+                stack.enter_context(DEVICE.step())
+            if step == STEPS - 1:
+                stack.enter_context(launches)
+                stack.enter_context(from_pool)
             engine.train_batch(data)
-    return Step(list(border.between_hosts), launches.counts, {chunk: bare(case, chunk) for chunk in range(case.chunks)})
+    bares = {chunk: bare(case, chunk) for chunk in range(case.chunks)}
+    return Step(list(border.between_hosts), launches.counts, bares, from_pool.operations)
 
 
 def engine_of(config):
@@ -219,3 +227,12 @@ def test_the_engine_launches_these_kernels_and_no_others(steps, name):
         in_step = launches.pop("STEP")
         assert launches == expected_launches(CASES[name], rank, by_case[name].bare)
         assert in_step.total() == expected_in_step(CASES[name], rank), in_step
+
+
+@pytest.mark.parametrize("name", ["stage 3, bf16"])
+def test_weights_and_gradients_of_chunks_take_memory_from_a_pool_and_activations_do_not(steps, name):
+    for rank, by_case in enumerate(steps):
+        expected = {}
+        for chunk in (rank // 2, rank // 2 + 2):
+            expected |= {f"GATHER{chunk}": {"resize_"}, f"B{chunk}.0": {"zeros_like"}, f"REDUCE{chunk}": {"new_empty"}}
+        assert by_case[name].from_pool == expected

@@ -175,10 +175,7 @@ def every_pair(grid):
     return pairwise([case for case in divisible if case["grid"] == grid])
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [pytest.param(grid, marks=pytest.mark.slow if grid == (2, 2) else pytest.mark.full) for grid in GRIDS],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_pair_of_factors(grid):
     run_cases(grid, every_pair(grid))

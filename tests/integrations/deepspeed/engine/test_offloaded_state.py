@@ -1,6 +1,8 @@
 """Whoever reads or writes what the host holds sees the finished step. What travels is counted, and the device keeps
 nothing of it."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.integrations.deepspeed.engine.interventions import half_precision, in
 from tests.integrations.deepspeed.engine.tensor_reading import BF16, FP32, engine_of
 from tests.integrations.deepspeed.engine.test_offload import OFFLOADS
 from tests.integrations.deepspeed.engine.test_pending_updates import READERS, step
+from tests.slow import slow_except
 
 KEPT = [
     *((stage, kept) for stage in (1, 2, 3) for kept in ("optimizer", "optimizer on nvme")),
@@ -113,11 +116,14 @@ def every_way(ways):
     return {way: names for way, names in found.items() if names}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("ways", [KEPT[::2], KEPT[1::2]], ids=["host", "disk"])
+WAYS = {"host": KEPT[::2], "disk": KEPT[1::2]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ways"), slow_except([], list(product([1, 2], WAYS)), several=True, slow=[(1, "host"), (2, "disk")])
+)
 def test_every_way_to_read_and_write_sees_the_finished_step(ranks, ways):
-    assert run_on_ranks(ranks, every_way, ways) == [{}] * ranks
+    assert run_on_ranks(ranks, every_way, WAYS[ways]) == [{}] * ranks
 
 
 def pairwise_of(kept):

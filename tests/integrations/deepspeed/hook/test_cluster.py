@@ -7,6 +7,7 @@ import pytest
 from testing import SCRIPTS
 from testing.launching import torchrun, torchrun_on_nodes
 from tests.planner.islands import island
+from tests.slow import slow_except
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -31,8 +32,7 @@ SCRIPT_WORDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPT_WORDS)
+@pytest.mark.parametrize("script", slow_except([], list(SCRIPT_WORDS), slow=["plain_gpt2.py"]))
 def test_losses_do_not_depend_on_who_is_which_rank(script, tmp_path):
     """The island of node 1 comes first in the file and has the fast network. A dry run says what the step sends."""
     words, zero = SCRIPT_WORDS[script]

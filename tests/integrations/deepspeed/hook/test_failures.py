@@ -16,6 +16,7 @@ import pytest
 
 from testing import ROOT, SCRIPTS
 from testing.launching import ON_CPU, free_port
+from tests.slow import slow_except
 
 SCRIPT = SCRIPTS / "breaks.py"
 HOST = socket.gethostname()
@@ -126,20 +127,15 @@ def is_alive(pid):
         return False
 
 
-CASES = [("torchrun", fault, "pipeline") for fault in SAYS]
-CASES += [("torchrun", fault, "plain") for fault in ("is killed", "stops")]
-CASES += [(launcher, "is killed", "pipeline") for launcher in ("deepspeed", "slurm")]
-OTHERS = [("torchrun", fault, "plain") for fault in ("raises", "sleeps")]
-OTHERS += [(launcher, fault, "pipeline") for launcher in ("deepspeed", "slurm") for fault in ("exits", "stops")]
+SLOW = [("torchrun", fault, "pipeline") for fault in ("is killed", "stops", "has no data")]
+SLOW += [("torchrun", "is killed", "plain"), ("deepspeed", "is killed", "pipeline"), ("slurm", "is killed", "pipeline")]
+"""Every launcher, engine and kind of fault. Disturbed jobs (testing/chaos) have them all, at random."""
+CASES = [*SLOW, *(("torchrun", fault, "pipeline") for fault in SAYS if ("torchrun", fault, "pipeline") not in SLOW)]
+CASES += [("torchrun", fault, "plain") for fault in ("stops", "raises", "sleeps")]
+CASES += [(launcher, fault, "pipeline") for launcher in ("deepspeed", "slurm") for fault in ("exits", "stops")]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "fault", "engine"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "fault", "engine"), slow_except([], CASES, several=True, slow=SLOW))
 def test_a_rank_that_breaks_ends_the_job_and_is_named(launcher, fault, engine, tmp_path):
     outcome = run(launcher, fault, engine, tmp_path)
     assert (tmp_path / "broken").exists() and outcome.status != 0, outcome.output
@@ -154,8 +150,7 @@ def test_a_rank_that_breaks_ends_the_job_and_is_named(launcher, fault, engine, t
     assert re.search(rf"ds_lgamp: {SAYS[fault]}; this rank, ", outcome.output) or fault == "raises", outcome.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["pipeline", "plain"])
+@pytest.mark.parametrize("engine", slow_except([], ["pipeline", "plain"], slow=["pipeline"]))
 def test_a_rank_that_returns_early_ends_the_job(engine, tmp_path):
     outcome = run("torchrun", "returns", engine, tmp_path)
     assert (tmp_path / "broken").exists() and outcome.status != 0, outcome.output

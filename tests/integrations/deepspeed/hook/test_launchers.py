@@ -20,6 +20,7 @@ import torch.distributed as dist
 from testing import SCRIPTS
 from testing.launching import free_port
 from testing.ranks import run_on_ranks
+from tests.slow import slow_except
 
 SCRIPT = SCRIPTS / "public_example.py"
 INSTALLS = SCRIPTS / "installs.py"
@@ -138,19 +139,13 @@ TROUBLES = {
     "kill": r"rank [01] \(pipeline rank 0\) failed at \w*4.\d of step \d: LinkError: the link to rank [23] failed",
 }
 """Each with what is said of it."""
-SLOW = {
-    *(("torchrun", "raise"), ("deepspeed", "kill")),
-    *(("installed under torchrun", "kill"), ("installed under deepspeed", "raise")),
-}
-"""Every launcher, every way to begin and every trouble, and all pairs of them. The rest is in the full product."""
+SLOW = {("deepspeed", "kill"), ("installed under torchrun", "raise")}
+"""Every launcher, every way to begin and every trouble."""
 
 
 @pytest.mark.parametrize(
     ("launcher", "trouble"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.full)
-        for case in product(LAUNCHES, TROUBLES)
-    ],
+    slow_except([], list(product(LAUNCHES, TROUBLES)), several=True, slow=SLOW),
 )
 def test_a_failing_rank_ends_the_job_and_is_named(launcher, trouble, folder):
     """Chunk 3 is on pipeline rank 1, global ranks 2 and 3. Its twelfth forward is F3.3 of the second step."""
@@ -172,10 +167,10 @@ def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     assert "ConfigError" not in completed.stderr, "the error has a traceback"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [["-m", "ds_lgamp", "run"], []], ids=["run", "installed"])
+@pytest.mark.parametrize("how", slow_except([], ["run", "installed"], slow=["run"]))
 def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
     """Without ds_lgamp, the processes of such a script abort."""
-    completed = start([*torchrun(*how), str(SCRIPTS / "ends_at_once.py"), *([] if how else ["--install"])])
+    before, after = {"run": (["-m", "ds_lgamp", "run"], []), "installed": ([], ["--install"])}[how]
+    completed = start([*torchrun(*before), str(SCRIPTS / "ends_at_once.py"), *after])
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("ENDS") == 4

@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from testing import SCRIPTS
 from testing.launching import ON_CPU, free_port
+from tests.slow import slow_except
 
 SCRIPT = SCRIPTS / "waits_for_ever.py"
 RANKS = 3
@@ -46,10 +48,15 @@ def environment_of(rank: int, port: int) -> dict[str, str]:
     return {**os.environ, **ON_CPU, **{name: str(value) for name, value in place.items()}}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize(("end", "status", "sentence"), [("kill", -9, DIED), ("raise", 1, FAILED)])
-def test_a_rank_that_ends_badly_ends_the_others_and_is_named(entry, end, status, sentence):
+ENDS = {"kill": (-9, DIED), "raise": (1, FAILED)}
+
+
+@pytest.mark.parametrize(
+    ("entry", "end"),
+    slow_except([], list(product(ENTRIES, ENDS)), several=True, slow=[("run", "kill"), ("installed", "raise")]),
+)
+def test_a_rank_that_ends_badly_ends_the_others_and_is_named(entry, end):
+    status, sentence = ENDS[end]
     *others, (own, _) = started(entry, end)
     assert own == status
     for rank, (ended, output) in enumerate(others):
@@ -57,8 +64,15 @@ def test_a_rank_that_ends_badly_ends_the_others_and_is_named(entry, end, status,
         assert sentence.format(rank=rank) in output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("entry", "end"), [("run", "return"), ("installed", "return"), ("installed", "destroy")])
+@pytest.mark.parametrize(
+    ("entry", "end"),
+    slow_except(
+        [],
+        [("run", "return"), ("installed", "return"), ("installed", "destroy")],
+        several=True,
+        slow=[("installed", "destroy")],
+    ),
+)
 def test_a_rank_that_ends_well_ends_no_other(entry, end):
     for status, output in started(entry, end):
         assert status == 0, output

@@ -36,8 +36,9 @@ def test_trainer_logs_what_stock_deepspeed_does_also_after_a_resume_at_another_l
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [LONG, f"{LONG} --lora --prediction_loss_only true", f"{LONG} --bf16"])
+@pytest.mark.parametrize(
+    "words", slow_except([], [LONG, f"{LONG} --lora --prediction_loss_only true", f"{LONG} --bf16"], slow=[LONG])
+)
 def test_trainer_logs_what_stock_deepspeed_does_over_30_steps(tmp_path, words):
     saving = f"{words} --save_strategy steps --save_steps 14"
     runs: list[Any] = [("stock", 2, None, words)]

@@ -44,10 +44,10 @@ AT_ONCE = 16
 
 
 def cases() -> Iterator[Any]:
-    """Yields every architecture in every combination. Four of each are slow, and the rest only in the full product."""
+    """Yields every architecture in every combination. Two of each are slow, and the rest only in the full product."""
     for number, name in enumerate(NAMES):
         # 7 has no divisor in common with 24, and neighbours differ in layout and stage.
-        slow = {COMBINATIONS[(5 * number + 7 * each) % len(COMBINATIONS)] for each in range(4)}
+        slow = {COMBINATIONS[(5 * number + 7 * each) % len(COMBINATIONS)] for each in range(2)}
         for combination in COMBINATIONS:
             case = (name, *combination)
             marks = [] if case in DEFAULT else [pytest.mark.slow if combination in slow else pytest.mark.full]

@@ -10,14 +10,15 @@ from transformers import AutoModelForCausalLM
 from testing import SCRIPTS
 from testing.launching import torchrun
 from tests.integrations.deepspeed.plain.accelerated import AUTO, WORDS
-
-pytestmark = pytest.mark.slow
+from tests.slow import slow_except
 
 SAVED = "--max_steps 4 --save_strategy steps --save_steps 2 --eval_strategy steps --eval_steps 2"
 RESUMED = "--max_steps 4 --eval_strategy steps --eval_steps 2 --resume_from_checkpoint {folder}/saved/checkpoint-2"
 
+SMOOTHED = "--label_smoothing_factor 0.1"
 
-@pytest.mark.parametrize("overlap_update", [False, True])
+
+@pytest.mark.parametrize("overlap_update", slow_except([], [False, True], slow=[True]))
 def test_a_script_trains_evaluates_saves_and_resumes(overlap_update, tmp_path):
     config = written(tmp_path, {"pipeline_ranks": 2, "overlap_update": overlap_update})
     run(tmp_path, config, "saved", SAVED)
@@ -29,7 +30,7 @@ def test_a_script_trains_evaluates_saves_and_resumes(overlap_update, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "resumed")
 
 
-@pytest.mark.parametrize("words", ["--label_smoothing_factor 0.1", "--own_loss"])
+@pytest.mark.parametrize("words", slow_except([], [SMOOTHED, "--own_loss"], slow=[SMOOTHED]))
 def test_what_a_trainer_computes_of_logits_in_training_is_refused_in_one_sentence(words, tmp_path):
     with pytest.raises(
         AssertionError, match="ds_lgamp: .* which label_smoothing_factor, compute_loss_func and similar"
