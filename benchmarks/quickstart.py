@@ -1,13 +1,16 @@
 """Compares the two runs of launch/quickstart.sh: ``python -m benchmarks.quickstart runs/quickstart``.
 
-Reads stock.json and lgamp.json, which ``ds_lgamp run --measure`` wrote. Writes summary.json and losses.png to the same
-folder.
+Reads stock.json and lgamp.json, which ``ds_lgamp run --measure`` wrote, and the recording in trace. Writes
+summary.json, losses.png and the page index.html to the same folder.
 """
 
 import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks.quickstart_page import quickstart_page
+from ds_lgamp.view.recording import RecordingError, read_recording
 
 CONTENDERS = ("stock", "lgamp")
 
@@ -66,6 +69,12 @@ def main() -> None:
         print(f"{label:<44}{stock:>16}{lgamp:>16}")
     print(f"largest difference of the losses: {summary['max_loss_difference']:.1e}")
     print(f"written: {folder / 'summary.json'}, {folder / 'losses.png'}")
+    try:
+        page = quickstart_page(summary, quickstart_rows(summary), read_recording(folder / "trace"))
+    except RecordingError as error:
+        parser.exit(1, f"no page: {error}\n")
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    print(f"open in a browser: {(folder / 'index.html').resolve()}")
 
 
 if __name__ == "__main__":

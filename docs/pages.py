@@ -105,6 +105,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/python.md": {"functions": reference.functions},
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
+    "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},
     "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},
     "docs/partition.md": {
         "picture": policy.picture,

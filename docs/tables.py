@@ -251,6 +251,25 @@ def optimizers() -> str:
     return "\n".join([text, "", "Could not be measured:", "", *failed] if failed else [text])
 
 
+def tracing() -> str:
+    """Every row of the record."""
+    return table(
+        ["", "metric", "P x W", "median", "spread", "unit"],
+        [
+            [
+                row.contender,
+                row.metric,
+                f"{row.config['pipeline_ranks']} x {row.config['data_ranks']}",
+                f"{row.median:.4g}",
+                f"{row.spread:.4g}",
+                row.unit,
+            ]
+            for row in read("tracing").rows
+        ],
+        numbers_from=3,
+    )
+
+
 def overhead() -> str:
     """Every row of the record."""
     return table(

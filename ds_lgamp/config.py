@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
@@ -24,6 +24,16 @@ from ds_lgamp.schedule.spec import ProgramSpec
 BLOCK = "ds_lgamp"
 MOST_MICRO_BATCHES = 100_000
 """Of a step. A program of more would take minutes to build, or not fit into memory."""
+
+
+def _check_trace_steps(text: str) -> str:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError('give the first and the last step, from 1, such as "10:12"')
+    return text
+
+
+TraceSteps = Annotated[str, AfterValidator(_check_trace_steps)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -106,6 +116,13 @@ class LgampConfig(BaseModel):
     keep_last: PositiveInt | None = None
     """How many checkpoints to keep in a directory; default all."""
 
+    trace: str | None = None
+    """A folder for what every rank really did in the steps of trace_steps: actions, waits, bytes and memory. ``ds_lgamp
+    view`` shows it. Relative to the working directory; all ranks write there."""
+    trace_steps: TraceSteps | None = None
+    """The first and the last training step that trace records, such as "10:12", which is the default. Steps count from
+    1."""
+
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first
     batch may take ten times as long, because it may compile. Warnings come earlier. null: ranks wait for ever, and only
@@ -115,6 +132,12 @@ class LgampConfig(BaseModel):
     def patience(self) -> float:
         """``hang_timeout`` in seconds, infinite if it is null."""
         return math.inf if self.hang_timeout is None else self.hang_timeout
+
+    @property
+    def traced_steps(self) -> tuple[int, int]:
+        """The first and the last step of ``trace_steps``."""
+        first, last = (self.trace_steps or "10:12").split(":")
+        return int(first), int(last)
 
     @property
     def one_chunk_per_rank(self) -> bool:
@@ -147,6 +170,8 @@ class LgampConfig(BaseModel):
                 f"nvme_path is {self.nvme_path!r}, but offload_activations is '{self.offload_activations}'; use "
                 "'nvme', or remove nvme_path"
             )
+        if self.trace_steps is not None and self.trace is None:
+            raise ValueError(f"trace_steps is {self.trace_steps!r}, but there is no trace; set trace to a folder")
         if self.schedule != "layered" and self.micro_batch_group != "all":
             raise ValueError(
                 f"micro_batch_group is {self.micro_batch_group}, but groups belong to schedule 'layered'; "
@@ -354,5 +379,6 @@ def _sentence(error: ValidationError) -> str:
         nearest = get_close_matches(key, LgampConfig.model_fields, n=1)
         known = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(LgampConfig.model_fields)}"
         return f"{BLOCK}.{key} is no known key; {known}"
-    causes = {cause["msg"][0].lower() + cause["msg"][1:] for cause in error.errors() if cause["loc"][0] == key}
+    said = [cause["msg"].removeprefix("Value error, ") for cause in error.errors() if cause["loc"][0] == key]
+    causes = {words[0].lower() + words[1:] for words in said}
     return f"{BLOCK}.{key}{place} is {first['input']!r}: {' or '.join(sorted(causes))}"

@@ -15,8 +15,14 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 
 python launch/prepare_data.py --output-prefix data/pydoc
 for name in stock lgamp; do
+    # The page shows steps with ds_lgamp. Stock DeepSpeed records none.
+    trace=
+    if [ $name = lgamp ]; then
+        trace="--trace $runs/trace"
+    fi
     echo "== $name: example_configs/quickstart_$name.json"
-    python -m torch.distributed.run --standalone --nproc_per_node 4 -m ds_lgamp run --measure "$runs/$name.json" \
+    # shellcheck disable=SC2086
+    python -m torch.distributed.run --standalone --nproc_per_node 4 -m ds_lgamp run --measure "$runs/$name.json" $trace \
         launch/pretrain_gpt.py --deepspeed_config "example_configs/quickstart_$name.json" \
         --pipeline-model-parallel-size 2 --data-path data/pydoc --position-embedding-type rope \
         --hidden-dropout 0 --attention-dropout 0 --train-iters 80 --eval-interval 40 --log-interval 10 "$@"

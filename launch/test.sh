@@ -18,12 +18,15 @@ python -m mypy
 # One process runs all tests of a file, because they share the ranks that its fixtures start. Files run in the order of
 # their names: ordered by their number of tests, a few long ones would come last, when one process has nothing to do.
 in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
+# A part that fails hides no other.
+failed=0
 # shellcheck disable=SC2086
-python -m pytest $in_two_processes "$@"
+python -m pytest $in_two_processes "$@" || failed=$?
 if [ -n "$all" ]; then
     # shellcheck disable=SC2086
-    python -m pytest $in_two_processes -m "slow and not timing" "$@"
-    python -m pytest -m timing "$@"
+    python -m pytest $in_two_processes -m "slow and not timing" "$@" || failed=$?
+    python -m pytest -m timing "$@" || failed=$?
     # Takes three minutes at most. A job that ends badly is printed, and can be repeated by itself.
-    python -m testing.chaos --minutes 3
+    python -m testing.chaos --minutes 3 || failed=$?
 fi
+exit "$failed"

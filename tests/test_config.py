@@ -28,6 +28,11 @@ def test_chunks_by_count_and_by_weight(block, bounds):
     assert chunk_bounds(read_block({"ds_lgamp": block}), 2, TYPES, WEIGHTS) == bounds
 
 
+@pytest.mark.parametrize(("keys", "steps"), [({}, (10, 12)), ({"trace_steps": "3:3"}, (3, 3))])
+def test_a_trace_has_its_first_and_its_last_step(keys, steps):
+    assert read_block({"ds_lgamp": {"trace": "runs/trace", **keys}}).traced_steps == steps
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
     settings = read_block({"ds_lgamp": {"schedule": schedule}})
@@ -45,6 +50,9 @@ def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
         ({"resident_chunks": 0}, "ds_lgamp.resident_chunks is 0: input should be greater than 0"),
         ({"micro_batch_group": "some"}, "ds_lgamp.micro_batch_group is 'some'"),
         ({"recompute": "half"}, "ds_lgamp.recompute is 'half'"),
+        ({"trace": "x", "trace_steps": "3:1"}, "ds_lgamp.trace_steps is '3:1': give the first and the last step, from"),
+        ({"trace": "x", "trace_steps": "0:1"}, "ds_lgamp.trace_steps is '0:1': give the first and the last step, from"),
+        ({"trace_steps": "1:2"}, "trace_steps is '1:2', but there is no trace; set trace to a folder"),
         ({"chunks_per_rank": 2, "layers_per_chunk": 2}, "keep one of them"),
         ({"schedule": "1f1b", "chunks_per_rank": 2}, "chunks_per_rank is 2, but schedule '1f1b' has one chunk"),
         ({"schedule": "gpipe", "layers_per_chunk": 2}, "layers_per_chunk is 2, but schedule 'gpipe' has one chunk"),

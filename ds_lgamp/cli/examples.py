@@ -7,11 +7,18 @@ EXAMPLES = {
     "schedule": (
         "ds_lgamp schedule --pipeline-ranks 4 --chunks-per-rank 4 --micro-batches 8",
         "ds_lgamp schedule --schedule 1f1b --json",
+        "ds_lgamp schedule --gather 1 --reduce 2 --html schedule.html",
     ),
     "plan": (
         "ds_lgamp plan --model llama-8b --cluster a100 --gpus 64 --batch-size 512",
         "ds_lgamp plan --model config.json --cluster this.json --batch-size 64 --write plan",
         "ds_lgamp plan --calibrate --cluster this.json",
+    ),
+    "view": (
+        "ds_lgamp view runs/trace",
+        "ds_lgamp view runs/trace --against simulated --html step.html",
+        "ds_lgamp view runs/before --against runs/after --html both.html",
+        "ds_lgamp view runs/trace --perfetto trace.pftrace",
     ),
     "run": (
         "torchrun --nproc_per_node 8 -m ds_lgamp run train.py --deepspeed_config ds_config.json",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_lgamp.cli.examples import with_examples
+from ds_lgamp.cli.options import count
 
 _OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law")
 """Options that belong to --model."""
@@ -34,14 +35,14 @@ def add_plan_command(commands: Any) -> None:
         "--cluster", required=True, metavar="NAME|FILE", help="such as a100 or a100-25gbit, or a JSON file"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--gpus", type=_count, metavar="N", help="GPUs of a cluster given by name (default: one node)")
-    command.add_argument("--batch-size", type=_count, metavar="B", help="sequences of a step, over all GPUs")
-    command.add_argument("--sequence-length", type=_count, metavar="S", help="default: what the model says")
+    command.add_argument("--gpus", type=count, metavar="N", help="GPUs of a cluster given by name (default: one node)")
+    command.add_argument("--batch-size", type=count, metavar="B", help="sequences of a step, over all GPUs")
+    command.add_argument("--sequence-length", type=count, metavar="S", help="default: what the model says")
     command.add_argument("--tokens", type=_positive, help="tokens to train on, such as 300e9; tells days and cost")
     command.add_argument(
         "--objective", metavar="WHAT", help="what the best plan has least of: time (default), cost or memory"
     )
-    command.add_argument("--top", type=_count, metavar="K", help="how many plans to print (default: 10)")
+    command.add_argument("--top", type=count, metavar="K", help="how many plans to print (default: 10)")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the step over the network's bandwidth as SVG")
     command.add_argument(
         "--write", type=Path, metavar="DIR", help="write ds_config.json and launch.sh of the best plan"
@@ -115,12 +116,6 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
 def _need_batch_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.batch_size is None:
         parser.error("--model needs --batch-size, the sequences of a step over all GPUs")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1")
-    return int(text)
 
 
 def _positive(text: str) -> float:

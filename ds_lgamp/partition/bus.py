@@ -16,6 +16,7 @@ import torch
 
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.disk_copies import through_buffers
+from ds_lgamp.partition.launches import Flight, launched
 
 Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Copies to a target from a source, on the device behind an event. Returns the event of its end; None on a CPU."""
@@ -24,7 +25,14 @@ Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 class Transfer:
     """A copy that is under way. It keeps both tensors alive until somebody has waited for it."""
 
-    def __init__(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None, now: Any) -> None:
+    def __init__(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Callable[[], None] | None,
+        now: Any,
+        flight: Flight | None,
+    ) -> None:
         self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
         """Target and source."""
         self._device = source.device if target.device.type == "cpu" else target.device
@@ -33,6 +41,8 @@ class Transfer:
         self._issued = Event()
         self._over: Any = None
         """The end of the copy on the device; None on a CPU, where the copy is over when it is issued."""
+        self._flight = flight if now is None else None
+        """Who records the copy. On a device the wait for it tells its end, and not the thread that issues it."""
         self._error: BaseException | None = None
 
     def wait(self) -> None:
@@ -60,10 +70,14 @@ class Transfer:
         try:
             if self._after is not None:
                 self._after()
+            if self._flight is not None:
+                self._flight.begin()
             with torch.no_grad():
                 self._over = copy(*self.tensors, self._now)
         except BaseException as error:
             self._error = error
+        if self._flight is not None:
+            self._flight.end()
         self._issued.set()
 
 
@@ -107,13 +121,13 @@ class Bus:
         """
         _require_alike(target, source)
         self.bytes_loaded += target.nbytes
-        return self._loads.start(Transfer(target, source, after, self._now()))
+        return self._loads.start(Transfer(target, source, after, self._now(), launched("load", target.nbytes)))
 
     def store(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts the copy of ``source`` on the device to ``target`` on the host, as :meth:`load` does the other way."""
         _require_alike(target, source)
         self.bytes_stored += target.nbytes
-        return self._stores.start(Transfer(target, source, None, self._now()))
+        return self._stores.start(Transfer(target, source, None, self._now(), launched("store", target.nbytes)))
 
     def host_empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns ``size`` elements on the host, pinned where there is an accelerator."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.partition.launches import ends_with, launched
+
 # torch 2.13 renamed these two functions; earlier releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,7 +23,10 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.Proces
 
     ``shard`` may be this rank's part of ``full``.
     """
-    return _all_gather(full, shard, group=group, async_op=True)
+    flight = launched("gather", shard.nbytes * (group.size() - 1))
+    work = _all_gather(full, shard, group=group, async_op=True)
+    ends_with(work, flight)
+    return work
 
 
 def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup, in_rank_order: bool = False) -> Finish:
@@ -41,7 +46,9 @@ def start_all_reduce(full: torch.Tensor, group: dist.ProcessGroup, in_rank_order
             return full
 
         return finish_in_rank_order
+    flight = launched("reduce", 2 * full.nbytes * (group.size() - 1) // group.size())
     work = dist.all_reduce(full, group=group, async_op=True)
+    ends_with(work, flight)
 
     def finish() -> torch.Tensor:
         work.wait()
@@ -59,12 +66,14 @@ def start_reduce_scatter(
     in rank order take its place. With ``in_rank_order`` they do so on every backend.
     """
     ranks = group.size()
+    flight = launched("reduce", full.nbytes // ranks * (ranks - 1))
     if in_rank_order or dist.get_backend(group) == "gloo":
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=group, async_op=True)
     else:
         received = full.new_empty(full.numel() // ranks)
         work = _reduce_scatter(received, full, group=group, async_op=True)
+    ends_with(work, flight)
 
     def finish() -> torch.Tensor:
         work.wait()

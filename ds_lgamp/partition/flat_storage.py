@@ -12,6 +12,7 @@ from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import NotGatheredError, guarded
 from ds_lgamp.partition.host_home import LoadedPart
 from ds_lgamp.partition.host_thread import Job, Work
+from ds_lgamp.partition.launches import followed
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.pool import pooled
 
@@ -159,7 +160,7 @@ class FlatStorage:
             update, self._postponed = self._postponed, None
             if self._announce is not None:
                 self._announce()
-            self._updating = self.host.updates.start(update)
+            self._updating = self.host.updates.start(followed(update, "host update"))
 
     def catch_up(self) -> None:
         """Ends the update that was left to later, if there is one. It needs no other rank. Raises what the update

@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.saved_tensors import SavedTensors
-from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.stopwatch import Stopwatch, Timing
 from ds_lgamp.runtime.stored_inputs import StoredInputs
+from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.runtime.whereabouts import Place, here
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
@@ -27,14 +28,6 @@ from ds_lgamp.schedule.standing import Neighbours
 
 class ActionError(RuntimeError):
     """An action failed. The message names the rank and the action."""
-
-
-class Timing(Protocol):
-    """Records where the time goes."""
-
-    def time(self, kind: str) -> AbstractContextManager[Any]:
-        """Times the block as ``kind``, one of COMPUTE or EXPOSED_WAITS."""
-        ...
 
 
 def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
@@ -58,7 +51,6 @@ class Executor:
         random_sources: generators whose states recomputation restores.
         recompute: whether the backward pass computes chunks again, from their stored input and random states. Otherwise
             autograd keeps what it saved in the forward pass. A last chunk that turns at once is never recomputed.
-        trace: receives the text of each action as it starts; None records nothing.
         loss_gradient: returns the gradient with respect to the loss of one micro-batch, from (that loss, number of
             micro-batches). The backward pass starts from it.
         timing: records where the time goes.
@@ -78,7 +70,6 @@ class Executor:
         step: Callable[[], None],
         random_sources: Sequence[RandomSource],
         recompute: bool = True,
-        trace: list[str] | None = None,
         loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss,
         timing: Timing | None = None,
         owns: Callable[[int, torch.Tensor], bool] | None = None,
@@ -91,7 +82,8 @@ class Executor:
         self.loss_function, self._step = loss_function, step
         self.draws = Draws(random_sources)
         self.recompute = recompute
-        self.trace = trace
+        self.trace: Trace | None = None
+        """Records steps; None if nobody has asked for it."""
         self.loss_gradient = loss_gradient
         self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
         self._owns, self._update = owns, update
@@ -132,7 +124,11 @@ class Executor:
                 self.links.drain()
             self.doing = ""
             self.links.broken = False
+            if self.trace is not None:
+                self.trace.end()
         except Exception as error:
+            if self.trace is not None:
+                self.trace.stop()
             batch.graphs.clear()
             batch.results.clear()
             if self._stored_inputs is not None:
@@ -169,8 +165,6 @@ class Executor:
         self.current = action
         self.row += 1
         self.doing = ""
-        if self.trace is not None:
-            self.trace.append(str(action))
         if profiler._is_profiler_enabled:
             with profiler.record_function(str(action)):
                 _EXECUTE[action.kind](self, action)

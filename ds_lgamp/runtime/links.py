@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.partition.launches import Flight, launched
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
@@ -138,7 +139,7 @@ class Outgoing:
         self.endpoint, self.headers = endpoint, headers
         self.dynamic, self.on_arrival, self.advice = dynamic, on_arrival, advice
         self._announced: dict[int, MessageSpec] = {}
-        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[dist.Work, torch.Tensor, Flight | None]] = deque()
         self._headers_in_flight: list[tuple[dist.Work, torch.Tensor]] = []
         self._peer_posts = on_arrival
         """Whether the peer posts receives without being asked. If it posts ahead, it waits for headers first; sends
@@ -157,7 +158,9 @@ class Outgoing:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches the send of one message. Waits for the oldest messages if too many are under way."""
-        self._in_flight.append(_send(pack([tensor.detach() for tensor in tensors]), self.endpoint))
+        message = pack([tensor.detach() for tensor in tensors])
+        flight = launched("send", message.nbytes)
+        self._in_flight.append((*_send(message, self.endpoint), flight))
         if self._peer_posts:
             while len(self._in_flight) > SENDS_IN_FLIGHT:
                 self._finish_oldest()
@@ -178,8 +181,10 @@ class Outgoing:
         self._peer_posts = self.on_arrival
 
     def _finish_oldest(self) -> None:
-        work, _ = self._in_flight.popleft()
+        work, _, flight = self._in_flight.popleft()
         _wait(work, self.endpoint.peer)
+        if flight is not None:
+            flight.end()
 
 
 class Incoming:

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,14 @@ neighbours (activation, gradient), sends (send), and copies between host and dev
 COMPUTE = ("forward", "backward", "step")
 
 _OFF: AbstractContextManager[None] = nullcontext()
+
+
+class Timing(Protocol):
+    """Records where the time goes."""
+
+    def time(self, kind: str) -> AbstractContextManager[Any]:
+        """Times the block as ``kind``, one of COMPUTE or EXPOSED_WAITS."""
+        ...
 
 
 class Stopwatch:

@@ -12,7 +12,7 @@
 - Tied modules travel beside chunks. Only the sum of their copies is a cost of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_lgamp.schedule.actions import (
@@ -51,6 +51,9 @@ class Timeline:
     they take no time."""
     ideal: float
     """Compute time of a rank if work were spread evenly and no rank waited."""
+    arrivals: Mapping[Kind, Sequence[Sequence[float | None]]]
+    """When each forward and backward had its input, by kind, chunk and micro-batch; None if there was no such
+    compute."""
     step_time: float = field(init=False)
     """When the last compute, wait or update ends, on the host too."""
     bubble: float = field(init=False)
@@ -104,7 +107,12 @@ def simulate(
     for card in cards:
         card.finish()
     return Timeline(
-        run.spans, [card.spans for card in cards], [card.waits for card in cards], run.steps(), _ideal(spec, costs)
+        run.spans,
+        [card.spans for card in cards],
+        [card.waits for card in cards],
+        run.steps(),
+        _ideal(spec, costs),
+        {kind: [way.arrivals for way in run.ways[kind]] for kind in (_FORWARD, _BACKWARD)},
     )
 
 

@@ -1,1 +1,1 @@
-"""Drawings of a simulated program: text and SVG. Pure Python."""
+"""Steps to look at: drawings of simulated programs, and recordings of simulated and real ones. Pure Python."""

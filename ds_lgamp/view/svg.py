@@ -33,16 +33,16 @@ class Panel(NamedTuple):
     timeline: Timeline
 
 
-def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> str:
-    """The SVG picture of a simulated program below 1F1B with the same work.
+def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> list[Panel]:
+    """A simulated program behind 1F1B with the same work.
 
-    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program is
-    drawn alone.
+    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program stands
+    alone.
     """
-    panels = [Panel(_title(spec), spec, timeline)]
+    panels = [Panel(title_of(spec), spec, timeline)]
     if spec.schedule != "1f1b":
         panels.insert(0, _same_work(spec, durations))
-    return svg_gantt(panels)
+    return panels
 
 
 def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
@@ -59,10 +59,11 @@ def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
         resident_chunks=spec.resident_chunks,
         defers_gathers=spec.defers_gathers,
     )
-    return Panel(_title(plain), plain, simulate(plain, build_program(plain), longer))
+    return Panel(title_of(plain), plain, simulate(plain, build_program(plain), longer))
 
 
-def _title(spec: ProgramSpec) -> str:
+def title_of(spec: ProgramSpec) -> str:
+    """A program in words."""
     chunks = spec.chunks // spec.pipeline_ranks
     each = "1 chunk" if chunks == 1 else f"{chunks} chunks"
     return f"{spec.schedule}, {each} per pipeline rank, {spec.micro_batches} micro-batches"

@@ -35,6 +35,9 @@ class Event:
         if self._step == DEVICE.steps:
             DEVICE.host_waits("an event of this step is awaited")
 
+    def query(self) -> bool:
+        return self._step < DEVICE.steps
+
     def elapsed_time(self, end: "Event") -> float:
         return 1.0
 
@@ -83,6 +86,9 @@ class Device:
 
     def synchronize(self, device: Any = None) -> None:
         self.host_waits("the device is synchronised")
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return 1 << 30
 
     def current_device(self) -> int:
         return 0

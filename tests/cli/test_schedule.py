@@ -6,6 +6,7 @@ import pytest
 
 from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Action
+from ds_lgamp.view.recording import read_recording
 
 EXAMPLE = (
     "schedule --schedule layered --pipeline-ranks 4 --chunks-per-rank 4 --micro-batches 8 --zero-stage 3 "
@@ -155,3 +156,14 @@ def test_impossible_offloading_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["schedule", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_a_simulated_step_is_recorded_as_runs_are(capsys, tmp_path):
+    assert main(["schedule", "--hop", "0.5", "--trace", str(tmp_path / "trace")]) == 0
+    recording = read_recording(tmp_path / "trace")
+    assert recording.source == "simulated"
+    assert f"step time {recording.ranks[0].steps[0].end:g}," in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main(["schedule", "--trace", str(tmp_path / "file")])
+    assert "cannot be written (File exists); name another folder" in capsys.readouterr().err

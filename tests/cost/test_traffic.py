@@ -21,24 +21,25 @@ from tests.runtime.models import build_model, micro_batch
 from tests.slow import slow_except
 
 
-def train(grid, spec, tied, steps=2, trace=None, communication_dtype=None):
-    """Returns the calls of the last step, the assembly and this rank's program."""
+def train(grid, spec, tied, steps=2, log=None, communication_dtype=None):
+    """Returns the calls of the last step, the assembly and this rank's program. ``log`` then has the actions of that
+    step, each at its beginning."""
     model = build_model(8, tied)
     bounds = split_balanced([1] * len(model.layers), spec.chunks)
-    assembled = assemble(
-        grid, spec, model, bounds, lambda: optimizer.step(), trace=trace, communication_dtype=communication_dtype
-    )
+    assembled = assemble(grid, spec, model, bounds, lambda: optimizer.step(), communication_dtype=communication_dtype)
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=0.01)
     actions = build_program(spec)[grid.pipeline_rank]
     for step in range(steps):
-        if trace is not None:
-            trace.clear()
+        log = [] if log is None else log
+        log.clear()
         batch = BatchState(
             spec.micro_batches, lambda index, step=step: micro_batch(step, index), turns_at_once=spec.turns_at_once
         )
         with CollectiveCounter() as counter, assembled.executor.run_batch(batch):
-            assembled.executor.run(actions)
+            for action in actions:
+                log.append(str(action))
+                assembled.executor.execute(action)
     return counter, assembled, actions, bounds
 
 
@@ -128,11 +129,11 @@ def test_gradients_send_the_bytes_of_the_type_they_travel_in():
 
 
 def trace_of_a_step(resident_chunks, zero_stage=3):
-    trace = []
+    log = []
     grid = build_grid(1, 2)
     spec = ProgramSpec((0, 0, 0, 0), "layered", 2, 2, zero_stage, resident_chunks, defers_gathers=True)
-    train(grid, spec, tied=False, trace=trace)
-    return trace
+    train(grid, spec, tied=False, log=log)
+    return log
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

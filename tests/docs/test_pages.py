@@ -9,6 +9,7 @@ from benchmarks.record import TYPICAL, Record
 from docs import plots, tables
 from docs.blocks import with_block
 from docs.pages import BLOCKS, with_blocks
+from docs.screenshot import PICTURE
 from testing import ROOT
 
 
@@ -26,6 +27,11 @@ def test_a_plot_shows_what_is_recorded(name):
 def test_the_picture_of_the_schedule_is_up_to_date(tmp_path):
     plots.draw_picture(tmp_path / "drawn.svg")
     assert (tmp_path / "drawn.svg").read_text() == plots.path_of(plots.PICTURE).read_text(), "run python -m docs"
+
+
+def test_the_picture_of_the_page_is_small_and_on_the_front_page():
+    assert PICTURE.stat().st_size < 150_000
+    assert PICTURE.relative_to(ROOT).as_posix() in (ROOT / "README.md").read_text()
 
 
 def test_the_front_page_is_short():

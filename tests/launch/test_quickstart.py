@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -23,9 +24,13 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("quickstart")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
     """Returns the measurements of both runs."""
-    folder = tmp_path_factory.mktemp("quickstart")
     text = folder / "text.txt"
     text.write_text(
         "\n\n".join(f"Section {number}: the quick brown fox jumps over the lazy dog." for number in range(99))
@@ -36,7 +41,9 @@ def runs(tmp_path_factory):
         output = folder / f"{name}.json"
         run(
             *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"),
-            *("-m", "ds_lgamp", "run", "--measure", str(output), "launch/pretrain_gpt.py", *FLAGS),
+            *("-m", "ds_lgamp", "run", "--measure", str(output)),
+            *(("--trace", str(folder / "trace"), "--trace-steps", "5:7") if name == "lgamp" else ()),
+            *("launch/pretrain_gpt.py", *FLAGS),
             *("--train-iters", str(STEPS), "--data-path", str(folder / "data")),
             *("--deepspeed_config", f"example_configs/quickstart_{name}.json"),
             *("--loss-plot", str(folder / f"{name}.png"), "--save", str(folder / name)),
@@ -47,12 +54,14 @@ def runs(tmp_path_factory):
     return measured
 
 
-def run(*words: str) -> None:
+def run(*words: str) -> str:
+    """Runs Python with ``words``, and returns what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -78,6 +87,22 @@ def test_the_measurement_counts_what_the_layout_costs(runs):
     assert stock["messages_per_step"] == 2 * 4
     assert 0 < lgamp["peak_bytes"] < stock["peak_bytes"]
     assert lgamp["bytes_per_step"] > 0 and lgamp["step_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_the_comparison_ends_with_a_page_of_both_runs(runs, folder):
+    said = run("-m", "benchmarks.quickstart", str(folder)).splitlines()
+    assert said[-1] == f"open in a browser: {folder / 'index.html'}"
+    page = (folder / "index.html").read_text()
+    assert page.count("<polyline") == 2 and "<td>seconds per step</td>" in page
+    model = json.loads(re.search(r'type="application/json">(.*?)</script>', page)[1])
+    assert [panel["title"][:19] for panel in model["panels"]] == [
+        "1F1B, simulated",
+        "ds_lgamp, simulated",
+        "ds_lgamp, measured,",
+    ]
+    measured = model["panels"][-1]
+    assert len(measured["ranks"]) == 4 and all(rank["start"] for rank in measured["ranks"])
 
 
 def test_a_run_too_short_to_be_counted_says_so(tmp_path):

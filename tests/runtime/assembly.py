@@ -88,7 +88,6 @@ def assemble(
     bounds: list[int],
     apply_step: Callable[[], None],
     recompute: bool = True,
-    trace: list[str] | None = None,
     communication_dtype: torch.dtype | None = None,
     in_rank_order: bool = False,
 ) -> Assembled:
@@ -139,7 +138,6 @@ def assemble(
         step,
         default_sources(DEVICE),
         recompute,
-        trace,
         owns=partition.owns if partition.frees_weights else None,
         stored_inputs=StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
         alike=dist.get_process_group_ranks(grid.data_group),

@@ -53,7 +53,7 @@ def compare_traces(pipeline_ranks, data_ranks):
     compared, trace = 0, []
     trace_waits(trace)
     for spec in specs(pipeline_ranks):
-        counter, _, actions, _ = train(grid, spec, tied=False, trace=trace)
+        counter, _, actions, _ = train(grid, spec, tied=False, log=trace)
         awaited = [AWAITED.get(action.kind) for action in actions]
         assert trace == [event for pair in zip(map(str, actions), awaited) for event in pair if event], spec
         kinds = {Kind.GATHER: "all_gather", Kind.REDUCE: "all_to_all" if spec.zero_stage else "all_reduce"}

@@ -1,6 +1,7 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partitio
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
+from ds_lgamp.integrations.deepspeed.engine.tracing import trace_if_asked
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
@@ -128,6 +130,7 @@ class LgampEngine(PipelineEngine):
             self.device,
             None if self._check is None else self._check.seen.after_layer,
         )
+        self.executor.trace = trace_if_asked(self)
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
         complete_own_data(self)
@@ -251,7 +254,7 @@ class LgampEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec
-        with self._stopwatch.time("data"):
+        with self.executor.timing.time("data"):
             call = "eval_batch" if spec.forward_only else "train_batch"
             terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
             self._loader.pull(spec.micro_batches, self._next_batch, terms)
@@ -285,10 +288,20 @@ class LgampEngine(PipelineEngine):
         if self._check is not None:
             self._check.settle()
 
-    def in_batch(self, training: bool) -> AbstractContextManager[None]:
-        """Says where this rank is, in case it or another one stands still."""
+    @contextmanager
+    def in_batch(self, training: bool) -> Iterator[None]:
+        """Says where this rank is, in case it or another one stands still. A trace of the step begins."""
         label = f"step {self.global_steps + 1}" if training else f"an evaluation after step {self.global_steps}"
-        return here.in_batch(self.executor, label, training, self.lgamp_settings.patience)
+        trace = self.executor.trace if training else None
+        with here.in_batch(self.executor, label, training, self.lgamp_settings.patience):
+            if trace is not None:
+                trace.begin(self.global_steps + 1, self.executor, lambda: self.own_spec)
+            try:
+                yield
+            except BaseException:
+                if trace is not None:
+                    trace.stop()
+                raise
 
     def _execute(self, action: Any) -> None:
         self.executor.execute(action)
@@ -312,9 +325,9 @@ class LgampEngine(PipelineEngine):
         self._step_optimizer()
 
     def _step_optimizer(self) -> None:
-        with self._stopwatch.time("reduce"):
+        with self.executor.timing.time("reduce"):
             self._partition.finish_gradients()
-        with self._stopwatch.time("step"):
+        with self.executor.timing.time("step"):
             self._exec_optimizer_step()
             self._partition.after_update()
 
@@ -341,6 +354,9 @@ class LgampEngine(PipelineEngine):
             if not self.executor.links.broken:
                 raise
         get_accelerator().synchronize()
+        if self.executor.trace is not None:
+            self.executor.trace.close()
+            self.executor.trace = None
 
     def destroy(self) -> None:
         try:

@@ -13,6 +13,9 @@ from deepspeed.utils.logging import log_dist
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.runtime.stopwatch import EXPOSED_WAITS, Stopwatch
 
+_OF_PIPELINE = ("activation", "gradient", "send")
+"""Waits for neighbours in the pipeline."""
+
 
 class StepReport(NamedTuple):
     """The measurements of one step, over all ranks."""
@@ -23,6 +26,10 @@ class StepReport(NamedTuple):
     """Elements of integer inputs per second; 0 if the inputs are no integers."""
     kinds: dict[str, float]
     """Seconds by kind of work and of exposed wait, averaged over the ranks."""
+    bubble: float
+    """The share of the step in which a rank neither computes nor waits for data, parameters, reductions or copies, as
+    the mean of all ranks. What is left are waits for its neighbours in the pipeline and for slower ranks at the end,
+    and the work of the host in between."""
     peak_bytes: float
     """Highest memory since the process began, on the rank that needs most. DeepSpeed's accelerator reports it:
     allocated device memory, or on the CPU the resident set of the process."""
@@ -33,6 +40,7 @@ class StepReport(NamedTuple):
         values = {
             "grad_norm": float(engine.get_global_grad_norm()),
             "tokens_per_second": self.tokens_per_second,
+            "bubble": self.bubble,
             "peak_bytes": self.peak_bytes,
             **{f"exposed_wait_seconds/{kind}": self.kinds[kind] for kind in EXPOSED_WAITS},
         }
@@ -76,10 +84,10 @@ class StepMonitor:
         dist.all_gather(everyone, own)
         table = torch.stack(everyone).cpu()
         slowest = float(table[:, 0].max())
-        means = table[:, 3:].mean(0).tolist()
-        return StepReport(
-            slowest, float(table[:, 1].sum()) / slowest, dict(zip(kinds, means)), float(table[:, 2].max())
-        )
+        means = dict(zip(kinds, table[:, 3:].mean(0).tolist()))
+        busy = sum(mean for kind, mean in means.items() if kind not in _OF_PIPELINE)
+        bubble = max(0.0, 1 - busy / slowest)
+        return StepReport(slowest, float(table[:, 1].sum()) / slowest, means, bubble, float(table[:, 2].max()))
 
 
 def monitor_if_asked(engine: Any, loader: BatchLoader, stopwatch: Stopwatch) -> StepMonitor | None:

@@ -107,6 +107,22 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 
+def with_keys(build: Callable[..., Any], keys: dict[str, Any]) -> Callable[..., Any]:
+    """Returns ``build``, the builder of an engine, with the ``keys`` of the command line in place of the block's."""
+
+    @wraps(build)
+    def built(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
+        config = arguments.get("config")
+        if isinstance(config, dict) and read_block(config) is not None:
+            arguments["config"] = {**config, BLOCK: {**config[BLOCK], **keys}}
+        elif dist.get_rank() == 0:
+            given = " and ".join(f"--{key.replace('_', '-')}" for key in keys)
+            print(f"ds_lgamp: {given} without effect: the engine has no enabled {BLOCK} block", file=sys.stderr)
+        return build(stock, *positional, **arguments)
+
+    return built
+
+
 def partition_method_of(module: PipelineModule) -> str:
     """The ``partition_method`` of ``module``; "parameters" if the module was built before :func:`install`."""
     return getattr(module, _METHOD, "parameters")

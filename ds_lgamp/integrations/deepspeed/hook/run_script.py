@@ -21,11 +21,14 @@ _STOCK_REFUSAL = "must divide distributed world size"
 """Words of PipelineModule's own error for a number of stages that does not divide the number of ranks."""
 
 
-def run_script(script: str, arguments: Sequence[str], measure: str | None = None) -> NoReturn:
+def run_script(
+    script: str, arguments: Sequence[str], measure: str | None = None, keys: dict[str, Any] | None = None
+) -> NoReturn:
     """Runs ``script`` as ``__main__``, and ends the process with it.
 
     Args:
         measure: the file for losses, times, traffic and memory; None measures nothing.
+        keys: what takes the place of keys of the block.
     """
     with failures_end_the_process(_STOCK_REFUSAL):
         check_seams()
@@ -33,10 +36,10 @@ def run_script(script: str, arguments: Sequence[str], measure: str | None = None
         # These imports fail with a DeepSpeed that check_seams refuses.
         from ds_lgamp.integrations.deepspeed.explain.measured import TrainingMeasurement
         from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
-        from ds_lgamp.integrations.deepspeed.hook.install import install
+        from ds_lgamp.integrations.deepspeed.hook.install import install, pipeline_engine, plain_engine, with_keys
 
         compile_no_collective()
-        install()
+        install(*(with_keys(build, keys) if keys else build for build in (pipeline_engine, plain_engine)))
         measurement = TrainingMeasurement()
         if measure is not None:
             measurement.install()

@@ -198,7 +198,7 @@ class ModelEngine(LgampEngine):
     def _begin(self, following: Next, own: list[Arguments]) -> None:
         """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
         all ranks."""
-        with self._stopwatch.time("data"):
+        with self.executor.timing.time("data"):
             agree(following, len(own), terms=batch_terms(self))
             if not own:
                 raise ConfigError("engine.step() is called, but no engine(...) since the last step; call that first")

@@ -59,6 +59,11 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             "--check-for-nan-in-loss-and-grad"
         )
     _refuse_offloading(config, settings)
+    if settings.trace is not None:
+        raise ConfigError(
+            f"{BLOCK}.trace is '{settings.trace}', but nothing records Megatron-LM's training loop; remove it, or "
+            "train with DeepSpeed's engine"
+        )
     if settings.data_rank_speeds is not None:
         raise ConfigError(
             f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "

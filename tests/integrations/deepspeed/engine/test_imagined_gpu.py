@@ -1,6 +1,7 @@
 """A training step on an imagined GPU: the host does not wait for the device, tensors lie where they belong, and every
 kernel that the engine launches beside the layers' own is accounted for."""
 
+import os
 from collections import Counter
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.view.recording import read_recording
 from testing.deepspeed_rank import quiet
 from testing.imagined_gpu.accelerator import BACKEND, prepare_rank
 from testing.imagined_gpu.border import imagine
@@ -76,13 +78,14 @@ CASES = {
     "gpipe": Case(0, half=True, chunks_per_rank=1, block={"schedule": "gpipe", "recompute": "none"}),
     "groups": Case(3, half=True, block={"micro_batch_group": 2, "resident_chunks": 1}),
     "not recomputed": Case(3, block={"recompute": "none"}),
+    "traced": Case(3, block={"trace": "trace", "trace_steps": "1:3"}),
 }
 UNCOUNTED = {
     "reproducible": Case(3, clips=True, block={"reproducible": True}),
     "overflow": Case(2, half=True, checks_overflow=True),
 }
 """Cases whose kernels are not counted."""
-DEFAULT = {"stage 0, fp32", "stage 2, bf16", "stage 3, bf16", "groups", *UNCOUNTED}
+DEFAULT = {"stage 0, fp32", "stage 2, bf16", "stage 3, bf16", "groups", "traced", *UNCOUNTED}
 LAYERS, MICRO_BATCHES, STEPS = 4, 4, 3
 
 
@@ -99,7 +102,9 @@ class Step(NamedTuple):
     """By action: the operations that ran while memory came from a pool."""
 
 
-def steps_in_cases(cases):
+def steps_in_cases(cases, folder):
+    # Traces go there.
+    os.chdir(folder)
     prepare_deepspeed()
     with imagine() as border:
         return {name: last_step(border, case) for name, case in cases.items()}
@@ -209,10 +214,15 @@ def expected_in_step(case, rank):
 
 
 @pytest.fixture(scope="module")
-def steps(request):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def steps(request, folder):
     asked = chosen(request, "name")
     cases = {name: case for name, case in (CASES | UNCOUNTED).items() if name in asked}
-    return run_on_ranks(4, steps_in_cases, cases, before_init=prepare_rank, backend=BACKEND)
+    return run_on_ranks(4, steps_in_cases, cases, folder, before_init=prepare_rank, backend=BACKEND)
 
 
 @pytest.mark.parametrize("name", slow_except(DEFAULT, [*CASES, *UNCOUNTED]))
@@ -227,6 +237,14 @@ def test_the_engine_launches_these_kernels_and_no_others(steps, name):
         in_step = launches.pop("STEP")
         assert launches == expected_launches(CASES[name], rank, by_case[name].bare)
         assert in_step.total() == expected_in_step(CASES[name], rank), in_step
+
+
+@pytest.mark.parametrize("name", ["traced"])
+def test_a_trace_is_read_when_nobody_waits_for_it_any_more(steps, folder, name):
+    """The last step at the end of the process group."""
+    for rank in read_recording(folder / CASES[name].block["trace"]).ranks:
+        assert [step.step for step in rank.steps] == [1, 2, 3]
+        assert all(step.intervals and step.memory for step in rank.steps)
 
 
 @pytest.mark.parametrize("name", ["stage 3, bf16"])

@@ -27,6 +27,7 @@ EVENTS = {
     "lr",
     "grad_norm",
     "tokens_per_second",
+    "bubble",
     "peak_bytes",
     *(f"exposed_wait_seconds_{kind}" for kind in EXPOSED_WAITS),
 }
@@ -63,7 +64,7 @@ def train(folder):
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}},
-        "ds_lgamp": {"layers_per_chunk": 1},
+        "ds_lgamp": {"layers_per_chunk": 1, "trace": f"{folder}/trace", "trace_steps": "2:2"},
     }
     if dist.get_rank() == 0:
         # Many scripts configure monitors on the first rank only.
@@ -144,6 +145,14 @@ def test_waits_are_measured_where_they_are(run, recorded):
         assert 0 < sum(waits.values()) < duration
         assert all(wait >= 0 for wait in waits.values())
     assert recorded["peak_bytes"][48] > 1e7, "the CPU reports the resident set"
+
+
+def test_the_bubble_is_what_waits_for_neighbours_and_the_host_leave(run, recorded):
+    """Each of the four micro-batches of a slow layer lets the other rank wait."""
+    _, _, seconds, *_ = run
+    for step, duration in zip((32, 48), seconds[1:]):
+        waits = sum(recorded[f"exposed_wait_seconds_{kind}"][step] for kind in ("activation", "gradient", "send"))
+        assert waits / duration < recorded["bubble"][step] < 1 - 4 * PAUSE / 2 / duration
 
 
 def test_tensorboard_and_wandb_get_the_same(folder, run, recorded):

@@ -163,8 +163,13 @@ def order_of_updates(stage, clipping):
     engine = engine_of(1, stage, clipping=clipping, block=OVERLAP)
     step(engine)
     executor, log = engine.executor, []
-    executor.trace = log
-    update = Updates.update
+    execute, update = executor.execute, Updates.update
+
+    def logged_action(action):
+        log.append(str(action))
+        execute(action)
+
+    executor.execute = logged_action
 
     def logged(self, units):
         log.extend(f"[{unit.name}]" for unit in units)

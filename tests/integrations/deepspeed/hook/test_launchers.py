@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.view.recording import read_recording
 from testing import SCRIPTS
 from testing.launching import free_port
 from testing.ranks import run_on_ranks
@@ -112,16 +113,22 @@ def output_of_script(arguments: list[str]) -> str:
     ids=["torchrun", "torchrun with data parallelism", "deepspeed"],
 )
 def test_an_unedited_script_trains_the_same_under_both_launchers(command, ranks, folder, stock):
-    engine, losses = result_of(launch(command, folder, LAYERED, "--checkpoint", str(folder / "embedding.pt")))
+    traced = ("--trace", str(folder / "trace"), "--trace-steps", "1:2")
+    config = {**LAYERED, "ds_lgamp": {"trace": "nowhere", "trace_steps": "8:9"}}
+    completed = launch([*command, *traced], folder, config, "--checkpoint", str(folder / "embedding.pt"))
+    engine, losses = result_of(completed)
     assert engine == "LgampEngine"
     assert losses == pytest.approx(stock(ranks), rel=1e-6)
+    assert f"ds_lgamp: steps 1 to 2 are recorded in {folder / 'trace'}" in completed.stderr
+    assert [[step.step for step in rank.steps] for rank in read_recording(folder / "trace").ranks] == [[1, 2]] * ranks
 
 
 @pytest.mark.slow
 def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     command = torchrun("-m", "ds_lgamp", "run")
-    completed = launch(command, folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
+    completed = launch([*command, "--trace", "nowhere"], folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
     assert result_of(completed) == ("PipelineEngine", stock(4))
+    assert "ds_lgamp: --trace without effect: the engine has no enabled ds_lgamp block" in completed.stderr
 
 
 # torchrun then checks as rarely as deepspeed whether a rank has ended, so the other ranks can report what they know.

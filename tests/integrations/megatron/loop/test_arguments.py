@@ -215,6 +215,7 @@ REFUSED = [
         {},
         "nonfinite is 'skip', but Megatron-LM has a check of its own; remove it, and set --check",
     ),
+    ({}, {"trace": "runs/x"}, {}, "trace is 'runs/x', but nothing records Megatron-LM's training loop; remove it"),
     ({}, {"offload_activations": "cpu"}, {}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},

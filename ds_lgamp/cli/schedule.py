@@ -1,0 +1,203 @@
+"""``ds_lgamp schedule``: builds, checks, simulates and draws a training step's program."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_lgamp.cli.examples import with_examples
+from ds_lgamp.cli.options import count, write_file
+from ds_lgamp.schedule.actions import Kind, Program
+from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
+from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
+from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
+from ds_lgamp.schedule.validate import validate
+from ds_lgamp.version import __version__
+from ds_lgamp.view import html
+from ds_lgamp.view.figures import show
+from ds_lgamp.view.recording import of_simulation, write_recording
+from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
+from ds_lgamp.view.text import text_gantt
+
+
+def add_schedule_command(commands: Any) -> None:
+    """Adds the command to the subparsers of ``ds_lgamp``."""
+    command = commands.add_parser(
+        "schedule", help="build, check, simulate and draw a training step's program", **with_examples("schedule")
+    )
+    command.add_argument("--schedule", choices=SCHEDULES, default="layered")
+    command.add_argument("--pipeline-ranks", type=count, default=4, metavar="P")
+    command.add_argument("--chunks-per-rank", type=count, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
+    command.add_argument("--micro-batches", type=count, default=8, metavar="M")
+    command.add_argument(
+        "--micro-batch-group",
+        type=_count_or_all,
+        metavar="G",
+        help="micro-batches that move together, or all (default)",
+    )
+    command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
+    command.add_argument("--resident-chunks", type=count, default=2, metavar="B")
+    command.add_argument(
+        "--defer-gathers", action="store_true", help="gather updates in the next step, one chunk ahead"
+    )
+    command.add_argument(
+        "--node-shards",
+        choices=("refreshed", "replicated"),
+        help="stage 3: gather inside nodes, whose shards are refreshed by other nodes or the same on all",
+    )
+    command.add_argument(
+        "--updates",
+        choices=UPDATES,
+        help="when the optimizer updates a chunk: all at the step (default), behind its reduction, or in the next step "
+        "(default with --offload)",
+    )
+    command.add_argument(
+        "--offload",
+        choices=("optimizer", "parameters"),
+        help="what the host holds: the optimizer's state and master weights, which it updates, or the parameters too",
+    )
+    command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
+    command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
+    command.add_argument("--backward", type=float, default=2.0, help="time of one chunk's backward for one micro-batch")
+    command.add_argument("--hop", type=float, default=0.0, help="time to send a tensor to the next rank")
+    command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
+    command.add_argument("--reduce", type=float, default=0.0, help="time of one chunk's reduction over the data ranks")
+    command.add_argument("--refresh", type=float, default=0.0, help="time of one chunk's gather between nodes")
+    command.add_argument("--combine", type=float, default=0.0, help="time of one chunk's reduction between nodes")
+    command.add_argument(
+        "--recompute", type=float, default=0.0, help="extra time of a backward whose chunk is recomputed"
+    )
+    command.add_argument("--update", type=float, default=0.0, help="time of one chunk's update")
+    command.add_argument("--load", type=float, default=0.0, help="time of one chunk's weights from host to device")
+    command.add_argument("--store", type=float, default=0.0, help="time of one chunk's gradient from device to host")
+    command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
+    command.add_argument(
+        "--svg", type=Path, metavar="FILE", help="also draw the program beside 1F1B with the same work, as SVG"
+    )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="also draw both into a page to zoom into; a browser opens the file"
+    )
+    command.add_argument(
+        "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
+    )
+    command.set_defaults(run=_schedule)
+
+
+def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        spec = _spec(options)
+        durations = _durations(options)
+    except ValueError as error:
+        parser.error(str(error))
+    program = build_program(spec)
+    validate(spec, program)
+    timeline = simulate(spec, program, durations)
+    panels = beside_1f1b(spec, timeline, durations)
+    if options.svg is not None:
+        write_file(parser, "--svg", options.svg, svg_gantt(panels).encode())
+    if options.html is not None:
+        write_file(parser, "--html", options.html, _page(panels).encode())
+    if options.trace is not None:
+        try:
+            write_recording(options.trace, of_simulation(spec, timeline, __version__))
+        except OSError as error:
+            parser.error(
+                f"--trace is '{options.trace}', which cannot be written ({error.strerror}); name another folder"
+            )
+    report = _report(program, timeline)
+    if options.json:
+        json.dump(report, sys.stdout)
+        print()
+        return 0
+    print(text_gantt(spec, timeline))
+    print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
+    counts, exposed = ["gathers", "reduces"], ["exposed_gather_time", "exposed_reduce_time"]
+    if options.node_shards:
+        counts += ["refreshes", "combines"]
+        exposed += ["exposed_refresh_time", "exposed_combine_time"]
+    if not any((options.gather, options.reduce, options.refresh, options.combine)):
+        exposed = []
+    if options.offload:
+        counts += ["loads", "stores"]
+        exposed += ["exposed_load_time", "exposed_store_time"]
+    for key in (*counts, *exposed, "peak_live_activations"):
+        print(f"{key.replace('_', ' ')} by rank: {report[key]}")
+    return 0
+
+
+def _page(panels: Sequence[Panel]) -> str:
+    shown = [html.Panel(each.title, show(of_simulation(each.spec, each.timeline, __version__))) for each in panels]
+    return html.html_page("Simulated programs with the same work", shown, unit="")
+
+
+def _spec(options: argparse.Namespace) -> ProgramSpec:
+    single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
+    chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
+    placement = options.placement or default_placement(options.schedule)
+    updates = options.updates or ("next_step" if options.offload else "step")
+    # What the host updates is gathered in the next step, and so is what the device updates there.
+    defers = options.zero_stage > 0 and (updates == "next_step" or options.offload is not None)
+    micro_batches = options.micro_batches
+    group = options.micro_batch_group or micro_batches
+    return ProgramSpec(
+        placement=place_chunks(placement, options.pipeline_ranks * chunks_per_rank, options.pipeline_ranks),
+        schedule=options.schedule,
+        micro_batches=micro_batches,
+        micro_batch_group=min(group, micro_batches),
+        zero_stage=options.zero_stage,
+        resident_chunks=options.resident_chunks,
+        defers_gathers=options.defer_gathers or defers,
+        updates=updates,
+        # How large a node is does not matter to the program.
+        hierarchy=Hierarchy(2, options.node_shards == "replicated") if options.node_shards else None,
+        offload=Offload(options.offload == "parameters") if options.offload else None,
+    )
+
+
+def _count_or_all(text: str) -> int | None:
+    """None means all."""
+    return None if text == "all" else count(text)
+
+
+def _durations(options: argparse.Namespace) -> Durations:
+    of_network = ("hop", "gather", "reduce", "refresh", "combine")
+    names = ("forward", "backward", *of_network, "recompute", "update", "load", "store")
+    if not options.offload and (options.load or options.store):
+        raise ValueError("--load and --store belong to --offload; add it, or remove them")
+    durations = Durations(**{name: getattr(options, name) for name in names})
+    for name, duration in durations._asdict().items():
+        if not 0 <= duration < float("inf"):
+            raise ValueError(f"--{name} is {duration:g}; a duration is finite and not negative")
+    return durations
+
+
+def _report(program: Program, timeline: Timeline) -> dict:
+    def count(kind: Kind) -> list[int]:
+        return [sum(action.kind is kind for action in actions) for actions in program]
+
+    return {
+        "valid": True,
+        "step_time": timeline.step_time,
+        "bubble": timeline.bubble,
+        "gathers": count(Kind.GATHER),
+        "reduces": count(Kind.REDUCE),
+        "refreshes": count(Kind.REFRESH),
+        "combines": count(Kind.COMBINE),
+        "loads": count(Kind.LOAD),
+        "stores": count(Kind.STORE),
+        "exposed_gather_time": timeline.exposed(Kind.GATHER),
+        "exposed_reduce_time": timeline.exposed(Kind.REDUCE),
+        "exposed_refresh_time": timeline.exposed(Kind.REFRESH),
+        "exposed_combine_time": timeline.exposed(Kind.COMBINE),
+        "exposed_load_time": timeline.exposed(Kind.LOAD),
+        "exposed_store_time": timeline.exposed(Kind.STORE),
+        "peak_live_activations": [peak_live_activations(actions) for actions in program],
+        "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
+    }

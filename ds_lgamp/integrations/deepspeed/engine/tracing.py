@@ -1,0 +1,45 @@
+"""Records the steps for which the block asks: ``ds_lgamp.trace``."""
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.runtime.trace import Trace
+from ds_lgamp.view.recording import RankRecording
+
+_traces: WeakValueDictionary[Path, Trace] = WeakValueDictionary()
+"""Those of living engines, by folder."""
+
+
+def trace_if_asked(engine: Any) -> Trace | None:
+    """Returns the trace of an engine; None if its block has none. Collective over all ranks if it has.
+
+    Raises ConfigError on every rank if one of them cannot write, or if another engine does.
+    """
+    settings = engine.lgamp_settings
+    if settings.trace is None:
+        return None
+    first, last = settings.traced_steps
+    device = engine.device
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    own = RankRecording(dist.get_rank(), engine.stage_id, engine.grid.data_parallel_id, socket.gethostname(), words)
+    folder, trace, trouble = Path(settings.trace).resolve(), None, None
+    if folder in _traces:
+        trouble = "where another engine of the script records"
+    else:
+        try:
+            trace = _traces[folder] = Trace(folder, first, last, own, dist.get_world_size(), device)
+        except OSError as error:
+            trouble = f"which cannot be written ({error.strerror})"
+    complaint = None if trouble is None else f"{BLOCK}.trace is '{settings.trace}', {trouble}; use another folder"
+    raise_everywhere(complaint, ConfigError)
+    if own.rank == 0:
+        print(f"ds_lgamp: steps {first} to {last} are recorded in {settings.trace}", file=sys.stderr)
+    return trace

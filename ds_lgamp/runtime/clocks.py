@@ -1,0 +1,125 @@
+"""Clocks of the host and of devices, which show the same on all ranks."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.partition.agreement import everyone, host_group
+
+ROUNDS = 8
+"""Questions to the first rank, of which the one that was answered soonest counts."""
+
+Mark = Any
+"""A moment: seconds of the host's clock, or an event of the device."""
+Clock = Callable[[], float]
+"""Returns seconds."""
+
+
+def machine() -> str:
+    """Returns what processes with the same clock have in common: since when their machine runs."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        # Not known to be another's.
+        return f"rank {dist.get_rank()}"
+
+
+def common_zero(own_machine: str, clock: Clock = time.perf_counter) -> float:
+    """Returns what this rank's clock showed at one moment, the same for all ranks. Collective over all ranks.
+
+    Ranks on the machine of the first rank have its clock. Others ask it for the time: they are off by no more than half
+    the way there and back.
+    """
+    group = host_group()
+    facts = everyone((own_machine, clock()), group)
+    first = facts[0][0]
+    # When the last of those that share the first rank's clock has come.
+    zero = max(shown for there, shown in facts if there == first)
+    others = [rank for rank, (there, _) in enumerate(facts) if there != first]
+    rank = dist.get_rank()
+    if rank == 0:
+        for other in others:
+            _answer(other, group, clock)
+    return zero + _ahead(group, clock) if rank in others else zero
+
+
+def _answer(rank: int, group: dist.ProcessGroup, clock: Clock) -> None:
+    question = torch.zeros(1, dtype=torch.float64)
+    for _ in range(ROUNDS):
+        dist.recv(question, rank, group=group)
+        dist.send(torch.tensor([clock()], dtype=torch.float64), rank, group=group)
+
+
+def _ahead(group: dist.ProcessGroup, clock: Clock) -> float:
+    """Returns by how much this rank's clock is ahead of the first rank's."""
+    answer, measured = torch.zeros(1, dtype=torch.float64), []
+    for _ in range(ROUNDS):
+        asked = clock()
+        dist.send(answer, 0, group=group)
+        dist.recv(answer, 0, group=group)
+        answered = clock()
+        measured.append((answered - asked, (asked + answered) / 2 - answer.item()))
+    return min(measured)[1]
+
+
+class HostClock:
+    """Marks are seconds of the host."""
+
+    runs = False
+    """Whether the ranks have agreed on a beginning."""
+
+    def start(self) -> None:
+        """Counts from now on. Collective over all ranks."""
+        self._zero, self.runs = common_zero(machine()), True
+
+    now = staticmethod(time.perf_counter)
+
+    def base_on(self, mark: Mark) -> float:
+        """Returns the seconds at ``mark``, which is near to what is asked next."""
+        return self.seconds(mark)
+
+    def seconds(self, mark: Mark) -> float:
+        """Returns the seconds at ``mark`` since all ranks began. Waits for it, if it is still to come."""
+        return mark - self._zero
+
+    def is_past(self, mark: Mark) -> bool:
+        """Whether :meth:`seconds` would not wait."""
+        return True
+
+
+class DeviceClock(HostClock):
+    """Marks are events in the current stream, or seconds of the host. It was not run on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+
+    def start(self) -> None:
+        """As the host's. Waits for the device, once, to know what its events mean."""
+        super().start()
+        self._module.synchronize(self._device)
+        self._base = self.now()
+        self._module.synchronize(self._device)
+        self._base_seconds = HostClock.seconds(self, time.perf_counter())
+
+    def now(self) -> Mark:  # type: ignore[override]
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def base_on(self, mark: Mark) -> float:
+        """Counts from ``mark`` from now on: the time between two events is less exact, the longer it is."""
+        self._base_seconds, self._base = self.seconds(mark), mark
+        return self._base_seconds
+
+    def seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return HostClock.seconds(self, mark)
+        mark.synchronize()
+        return self._base_seconds + self._base.elapsed_time(mark) / 1000
+
+    def is_past(self, mark: Mark) -> bool:
+        return isinstance(mark, float) or mark.query()

@@ -1,0 +1,217 @@
+"""What each interval of a recorded step waited for, and the chain of such causes that took the whole step.
+
+A compute follows the compute before it on its rank, unless it waited for something that ended later: a message of
+another rank, a collective, or a transfer. These follow the compute that launched them, or what was ahead of them in
+their lane. A collective follows the data-parallel rank that launched it last.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from ds_lgamp.schedule.actions import COLLECTIVES, WAITS, Action, Kind, awaited_by, send_of
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.view.recording import Interval, RankRecording, Step
+
+NEGLIGIBLE = 0.01
+"""A wait below this share of the compute behind it delayed nothing: also what has long arrived takes a moment to
+receive."""
+_MESSAGES = ("activation", "gradient")
+_EARLIER = {Kind.LOAD: Kind.UPDATE, Kind.UPDATE: Kind.STORE}
+"""What a transfer or update on the host follows for the same chunk."""
+
+
+class Place(NamedTuple):
+    """Where an interval stands."""
+
+    rank: int
+    """In the list of ranks."""
+    interval: int
+    """In the intervals of the rank's step."""
+
+
+Causes = list[dict[int, Place]]
+"""For every rank, the cause of each interval that has one."""
+
+
+def causes(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequence[Step]) -> Causes:
+    """Returns what each compute, and each interval beside the computes, followed.
+
+    Args:
+        steps: the same step of each of ``ranks``.
+    """
+    lanes = [_Lanes(step) for step in steps]
+    search = _Search(spec, ranks, lanes)
+    return [dict(search.of_rank(rank)) for rank in range(len(ranks))]
+
+
+def critical_path(steps: Sequence[Step], found: Causes) -> list[Place]:
+    """Returns the chain of causes that leads to the end of the step, first things first."""
+    over = max(step.end for step in steps)
+    # What goes on beside the computes may outlast the step: the next one waits for it.
+    ends = [
+        (each.end, Place(rank, index))
+        for rank, step in enumerate(steps)
+        for index, each in enumerate(step.intervals)
+        if each.lane == "compute" or (each.lane == "host update" and each.end <= over)
+    ]
+    place = max(ends)[1] if ends else None
+    path: list[Place] = []
+    seen = set()
+    # Clocks of several ranks agree to some microseconds only, so causes may form a circle.
+    while place is not None and place not in seen:
+        seen.add(place)
+        path.append(place)
+        place = found[place.rank].get(place.interval)
+    return path[::-1]
+
+
+class _Lanes:
+    """The intervals of one rank's step, by lane and by name."""
+
+    def __init__(self, step: Step) -> None:
+        self.all = step.intervals
+        self.by_lane: dict[str, list[int]] = defaultdict(list)
+        self.by_name: dict[str, list[int]] = defaultdict(list)
+        for index, each in sorted(enumerate(step.intervals), key=lambda pair: (pair[1].start, pair[1].end)):
+            self.by_lane[each.lane].append(index)
+            if each.lane != "wait":
+                self.by_name[each.name].append(index)
+
+    @cached_property
+    def ends_of_computes(self) -> list[float]:
+        return [self.all[index].end for index in self.by_lane["compute"]]
+
+    @cached_property
+    def starts_of_waits(self) -> list[float]:
+        return [self.all[index].start for index in self.by_lane["wait"]]
+
+    def before(self, time: float) -> int | None:
+        """Returns the last compute that has ended at ``time``."""
+        count = bisect_right(self.ends_of_computes, time)
+        return self.by_lane["compute"][count - 1] if count else None
+
+    def waits_between(self, start: float, end: float) -> Iterator[Interval]:
+        """Yields the waits that begin from ``start`` on and end by ``end``."""
+        first, behind = bisect_left(self.starts_of_waits, start), bisect_left(self.starts_of_waits, end)
+        for position in range(first, behind):
+            wait = self.all[self.by_lane["wait"][position]]
+            if wait.end <= end:
+                yield wait
+
+    def latest(self, name: str, before: float) -> int | None:
+        """Returns the last interval of this name that has begun before a time."""
+        begun = (index for index in reversed(self.by_name.get(name, ())) if self.all[index].start < before)
+        return next(begun, None)
+
+
+class _Search:
+    def __init__(self, spec: ProgramSpec, ranks: Sequence[RankRecording], lanes: Sequence[_Lanes]) -> None:
+        self.spec, self.ranks, self.lanes = spec, ranks, lanes
+        self.at = {(each.pipeline_rank, each.data_rank): index for index, each in enumerate(ranks)}
+        self.replicas: dict[int, list[int]] = defaultdict(list)
+        for index, each in enumerate(ranks):
+            self.replicas[each.pipeline_rank].append(index)
+
+    def of_rank(self, rank: int) -> Iterator[tuple[int, Place]]:
+        for lane, indices in list(self.lanes[rank].by_lane.items()):
+            if lane == "wait":
+                continue
+            previous = None
+            for index in indices:
+                cause = self.of_compute(rank, index, previous) if lane == "compute" else self.beside(rank, index)
+                if cause is not None:
+                    yield index, cause
+                previous = index
+
+    def of_compute(self, rank: int, index: int, previous: int | None) -> Place | None:
+        lanes = self.lanes[rank]
+        compute = lanes.all[index]
+        cause = None if previous is None else Place(rank, previous)
+        ready = -float("inf") if previous is None else lanes.all[previous].end
+        for wait in lanes.waits_between(ready, compute.start):
+            if wait.end - wait.start <= NEGLIGIBLE * (compute.end - compute.start):
+                continue
+            awaited = self.awaited(rank, wait, compute)
+            if awaited is not None and wait.end > ready:
+                cause, ready = awaited, wait.end
+        return cause
+
+    def awaited(self, rank: int, wait: Interval, compute: Interval) -> Place | None:
+        """Returns what ended the wait: a message or the compute that sent it, a collective or a transfer."""
+        action = action_of(wait.name)
+        if wait.kind in _MESSAGES:
+            return self.sender(rank, action_of(compute.name), wait.end)
+        if action is not None and action.kind is Kind.STEP:
+            return self.last_to_come(wait.end)
+        if action is None or action.kind not in WAITS:
+            return None
+        index = self.lanes[rank].latest(str(awaited_by(action)), wait.end)
+        return None if index is None else Place(rank, index)
+
+    def sender(self, rank: int, compute: Action | None, before: float) -> Place | None:
+        """Returns the message that brought the input of a compute; the compute that made it if none is recorded."""
+        if compute is None or compute.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            return None
+        chunk = self.spec.source_chunk(compute)
+        if chunk is None:
+            return None
+        source = self.at.get((self.spec.placement[chunk], self.ranks[rank].data_rank))
+        if source is None:
+            return None
+        made = Action(compute.kind, chunk, compute.micro_batch)
+        names = (str(send_of(made)), str(made))
+        found = (self.lanes[source].latest(name, before) for name in names)
+        return next((Place(source, index) for index in found if index is not None), None)
+
+    def last_to_come(self, time: float) -> Place | None:
+        """Returns the compute of any rank that ended last by ``time``: those that share modules begin STEP together."""
+        ended = [(rank, lanes.before(time)) for rank, lanes in enumerate(self.lanes)]
+        places = [Place(rank, index) for rank, index in ended if index is not None]
+        return max(places, key=lambda place: self.lanes[place.rank].all[place.interval].end, default=None)
+
+    def beside(self, rank: int, index: int) -> Place | None:
+        """Returns what an interval beside the computes followed."""
+        each = self.lanes[rank].all[index]
+        action = action_of(each.name)
+        if action is not None and action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            kind = Kind.FORWARD if action.kind is Kind.SEND_FORWARD else Kind.BACKWARD
+            made = self.lanes[rank].latest(str(action._replace(kind=kind)), each.end)
+            return None if made is None else Place(rank, made)
+        if action is not None and action.kind in COLLECTIVES:
+            rank, index = self.launched_last(rank, index)
+        return self.launched_behind(rank, index)
+
+    def launched_last(self, rank: int, index: int) -> Place:
+        """Returns the same collective where it was launched last."""
+        each = self.lanes[rank].all[index]
+        number = self.lanes[rank].by_name[each.name].index(index)
+        launches = []
+        for replica in self.replicas[self.ranks[rank].pipeline_rank]:
+            same = self.lanes[replica].by_name.get(each.name, ())
+            if number < len(same):
+                launches.append((self.lanes[replica].all[same[number]].start, replica == rank, replica, same[number]))
+        *_, replica, there = max(launches)
+        return Place(replica, there)
+
+    def launched_behind(self, rank: int, index: int) -> Place | None:
+        """Returns the last to end of: the compute before it, what is ahead in its lane, what its chunk did before."""
+        lanes = self.lanes[rank]
+        each, action = lanes.all[index], action_of(lanes.all[index].name)
+        in_lane = lanes.by_lane[each.lane]
+        position = in_lane.index(index)
+        candidates = [lanes.before(each.start), in_lane[position - 1] if position else None]
+        if action is not None and action.kind in _EARLIER:
+            candidates.append(lanes.latest(str(Action(_EARLIER[action.kind], action.chunk)), each.start))
+        ended = [(lanes.all[one].end, one) for one in candidates if one is not None and lanes.all[one].end <= each.end]
+        return Place(rank, max(ended)[1]) if ended else None
+
+
+def action_of(name: str) -> Action | None:
+    """Returns the action that an interval's name is the text form of; None if it is plain words."""
+    try:
+        return Action.parse(name)
+    except ValueError:
+        return None

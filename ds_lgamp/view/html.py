@@ -1,0 +1,134 @@
+"""Recorded steps as one HTML file that needs nothing else: timelines to zoom into, bars and tables.
+
+The files in page/ are its parts. They draw on a canvas, so that thousands of actions move smoothly.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from itertools import count
+from math import floor, log10
+from typing import Any, NamedTuple
+
+from ds_lgamp.view.figures import COMPUTE, KINDS, Shown
+from ds_lgamp.view.recording import LANES, RankRecording
+
+PARTS = ("page.css", "d3.js", "model.js", "chart.js", "summary.js", "page.js")
+"""Files of page/ that page.html names."""
+DIGITS = 7
+"""Of a time, as a share of the step: far more than a screen shows."""
+
+
+class Panel(NamedTuple):
+    """A step and the words above it."""
+
+    title: str
+    shown: Shown
+
+
+def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str = "") -> str:
+    """The page with ``panels`` one above the other, on the same scale of time.
+
+    Args:
+        unit: "s" if times are seconds; "" if they have no unit.
+        before: HTML that comes first on the page.
+    """
+    folder = files("ds_lgamp.view") / "page"
+    values = {name: (folder / name).read_text(encoding="utf-8") for name in PARTS}
+    values |= {"title": escape(title), "before": before, "data": _embedded(_model(panels, unit))}
+    # Split before filling in: what is filled in may look like a placeholder.
+    pieces = (folder / "page.html").read_text(encoding="utf-8").split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled.append(values[name] + rest)
+    return "".join(filled)
+
+
+def _embedded(model: dict[str, Any]) -> str:
+    """JSON that no name in it can end early."""
+    return json.dumps(model, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:
+    names, words = _Numbers(), _Numbers()
+    shown = [_panel(panel, names, words) for panel in panels]
+    micro_batches = max(panel.shown.recording.spec["micro_batches"] for panel in panels)
+    return {
+        "unit": unit,
+        "lanes": LANES,
+        "kinds": KINDS,
+        "computeKinds": len(COMPUTE),
+        "micro_batches": micro_batches,
+        "panels": shown,
+        "names": list(names),
+        "words": list(words),
+    }
+
+
+class _Numbers(dict[str, int]):
+    """Numbers words in the order in which they come: pages repeat few words many times."""
+
+    def __init__(self) -> None:
+        self._next = count()
+
+    def __missing__(self, word: str) -> int:
+        self[word] = next(self._next)
+        return self[word]
+
+
+def _panel(panel: Panel, names: _Numbers, words: _Numbers) -> dict[str, Any]:
+    shown = panel.shown
+    figures = shown.figures
+    ranks = [_rank(rank, shown, index, names, words) for index, rank in enumerate(shown.recording.ranks)]
+    return {
+        "title": panel.title,
+        "seconds": figures.seconds,
+        "bubble": figures.bubble,
+        "by_rank": figures.by_rank,
+        "peak_bytes": figures.peak_bytes,
+        "critical_path": figures.critical_path,
+        "placement": shown.recording.spec["placement"],
+        "path": shown.path,
+        "ranks": ranks,
+    }
+
+
+def _rank(rank: RankRecording, shown: Shown, index: int, names: _Numbers, words: _Numbers) -> dict[str, Any]:
+    step, causes = shown.steps[index], shown.causes[index]
+    columns = list(zip(*step.intervals)) or [()] * 6
+    lanes, titles, starts, ends, kinds, moved = columns
+    times = _Times(shown)
+    return {
+        "label": f"rank {rank.rank}",
+        "detail": _detail(rank, shown),
+        "replica": rank.data_rank,
+        "lane": [LANES.index(lane) for lane in lanes],
+        "name": [names[title] for title in titles],
+        "start": times.of(starts),
+        "end": times.of(ends),
+        "kind": [words[kind] for kind in kinds],
+        "bytes": moved,
+        "cause": [part for place in range(len(lanes)) for part in causes.get(place, (-1, -1))],
+        "memory": [times.of([when for when, _ in step.memory]), [alive for _, alive in step.memory]],
+    }
+
+
+class _Times:
+    """Times since the step began, rounded."""
+
+    def __init__(self, shown: Shown) -> None:
+        self.start = shown.start
+        length = shown.figures.seconds
+        self.places = DIGITS - floor(log10(length)) if length > 0 else DIGITS
+
+    def of(self, times: Sequence[float]) -> list[float]:
+        return [round(each - self.start, self.places) for each in times]
+
+
+def _detail(rank: RankRecording, shown: Shown) -> str:
+    words = [f"rank {rank.rank}"]
+    if len({each.data_rank for each in shown.recording.ranks}) > 1:
+        words.append(f"pipeline rank {rank.pipeline_rank}, data-parallel rank {rank.data_rank}")
+    return ", ".join([*words, *filter(None, (rank.host, rank.device))])

@@ -1,0 +1,155 @@
+"""What the clock needs to run a recorded program again: how long its actions took."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.costs import Costs, Durations, Link, links_of, uniform_costs
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.view.critical_path import action_of
+from ds_lgamp.view.figures import Shown
+from ds_lgamp.view.recording import Interval, Recording, of_simulation
+
+_COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
+
+
+def simulated(shown: Shown) -> Recording:
+    """Returns the recording of the same program on the clock, where each action takes what it took on average."""
+    spec = shown.recording.program_spec()
+    timeline = simulate(spec, build_program(spec), costs_of(shown))
+    return of_simulation(spec, timeline, shown.recording.version)
+
+
+def simulated_1f1b(shown: Shown) -> Recording:
+    """Returns the recording of 1F1B at stage 1 on the clock: the layers in their order, one chunk on each rank, which
+    takes as long as the chunks with these layers took on average in a step."""
+    costs, chunks = costs_of(shown), shown.recording.program_spec().placement
+    ranks, micro_batches = max(chunks) + 1, shown.recording.program_spec().micro_batches
+    spec = ProgramSpec(tuple(range(ranks)), "1f1b", micro_batches, micro_batches, zero_stage=1)
+    home = place_chunks("contiguous", len(chunks), ranks)
+
+    def together(times: Sequence[float]) -> list[float]:
+        return [sum(time for time, rank in zip(times, home) if rank == each) for each in range(ranks)]
+
+    hop = fmean(costs.hop.values()) if costs.hop else 0.0
+    whole = replace(
+        uniform_costs(spec, Durations(hop=hop)),
+        forward=together(costs.forward),
+        backward=together(costs.backward),
+        gather=together(costs.gather),
+        reduce=together(costs.reduce),
+        update=together(costs.update),
+    )
+    return of_simulation(spec, simulate(spec, build_program(spec), whole), shown.recording.version)
+
+
+def costs_of(shown: Shown) -> Costs:
+    """Returns mean durations of a recorded step, in seconds.
+
+    Computes, transfers and updates: by chunk, over micro-batches and data-parallel ranks. Collectives: from the last
+    launch of a data-parallel rank, or the end of the one ahead, to the first end. Messages: the fastest on each link
+    for which an idle rank waited; the mean of the other links where none did.
+    Nothing is known of waits for network cards, so messages and collectives do not share one.
+    """
+    spec = shown.recording.program_spec()
+    means = _means(shown)
+
+    def by_chunk(kind: Kind) -> list[float]:
+        return [means.get(Action(kind, chunk), 0.0) for chunk in range(spec.chunks)]
+
+    return Costs(
+        forward=by_chunk(Kind.FORWARD),
+        backward=by_chunk(Kind.BACKWARD),
+        # A measured backward includes the recomputation.
+        recompute=[0.0] * spec.chunks,
+        gather=by_chunk(Kind.GATHER),
+        reduce=by_chunk(Kind.REDUCE),
+        hop=(hops := _hops(shown, spec)),
+        message=dict.fromkeys(hops, 0.0),
+        update=_updates(shown, spec, by_chunk(Kind.UPDATE)),
+        tied=[0.0] * spec.pipeline_ranks,
+        refresh=by_chunk(Kind.REFRESH) if spec.hierarchy else (),
+        combine=by_chunk(Kind.COMBINE) if spec.hierarchy else (),
+        load=by_chunk(Kind.LOAD) if spec.offload else (),
+        store=by_chunk(Kind.STORE) if spec.offload else (),
+        input=by_chunk(Kind.STORE_INPUT) if spec.stores_inputs else (),
+    )
+
+
+def _means(shown: Shown) -> dict[Action, float]:
+    """Returns the mean duration of each kind of action on each chunk."""
+    durations: defaultdict[Action, list[float]] = defaultdict(list)
+    collectives: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for step in shown.steps:
+        # A backward may have two intervals: it recomputes, waits for the gradient, and goes on.
+        spent: defaultdict[Action, float] = defaultdict(float)
+        number: defaultdict[str, int] = defaultdict(int)
+        for action, start, each in _queued(step.intervals):
+            if action.kind in _COLLECTIVES:
+                collectives[each.name, number[each.name]].append((start, each.end))
+                number[each.name] += 1
+            else:
+                spent[action] += each.end - start
+        for action, time in spent.items():
+            durations[action._replace(micro_batch=-1)].append(time)
+    for (name, _), times in collectives.items():
+        starts, ends = zip(*times)
+        durations[Action.parse(name)].append(max(min(ends) - max(starts), 0.0))
+    return {action: fmean(times) for action, times in durations.items()}
+
+
+def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Interval]]:
+    """Yields the actions with the times when they really began: behind the one ahead of them in their lane."""
+    ahead: defaultdict[str, float] = defaultdict(float)
+    for each in sorted(intervals, key=lambda each: each.start):
+        action = action_of(each.name)
+        if action is not None and each.lane not in ("wait", "send"):
+            yield action, min(max(each.start, ahead[each.lane]), each.end), each
+            ahead[each.lane] = max(each.end, ahead[each.lane])
+
+
+def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
+    fastest: dict[Link, float] = {}
+    for made, idle, each, link in _messages(shown, spec):
+        # Whoever is busy starts late on what has long arrived.
+        if idle <= made:
+            fastest[link] = min(fastest.get(link, float("inf")), each.start - made)
+    known = fmean(fastest.values()) if fastest else 0.0
+    return {link: max(fastest.get(link, known), 0.0) for link in links_of(spec)}
+
+
+def _messages(shown: Shown, spec: ProgramSpec) -> Iterator[tuple[float, float, Interval, Link]]:
+    """Yields, for each message: when it was made, since when its receiver was idle, what used it, and its link."""
+    made: dict[tuple[int, Action], float] = {}
+    uses: list[tuple[int, Action, float, Interval]] = []
+    for rank, step in zip(shown.recording.ranks, shown.steps):
+        idle = step.start
+        for each in step.intervals:
+            action = action_of(each.name)
+            if each.lane == "compute" and action is not None and action.kind in COMPUTE:
+                made[rank.data_rank, action] = each.end
+                uses.append((rank.data_rank, action, idle, each))
+                idle = each.end
+    for replica, action, idle, each in uses:
+        chunk = spec.source_chunk(action)
+        if chunk is not None and spec.receives_input(action):
+            source = replica, Action(action.kind, chunk, action.micro_batch)
+            if source in made:
+                yield made[source], idle, each, (spec.placement[chunk], spec.placement[action.chunk])
+
+
+def _updates(shown: Shown, spec: ProgramSpec, by_chunk: list[float]) -> list[float]:
+    """Returns the update of every chunk; a STEP that updates all counts in equal parts."""
+    if spec.updates != "step":
+        return by_chunk
+    steps: defaultdict[int, list[float]] = defaultdict(list)
+    for rank, step in zip(shown.recording.ranks, shown.steps):
+        steps[rank.pipeline_rank].append(
+            sum(each.end - each.start for each in step.intervals if each.lane == "compute" and each.kind == "step")
+        )
+    return [fmean(steps[rank]) / spec.placement.count(rank) for rank in spec.placement]
