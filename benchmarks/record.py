@@ -157,12 +157,12 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
-        "commit": commit(),
+        "commit": _commit(),
         "load_before": load(),
     }
 
 
-def commit() -> str:
+def _commit() -> str:
     """The commit, marked as dirty if code has changed. Pages and results are no part of what is measured."""
     changed = _output_of("git", "status", "--porcelain", "--", "*.py", "*.toml", "*.sh")
     commit = _output_of("git", "rev-parse", "--short", "HEAD")

@@ -5,11 +5,12 @@ import json
 import secrets
 import sys
 
-from benchmarks.record import commit
+from testing import ROOT
 from testing.chaos import __doc__ as description
 from testing.chaos.jobs import Job
 from testing.chaos.record import add
 from testing.chaos.run import run, tell
+from testing.public.outcome import commit_of
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
         sys.exit(bool(tell(Job(**options.job), {}).complaints))
     seed = secrets.randbelow(100_000) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    done = run(options.minutes, seed, commit())
+    done = run(options.minutes, seed, commit_of(ROOT))
     print(json.dumps(done._asdict()))
     if options.record:
         add(done)

@@ -7,10 +7,10 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from testing.chaos.jobs import Job, random_job
 from testing.chaos.judge import Curves, Judged, judge
 from testing.chaos.record import Run
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 
 def run(minutes: float, seed: int, commit: str) -> Run:

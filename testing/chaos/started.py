@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.namespaces import address, throttled_network
 from testing import ROOT, SCRIPTS
 from testing.chaos.faults import FAULTS, SUCCESS
 from testing.chaos.jobs import Job
 from testing.launching import ON_CPU, free_port
+from testing.namespaces import address, throttled_network
 
 SCRIPT = SCRIPTS / "meets_chaos.py"
 START = 120.0

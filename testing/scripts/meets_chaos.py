@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.namespaces import Network
 from testing.chaos.doors import DOORS
+from testing.namespaces import Network
 
 FOR_EVER = 1000.0
 

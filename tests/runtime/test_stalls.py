@@ -11,7 +11,6 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from benchmarks.namespaces import NetworkUnavailable, address, throttled_network
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.stalls import TICK
@@ -20,6 +19,7 @@ from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
+from testing.namespaces import NetworkUnavailable, address, throttled_network
 from testing.ranks import started_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import build_model, micro_batch

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from benchmarks.namespaces import NetworkUnavailable
 from ds_lgamp.checkpoint.folder import STATE
 from ds_lgamp.checkpoint.whole import write_whole
 from testing.chaos import judge as judging
@@ -21,6 +20,7 @@ from testing.chaos.judge import HANG, LATE, LOST, REMAINS, STATUS, UNNAMED, WRON
 from testing.chaos.record import Run, add, page_block
 from testing.chaos.started import OF, End, _Started, _Starving
 from testing.checkpoints import example, flip
+from testing.namespaces import NetworkUnavailable
 
 JOB = Job(
     **{"door": "pipeline", "pipeline_ranks": 2, "data_ranks": 1, "zero_stage": 1, "schedule": "layered"},
