@@ -26,6 +26,7 @@ NAMES = (
     "tracing",
     "growth",
     "checkpoint",
+    "restart",
     "megatron",
     "megatron_slow",
     "planner_fit",
@@ -41,8 +42,8 @@ ON_ACCELERATOR = "gpu"
 OF_BERT = ("bert", "bert_learning", "bert_plan")
 """The benchmarks whose tables stand in docs/bert.md."""
 
-ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", "tracing", *OF_BERT)
-"""The benchmarks whose tables stand in docs/planner.md, docs/optimizers.md, docs/offload.md,
+ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", "restart", "tracing", *OF_BERT)
+"""The benchmarks whose tables stand in docs/planner.md, docs/optimizers.md, docs/offload.md, docs/failures.md,
 docs/tracing.md and docs/bert.md."""
 
 _PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")

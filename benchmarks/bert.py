@@ -20,7 +20,6 @@ from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.bert import BERT, VIRTUAL_BERT, Loop, bert, configuration, reference
 from benchmarks.contenders.door import HostModel, Script
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.training import Duration, compete
 from benchmarks.training_slow import SLOW, SLOW_RATE
@@ -28,6 +27,7 @@ from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.transformers_config import model_of_config
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 NAME = "bert"
 NODES = 4

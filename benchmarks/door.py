@@ -20,7 +20,6 @@ from benchmarks.contenders.door import ByHand, Script, reference
 from benchmarks.contenders.formula import program_of
 from benchmarks.counting import Counted, count
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.training import LOOPBACK, SMALL, Duration, compete
 from benchmarks.training_slow import SLOW, SLOW_RATE
@@ -28,6 +27,7 @@ from ds_lgamp.cost.traffic import predict_traffic
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 NAME = "door"
 SIZE = ModelSize(blocks=8, width=128, sequence=128, vocabulary=1024)

@@ -15,12 +15,12 @@ from statistics import median
 
 from benchmarks.contenders import Layout
 from benchmarks.contenders.lgamp import Layered
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.training import LOOPBACK, MICRO_BATCHES, SECONDS, SMALL, keep_memory
 from benchmarks.training_slow import SLOW, SLOW_RATE
 from benchmarks.virtual.steps import begin_together
 from testing.deepspeed_rank import prepare_rank
+from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "gathers"

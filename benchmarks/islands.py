@@ -14,7 +14,6 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, Config, Record, begin
 from benchmarks.unlike import ALTERNATING, BY_ISLAND, FAST, GAIN, LIMIT, Entering, Place
 from benchmarks.virtual.chunk import Setting
@@ -27,6 +26,7 @@ from ds_lgamp.planner.islands import IslandCluster, parse_islands
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
+from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "islands"

@@ -10,12 +10,12 @@ simulation also sends messages on a link one after another.
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import REPETITIONS, Record, begin
 from benchmarks.virtual.bubbles import MEGABYTE, SLOW, SLOW_RATE, enter_bubbles, enter_hop, simulated
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import CONTENDERS, INTERLEAVED, LAYERED
 from benchmarks.virtual.steps import Measured, measure, scheduling
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 NAME = "latency"
 FORWARDS = (0.005, 0.010, 0.020)

@@ -18,10 +18,10 @@ from benchmarks.contenders.megatron_loop import InLoop, MegatronFsdp
 from benchmarks.counting import count
 from benchmarks.memory import enter as enter_peaks
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.training import MICRO_BATCHES, SMALL, compete
 from benchmarks.training_slow import SLOW, SLOW_RATE
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 NAME = "megatron_slow"
 RANKS, PIPELINE_RANKS = 4, 2

@@ -15,12 +15,12 @@ import gc
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.overlap import COMPUTE, KINDS, calibrate, collectives, simulated, sized
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed
 from benchmarks.virtual.steps import Start, Step, check_durations, is_precise, scheduling, time_step
+from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "network"

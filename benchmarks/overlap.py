@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting, sleep_until
@@ -35,6 +34,7 @@ from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, simulate
+from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "overlap"

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.overlap import calibrate
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
@@ -34,6 +33,7 @@ from benchmarks.virtual.steps import (
 from ds_lgamp.schedule.costs import Costs, uniform_costs
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
+from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "prediction"

@@ -57,6 +57,7 @@ def run(turns: int = TURNS) -> Record:
         seconds, again = map(list, zip(*costs))
         record.add(OURS, {"event": event}, "until training goes on", seconds, "s")
         record.add(OURS, {"event": event}, "steps made again", again, "steps")
+        record.aim(f"most steps made again, {event}", max(again), SAVED_EVERY)
     return record
 
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import median
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import REPETITIONS, Record, begin
 from benchmarks.virtual.bubbles import MEGABYTE, SLOW, SLOW_RATE, enter_bubbles, enter_hop, simulated
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender
 from benchmarks.virtual.steps import Measured, measure, scheduling
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 NAME = "schedule"
 LOOPBACK = "loopback"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from benchmarks.contenders import Layout
 from benchmarks.contenders.field import in_training
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import REPETITIONS, Record, begin
 from benchmarks.training import MICRO_BATCHES, SMALL, aim, compete, enter
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 NAME = "training_slow"
 LAYOUTS = ((1, 2), (2, 2))

@@ -21,9 +21,9 @@ from benchmarks.contenders.fsdp import Accumulation
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.contenders.zero import Zero
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import Network, NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, PART, Config, Record, begin
 from benchmarks.training import Duration, compete
+from testing.namespaces import Network, NetworkUnavailable, throttled_network
 
 NAME = "unlike"
 SIZE = ModelSize(blocks=8, width=128, sequence=128, vocabulary=1024)

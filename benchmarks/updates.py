@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import median
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.overlap import calibrate, sized
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
@@ -19,6 +18,7 @@ from benchmarks.virtual.pipelines import Executed, spec_of
 from benchmarks.virtual.steps import Start, is_precise, scheduling, seconds_in_turns
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
+from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "updates"

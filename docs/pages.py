@@ -20,6 +20,7 @@ from docs import (
 from docs.blocks import with_block
 from docs.versions import versions_table
 from testing import ROOT
+from testing.chaos.record import page_block as chaos_block
 from testing.public.outcome import page_block
 from testing.versions.record import page_block as versions_block
 
@@ -78,6 +79,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/commands.md": {"commands": reference.commands},
     "docs/compatibility.md": {"public": page_block, "versions": versions_block},
     "docs/configuration.md": {"block": reference.block_table, "keys": reference.keys_table},
+    "docs/failures.md": {
+        "chaos": chaos_block,
+        "machine-restart": partial(tables.machine, "restart"),
+        "restart": tables.restart,
+    },
     "docs/megatron.md": {"megatron": tables.megatron},
     "docs/networks.md": {"speeds": speeds.by_speed},
     "docs/performance.md": {"overhead": tables.overhead},

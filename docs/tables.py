@@ -329,6 +329,13 @@ def saving() -> str:
     return table(["", "median", "spread", "unit"], lines, numbers_from=1)
 
 
+def restart() -> str:
+    """Seconds until training goes on after a failure, and steps made again, by event."""
+    headings = {"until training goes on": "until training goes on, s", "steps made again": "steps made again"}
+    cells = {"until training goes on": with_spread(".1f"), "steps made again": median(".0f")}
+    return pivot(read("restart").rows, [("what happens", setting("event"))], metric, by_metric(cells), headings)
+
+
 def megatron() -> str:
     """Losses of Megatron-LM's script with a block and without, to the last digit of fp32."""
     return pivot(

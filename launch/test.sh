@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs ds_lgamp and the packages its tests need, and runs the checks: the default set of tests, with --all in front
-# all of them. Passes other arguments on to pytest.
+# all of them and three minutes of disturbed jobs. Passes other arguments on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
@@ -26,5 +26,7 @@ if [ -n "$all" ]; then
     # shellcheck disable=SC2086
     python -m pytest $in_two_processes -m "slow and not timing" "$@" || failed=$?
     python -m pytest -m timing "$@" || failed=$?
+    # Takes three minutes at most. A job that ends badly is printed, and can be repeated by itself.
+    python -m testing.chaos --minutes 3 || failed=$?
 fi
 exit "$failed"

@@ -164,6 +164,14 @@ def _finish_checkpoints() -> None:
         wait_for_all()
 
 
+def _is_of_a_checkpoint(error: BaseException) -> bool:
+    """Whether all ranks raise this error together. It names the rank that could not save or load, and would be
+    mistaken for the failure of whichever rank ends first."""
+    from ds_lgamp.checkpoint.errors import CheckpointError
+
+    return isinstance(error, CheckpointError)
+
+
 def _sentence(error: ConfigError) -> str:
     return f"ds_lgamp: {error}\n"
 
@@ -177,9 +185,10 @@ def _leave(message: str, status: int, error: BaseException | None = None) -> NoR
         stream.write(message)
         stream.flush()
     if error is not None:
-        reason = lifeline.fail(f"{type(error).__name__}: {error}".splitlines()[0], status == _REFUSED)
+        shared = status == _REFUSED or _is_of_a_checkpoint(error)
+        reason = lifeline.fail(f"{type(error).__name__}: {error}".splitlines()[0], shared)
         # A refusal is a sentence already, and other ranks refuse the same.
-        if status != _REFUSED and stream is not None:
+        if not shared and stream is not None:
             stream.write(reason)
             stream.flush()
     os._exit(status)

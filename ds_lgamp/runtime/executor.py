@@ -122,6 +122,7 @@ class Executor:
             self.current, self.row = None, len(self.program)
             with self._doing("send"):
                 self.links.drain()
+            self.doing = ""
             self.links.broken = False
             if self.trace is not None:
                 self.trace.end()
@@ -138,8 +139,6 @@ class Executor:
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from error
-        finally:
-            here.place = Place.SCRIPT
 
     @property
     def losses(self) -> list[torch.Tensor]:

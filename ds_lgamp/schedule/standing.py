@@ -100,7 +100,7 @@ def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighb
         neighbours: the ranks around it.
     """
     if row >= len(program):
-        return _unfinished_sends(program, neighbours)
+        return _unfinished_sends(program, neighbours) if doing == "send" else ()
     action = program[row]
     if doing in ("activation", "gradient"):
         return (_message(program, action, doing, neighbours),)

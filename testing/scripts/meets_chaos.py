@@ -1,5 +1,6 @@
-"""A DeepSpeed job that testing.chaos disturbs. Its argument is a JSON file with the fields of ``testing.chaos.Job`` and
-a folder. Every rank leaves a file with its process there; the rank that meets a fault leaves the file "fault"."""
+"""A job that testing.chaos disturbs. Its argument is a JSON file with the fields of ``testing.chaos.jobs.Job``, a
+folder, and the processes that hold the network of the ranks, if they have one. Every rank leaves a file with its
+process in the folder; the rank that meets a fault leaves the file "fault"."""
 
 import ctypes
 import json
@@ -8,17 +9,17 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
 import torch.distributed as dist
-from torch import nn
 
-WIDTH, VOCABULARY = 8, 32
+from testing.chaos.doors import DOORS
+from testing.namespaces import Network
+
 FOR_EVER = 1000.0
 
 
@@ -51,21 +52,6 @@ def fills_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    "exception": raises,
-    "exit": lambda: os._exit(random.choice((0, 3))),
-    "segfault": lambda: ctypes.string_at(0),
-    "SIGKILL": lambda: dies_of(signal.SIGKILL),
-    "SIGTERM": lambda: dies_of(signal.SIGTERM),
-    "SIGSTOP": lambda: dies_of(signal.SIGSTOP),
-    "interpreter held": holds_the_interpreter,
-    "sleep": lambda: time.sleep(FOR_EVER),
-    "pause": stops_for_a_while,
-    "slow rank": lambda: time.sleep(1.5),
-    "full disk": fills_the_disk,
-}
-
-
 class Trained:
     """The job of this rank.
 
@@ -74,7 +60,26 @@ class Trained:
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self.told, self.rank, self.step, self.met = told, dist.get_rank(), 0, False
+        self.told, self.folder, self.rank = told, Path(told["folder"]), int(os.environ["RANK"])
+        self.step, self.met = 0, False
+        self.faults: dict[str, Callable[[], None]] = {
+            "exception": raises,
+            "exit": lambda: os._exit(random.choice((0, 3))),
+            "segfault": lambda: ctypes.string_at(0),
+            "SIGKILL": lambda: dies_of(signal.SIGKILL),
+            "SIGTERM": lambda: dies_of(signal.SIGTERM),
+            "SIGSTOP": lambda: dies_of(signal.SIGSTOP),
+            "interpreter held": holds_the_interpreter,
+            "sleep": lambda: time.sleep(FOR_EVER),
+            "dead link": self.waits_for_the_cut,
+            "pause": stops_for_a_while,
+            "slow rank": lambda: time.sleep(1.5),
+            "full disk": fills_the_disk,
+        }
+
+    def waits_for_the_cut(self) -> None:
+        while not (self.folder / "cut").exists():
+            time.sleep(0.01)
 
     def meet(self, place: str) -> None:
         """Meets the fault, if this is its rank, step and place. A slow rank is slow from then on."""
@@ -83,113 +88,52 @@ class Trained:
         if (self.rank, place) != (told["rank"], told["place"]) or self.step < told["step"] or (self.met and not slow):
             return
         self.met = True
-        if told["fault"] in FAULTS:
-            (Path(told["folder"]) / "fault").write_text(str(time.time()))
-            FAULTS[told["fault"]]()
+        if told["fault"]:
+            (self.folder / "fault").touch()
+            # What damages checkpoints is up to the judge.
+            self.faults.get(told["fault"], lambda: None)()
 
-    def batches(self) -> Iterator[Any]:
-        """The same numbers on every rank, by step."""
-        generator = torch.Generator()
-        while True:
-            self.meet("data")
-            generator.manual_seed(self.step)
-            if self.told["door"] == "transformers":
-                yield torch.randint(VOCABULARY, (2, 8), generator=generator)
-            else:
-                yield torch.randn(2, WIDTH, generator=generator), torch.zeros(2, WIDTH)
+    @property
+    def at_any_moment(self) -> bool:
+        return self.told["place"] == "any moment" and self.told["fault"] != ""
 
+    def run(self) -> None:
+        training = DOORS[self.told["door"]](self.told, self.meet)
+        checkpoints, place = self.folder / "checkpoints", self.told["place"]
+        saves = hasattr(training, "save")
+        if saves:
+            training.load(checkpoints)
+        while training.step < self.told["steps"] or self.at_any_moment:
+            self.step = training.step + 1
+            self.meet("between steps")
+            if self.at_any_moment and self.step == self.told["step"]:
+                threading.Timer(self.told["delay"], self.meet, ["any moment"]).start()
+            self.log(training.train())
+            if place == "evaluation":
+                self.meet(place)
+                training.evaluate()
+            if saves and training.step % self.told["save_every"] == 0:
+                self.meet("save")
+                training.save(checkpoints)
+            if place == "load" and training.step == self.told["step"]:
+                training.save(checkpoints)
+                self.meet(place)
+                training.load(checkpoints)
+        dist.destroy_process_group()
 
-def pipeline(trained: Trained, config: dict) -> Any:
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    class Layer(nn.Linear):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            trained.meet("forward")
-            return super().forward(hidden)
-
-    net = PipelineModule(
-        [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(trained.told["layers"])],
-        **{"num_stages": trained.told["pipeline_ranks"], "loss_fn": nn.functional.mse_loss, "seed_layers": True},
-        **{"seed_fn": lambda value: torch.manual_seed(int(value)), "base_seed": 5},
-    )
-    engine, *_ = deepspeed.initialize(model=net, config=config)
-    return engine
-
-
-def plain(trained: Trained, config: dict) -> Any:
-    class Layer(nn.Linear):
-        def forward(self, pair):  # noqa: ANN001, ANN202
-            trained.meet("forward")
-            return super().forward(pair[0]), pair[1]
-
-    class Loss(nn.Module):
-        def forward(self, pair):  # noqa: ANN001, ANN202
-            return nn.functional.mse_loss(*pair)
-
-    torch.manual_seed(5)
-    layers = [Layer(WIDTH, WIDTH) for _ in range(trained.told["layers"])]
-    config["ds_lgamp"]["pipeline_ranks"] = trained.told["pipeline_ranks"]
-    engine, *_ = deepspeed.initialize(model=nn.Sequential(*layers, Loss()), config=config)
-    return engine
-
-
-def transformers(trained: Trained, config: dict) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(5)
-    sizes = {"n_layer": trained.told["layers"], "n_embd": 8, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 8}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    for block in model.transformer.h:
-        block.mlp.register_forward_pre_hook(lambda *_: trained.meet("forward"))
-    config["ds_lgamp"]["pipeline_ranks"] = trained.told["pipeline_ranks"]
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    return engine
-
-
-DOORS = {"pipeline": pipeline, "plain": plain, "transformers": transformers}
-
-
-def train_step(trained: Trained, engine: Any, batches: Iterator[Any]) -> float:
-    door = trained.told["door"]
-    if door == "pipeline":
-        return engine.train_batch(batches).item()
-    losses = []
-    for _ in range(trained.told["micro_batches"]):
-        batch = next(batches)
-        loss = engine(batch) if door == "plain" else engine(input_ids=batch, labels=batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss)
-    return float(sum(float(loss.detach()) for loss in losses)) / len(losses)
+    def log(self, loss: float) -> None:
+        if self.rank == 0:
+            with open(self.folder / "losses", "a") as losses:
+                losses.write(json.dumps([self.step, loss]) + "\n")
 
 
 def main() -> None:
     told = json.loads(Path(next(word for word in sys.argv[1:] if word.endswith(".json"))).read_text())
-    folder = Path(told["folder"])
-    deepspeed.init_distributed("gloo", verbose=False)
     trained = Trained(told)
-    (folder / f"rank {trained.rank}").write_text(str(os.getpid()))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": told["micro_batches"],
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": told["zero_stage"]},
-        "ds_lgamp": {"hang_timeout": told["hang_timeout"], "schedule": told["schedule"], "keep_last": 3},
-    }
-    engine = DOORS[told["door"]](trained, config)
-    engine.load_checkpoint(folder / "checkpoints")
-    batches = trained.batches()
-    while engine.global_steps < told["steps"]:
-        trained.step = engine.global_steps + 1
-        trained.meet("between steps")
-        loss = train_step(trained, engine, batches)
-        if trained.rank == 0:
-            with open(folder / "losses", "a") as losses:
-                losses.write(json.dumps([trained.step, loss]) + "\n")
-        if engine.global_steps % told["save_every"] == 0:
-            trained.meet("save")
-            engine.save_checkpoint(folder / "checkpoints")
-    dist.destroy_process_group()
+    if told["holders"]:
+        Network(told["holders"]).enter(trained.rank)
+    (trained.folder / f"rank {trained.rank}").write_text(str(os.getpid()))
+    trained.run()
 
 
 if __name__ == "__main__":

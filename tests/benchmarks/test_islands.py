@@ -15,9 +15,9 @@ from benchmarks.islands import (
     seconds_on_clock,
     settings_of,
 )
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.record import Record
 from benchmarks.unlike import ALTERNATING, BY_ISLAND, FAST, Place
+from testing.namespaces import NetworkUnavailable
 
 TWO = Place("two islands", (0, 0, 1, 1), "50mbit", 2)
 

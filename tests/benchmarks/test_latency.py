@@ -16,12 +16,12 @@ from benchmarks.latency import (
     enter,
     run,
 )
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.record import Record
 from benchmarks.virtual.bubbles import simulated
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import INTERLEAVED, LAYERED
 from benchmarks.virtual.steps import measure
+from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(2, 2, 2, forward=0.002, backward=0.004, elements=1)
 

@@ -6,8 +6,8 @@ from benchmarks import megatron_slow
 from benchmarks.counting import Counted, Step, count
 from benchmarks.megatron_slow import FSDP, STOCK, ZERO_STAGES, aim, contenders, in_loop, run
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.record import Record
+from testing.namespaces import NetworkUnavailable
 
 TINY = ModelSize(blocks=4, width=32, sequence=8, vocabulary=32)
 OWN = [in_loop(stage) for stage in ZERO_STAGES]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.network import (
     BOUND,
     LAYOUTS,
@@ -19,6 +18,7 @@ from benchmarks.network import (
 from benchmarks.overlap import BYTES_PER_SECOND, COMPUTE, collectives
 from benchmarks.record import Record
 from benchmarks.virtual.chunk import Setting
+from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001)
 

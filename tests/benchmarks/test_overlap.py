@@ -4,7 +4,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.overlap import (
     BOUND,
     COMPUTE,
@@ -22,6 +21,7 @@ from benchmarks.record import Record
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting
 from ds_lgamp.schedule.actions import Kind
+from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001)
 TINY_POLICIES = [(2, 2), (3, 1)]

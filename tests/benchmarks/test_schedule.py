@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import ROOT
 from benchmarks.schedule import LIMIT, LOOPBACK, RATIO, run
 from benchmarks.virtual.bubbles import SLOW, simulated
@@ -19,6 +18,7 @@ from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender, Execute
 from benchmarks.virtual.steps import measure
 from ds_lgamp.schedule.actions import Action, Kind, send_of
 from ds_lgamp.schedule.simulate import simulate
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 TINY = Setting(2, 1, 2, forward=0.001, backward=0.002)
 TINY_LOOPED = TINY._replace(chunks_per_rank=2)
@@ -137,7 +137,7 @@ def test_nothing_of_a_network_is_left_when_it_cannot_be_made(permitted):
 
 def test_nothing_of_a_network_is_left_by_a_process_that_is_killed(permitted):
     script = (
-        "import time; from benchmarks.namespaces import throttled_network\n"
+        "import time; from testing.namespaces import throttled_network\n"
         "with throttled_network(2, '1gbit') as network: print(*network.holders, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

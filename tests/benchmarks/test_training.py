@@ -8,9 +8,9 @@ from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.field import BARE, KEPT, SHARDED, in_training
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.record import OURS
 from benchmarks.training import LAYOUTS, LIMIT, RATIO, Duration, compete, run
+from testing.namespaces import NetworkUnavailable
 
 TINY = ModelSize(blocks=4, width=32, sequence=8, vocabulary=32)
 WIDE = TINY._replace(width=64)

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.contenders import Layout
 from benchmarks.model import ModelSize
-from benchmarks.namespaces import NetworkUnavailable, throttled_network
 from benchmarks.record import OURS, Record
 from benchmarks.training import Duration, compete
 from benchmarks.unlike import (
@@ -20,6 +19,7 @@ from benchmarks.unlike import (
     run,
     seconds_between,
 )
+from testing.namespaces import NetworkUnavailable, throttled_network
 
 TINY = ModelSize(blocks=4, width=32, sequence=8, vocabulary=32)
 TWO = Place("two islands", (0, 0, 1, 1), "100mbit", 2)

@@ -1,9 +1,9 @@
 """The benchmark of updates one by one: its report."""
 
-from benchmarks.namespaces import NetworkUnavailable
 from benchmarks.record import Record
 from benchmarks.updates import LAYOUTS, RATIO, STAGES, WAYS, enter, measure, run
 from benchmarks.virtual.chunk import Setting
+from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001, update=0.002)
 

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from benchmarks.namespaces import INTERFACE, Network, NetworkUnavailable, address, throttled_network
 from ds_lgamp.cli.cluster import detect
 from ds_lgamp.planner.islands import read_islands
+from testing.namespaces import INTERFACE, Network, NetworkUnavailable, address, throttled_network
 from testing.ranks import run_on_ranks
 
 ISLANDS = (0, 1, 0, 1)

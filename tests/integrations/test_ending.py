@@ -3,10 +3,16 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import torch.distributed as dist
 
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.integrations.ending import failures_end_the_process
+from ds_lgamp.runtime import lifeline
 from testing import SCRIPTS
+from testing.ranks import shared_number, started_ranks
 from tests.slow import chosen, slow_except
 
 SCRIPT = SCRIPTS / "ends_in_many_ways.py"
@@ -46,3 +52,28 @@ def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, w
     assert ("ORDERLY EXIT" in output) == orderly, output
     if way == "refused":
         assert "Traceback" not in output
+
+
+def cannot_save(folder, clock):
+    """Both ranks raise what happened to rank 0, but it does so later."""
+    rank = dist.get_rank()
+    os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w")
+    lifeline.start()
+    dist.barrier()
+    while rank == 0 and clock.value == 0:
+        time.sleep(0.01)
+    with failures_end_the_process():
+        raise CheckpointError("step3 could not be saved (rank 0: OSError: no space left)")
+
+
+def test_an_error_that_all_ranks_raise_is_blamed_on_none_that_ends_first(tmp_path):
+    clock = shared_number()
+    with started_ranks(2, cannot_save, tmp_path, clock) as (ranks, _):
+        ranks[1].join(60)
+        clock.value = 1
+        ranks[0].join(60)
+        assert [rank.exitcode for rank in ranks] == [1, 1]
+    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert all("CheckpointError: step3 could not be saved (rank 0: OSError: no space left)" in text for text in said)
+    assert "rank 1" not in "".join(said)

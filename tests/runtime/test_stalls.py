@@ -5,14 +5,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.namespaces import INTERFACE, NetworkUnavailable, address, throttled_network
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.stalls import TICK
@@ -21,6 +19,7 @@ from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
+from testing.namespaces import NetworkUnavailable, address, throttled_network
 from testing.ranks import started_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import build_model, micro_batch
@@ -230,14 +229,6 @@ def keeps_training(folder):
         job.step(before=lambda action: time.sleep(0.01))
 
 
-def cut(network, *ranks):
-    """Drops all packets between two machines: each sends those for the other to an interface that nobody has."""
-    for own, other in (ranks, ranks[::-1]):
-        enter = ["nsenter", f"--net=/proc/{network.holders[own]}/ns/net"]
-        neighbour = ["ip", "neighbour", "replace", address(other), "lladdr", "02:00:00:00:00:99", "dev", INTERFACE]
-        subprocess.run([*enter, *neighbour, "nud", "permanent"], check=True)
-
-
 @pytest.mark.slow
 def test_a_link_that_drops_everything_is_named(tmp_path):
     with ExitStack() as stack:
@@ -247,6 +238,6 @@ def test_a_link_that_drops_everything_is_named(tmp_path):
             pytest.skip(str(reason))
         ranks, _ = stack.enter_context(started_ranks(RANKS, keeps_training, tmp_path, before_init=Enter(network)))
         wait_until_all_begin(tmp_path)
-        cut(network, 1, 3)
+        network.cut(1, 3)
         down = "so the link between ranks (1 and 3|3 and 1) is down"
         assert_end(tmp_path, ranks, down, range(RANKS))

@@ -233,7 +233,8 @@ class LgampEngine(PipelineEngine):
         self.tensor_access.refuse_inside_block("train_batch")
         with monitored(self, self._step_monitor, self._loader):
             try:
-                return super().train_batch(data_iter)
+                with self.in_batch(training=True):
+                    return super().train_batch(data_iter)
             except Exception:
                 self.timers(TRAIN_BATCH_TIMER).stop()
                 raise
@@ -241,30 +242,30 @@ class LgampEngine(PipelineEngine):
     def eval_batch(self, data_iter: Any, *arguments: Any, **options: Any) -> Any:
         """As PipelineEngine's; StopIteration as in :meth:`train_batch`."""
         train_iterator = self.data_iterator
-        # Stock DeepSpeed begins with a barrier, where this rank would wait for ranks that train.
-        self._loader.agree(batch_terms(self, "eval_batch"))
-        try:
-            return super().eval_batch(data_iter, *arguments, **options)
-        except Exception:
-            self.set_dataiterator(train_iterator)
-            self.eval_return_logits = False
-            raise
+        with self.in_batch(training=False):
+            # Stock DeepSpeed begins with a barrier, where this rank would wait for ranks that train.
+            self._loader.agree(batch_terms(self, "eval_batch"))
+            try:
+                return super().eval_batch(data_iter, *arguments, **options)
+            except Exception:
+                self.set_dataiterator(train_iterator)
+                self.eval_return_logits = False
+                raise
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         spec = pipe_schedule.spec
-        with self.in_batch(not spec.forward_only):
-            with self.executor.timing.time("data"):
-                call = "eval_batch" if spec.forward_only else "train_batch"
-                terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
-                self._loader.pull(spec.micro_batches, self._next_batch, terms)
-            if spec.forward_only:
-                self._partition.catch_up()
-            load = self._loader.take if spec.forward_only else self._noting(self._loader.take, spec)
-            actions = pipe_schedule.actions
-            batch = BatchState(self.micro_batches, load, not spec.forward_only, spec.turns_at_once, actions)
-            kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
-            with kept, self.executor.run_batch(batch):
-                super()._exec_schedule(pipe_schedule)
+        with self.executor.timing.time("data"):
+            call = "eval_batch" if spec.forward_only else "train_batch"
+            terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
+            self._loader.pull(spec.micro_batches, self._next_batch, terms)
+        if spec.forward_only:
+            self._partition.catch_up()
+        load = self._loader.take if spec.forward_only else self._noting(self._loader.take, spec)
+        actions = pipe_schedule.actions
+        batch = BatchState(self.micro_batches, load, not spec.forward_only, spec.turns_at_once, actions)
+        kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
+        with kept, self.executor.run_batch(batch):
+            super()._exec_schedule(pipe_schedule)
         # As far on every rank, so that seeds of stock's kind differ between batches.
         replicas = [spec] if spec.forward_only else self.replica_specs
         self.placed.micro_offset += max(replica.micro_batches for replica in replicas)

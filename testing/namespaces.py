@@ -25,6 +25,8 @@ QUEUE = "4mb"
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": 0}
 """Lets a connection use the whole link at any time. Other algorithms, such as bbr, pace themselves and probe. Every
 Linux kernel has reno."""
+NOBODY = "02:00:00:00:00:99"
+"""The address of no interface."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -48,6 +50,13 @@ class Network(NamedTuple):
         finally:
             os.close(namespace)
         os.environ[GLOO_INTERFACE] = INTERFACE
+
+    def cut(self, first: int, second: int) -> None:
+        """Drops all packets between two nodes from now on: each sends those for the other to an interface that nobody
+        has."""
+        for own, other in ((first, second), (second, first)):
+            neighbour = ("ip", "neighbour", "replace", address(other), "lladdr", NOBODY, "dev", INTERFACE)
+            _run_in(self.holders[own], *neighbour, "nud", "permanent")
 
     def carried(self) -> int:
         """Returns the bytes that all nodes have sent over their throttled links so far, headers included; with islands,
