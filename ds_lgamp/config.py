@@ -106,6 +106,11 @@ class LgampConfig(BaseModel):
     keep_last: PositiveInt | None = None
     """How many checkpoints to keep in a directory; default all."""
 
+    live_checkpoint: Annotated[str, Field(min_length=1)] | None = None
+    """A folder on each node, for this job alone. Each step's state is copied there beside training, so that a job that
+    dies loses one step at most: load_checkpoint then makes it a checkpoint, and goes on from it. In /dev/shm it is in
+    memory, which outlives processes but no node; it holds two states. Nothing is copied by default."""
+
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first
     batch may take ten times as long, because it may compile. Warnings come earlier. null: ranks wait for ever, and only
@@ -146,6 +151,11 @@ class LgampConfig(BaseModel):
             raise ValueError(
                 f"nvme_path is {self.nvme_path!r}, but offload_activations is '{self.offload_activations}'; use "
                 "'nvme', or remove nvme_path"
+            )
+        if self.live_checkpoint is not None and self.nonfinite == "abort":
+            raise ValueError(
+                f"live_checkpoint is {self.live_checkpoint!r}, but nonfinite is 'abort', which finds a bad step when "
+                "its state is live already; use 'skip', or remove live_checkpoint"
             )
         if self.schedule != "layered" and self.micro_batch_group != "all":
             raise ValueError(

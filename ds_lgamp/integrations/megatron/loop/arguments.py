@@ -59,6 +59,11 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             "--check-for-nan-in-loss-and-grad"
         )
     _refuse_offloading(config, settings)
+    if settings.live_checkpoint is not None:
+        raise ConfigError(
+            f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but Megatron-LM has checkpoints of its own; "
+            "remove it, and set --save and --save-interval"
+        )
     if settings.data_rank_speeds is not None:
         raise ConfigError(
             f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "
