@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,11 @@ class LiveSlots(NamedTuple):
     @property
     def step(self) -> int:
         return self.slots[0].step
+
+    @property
+    def tag(self) -> str:
+        """The name of the checkpoint that it becomes."""
+        return f"global_step{self.step}"
 
     @property
     def is_whole(self) -> bool:
@@ -91,14 +96,17 @@ def publish_newest(folder: Path, directory: Path, run: str, keep_last: int | Non
         headers = {slot.rank: header for each in everyone({s: own[s] for s in read}) for slot, header in each.items()}
         tensors, whole = _tensors(numbers, headers), _state(headers)
         _warn(f"{directory} goes on from the live state of step {state.step} in {folder}")
-        Saver(False, keep_last).save(directory, f"global_step{state.step}", tensors, whole, publish_latest=True)
+        Saver(False, keep_last).save(directory, state.tag, tensors, whole, publish_latest=True)
         return
 
 
-def publish_alone(folder: Path, target: Path) -> int:
-    """Makes the newest whole live state in ``folder`` the checkpoint ``target``, in this process. Returns its step.
+def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
+    """Makes the newest whole live state in ``folder`` a checkpoint, in this process. Returns the checkpoint's folder.
 
     Raises CheckpointError if there is none, or if it is damaged.
+
+    Args:
+        place: returns the checkpoint's folder for its tag.
     """
     own = _slots_in(folder, 0)
     state = next(_whole_states(own), None)
@@ -106,8 +114,9 @@ def publish_alone(folder: Path, target: Path) -> int:
         raise CheckpointError(f"{folder} has no whole live state; name the folder of live_checkpoint, with all ranks'")
     numbers = _read({slot: own[slot] for slot in state.slots})
     headers = {slot.rank: own[slot] for slot in state.slots}
+    target = place(state.tag)
     write_alone(target, _tensors(numbers, headers), _state(headers))
-    return state.step
+    return target
 
 
 def _slots_in(folder: Path, process: int) -> dict[Seen, Header]:

@@ -1,7 +1,9 @@
 """Runs that keep live states, die and go on: the code of the ranks of test_live.py."""
 
 import itertools
+import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.checkpoint import live_states
 from ds_lgamp.checkpoint.live_states import _slots_in
 from ds_lgamp.checkpoint.slot import Slot
 from testing.deepspeed_rank import prepare_rank, quiet
@@ -103,7 +106,11 @@ class Run:
     def trained(self, until: int) -> tuple[list[float], dict]:
         """Returns the losses of the steps up to ``until``, and the weights then."""
         losses = [self.step() for _ in range(self.engine.global_steps, until)]
-        return losses, {name: value.tolist() for name, value in whole_state(self.engine.module).items()}
+        return losses, _weights(self)
+
+
+def _weights(run: Run) -> dict:
+    return {name: value.tolist() for name, value in whole_state(run.engine.module).items()}
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -142,17 +149,116 @@ def die_while_writing(folder: Path) -> None:
     prepare_rank()
     live = folder / "live"
     run = Run(CASES["zero 3"], live)
-    write, blobs = Slot.write, []
+    open_slot, write, opened, written = Slot.open, Slot.write, [], []
+
+    def opening(slot):
+        opened.append(slot)
+        open_slot(slot)
 
     def dying(slot, *arguments):
-        if run.engine.global_steps >= TORN - 1 and len(blobs) > 2:
+        written.append(len(opened))
+        if written.count(TORN) == 3:
             while not any(seen.step == TORN and seen.rank == 1 for seen in _slots_in(live, 0)):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        blobs.extend([slot] if run.engine.global_steps >= TORN - 1 else [])
         return write(slot, *arguments)
 
     if dist.get_rank() == 0:
-        Slot.write = dying
+        Slot.open, Slot.write = opening, dying
     while True:
         run.step()
+
+
+class Loaded(NamedTuple):
+    """What a run has after load_checkpoint."""
+
+    step: int
+    tag: str | None
+    client_state: dict | None
+    said: list[str]
+
+
+class Choices:
+    """Loads in a fresh run, from copies of live states and checkpoints.
+
+    Args:
+        folder: has ``live`` and ``checkpoints``. Runs load from the latter, which is restored each time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.live, self.checkpoints, self._saved = folder / "live", folder / "checkpoints", folder / "saved"
+        self._copy = folder / "copy"
+        self._on_first_rank(lambda: shutil.copytree(self.checkpoints, self._saved))
+
+    def load(self, *damage: Path, checkpoints: Path | None = None, **options) -> Loaded:
+        """Returns what is loaded when a byte of some files, named relative to ``live``, is another."""
+        self._on_first_rank(lambda: self._prepare(damage))
+        run, said = Run(CASES["zero 3"], self._copy), []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        live_states.logger.addHandler(handler)
+        path, client_state = run.engine.load_checkpoint(str(checkpoints or self.checkpoints), **options)
+        live_states.logger.removeHandler(handler)
+        return Loaded(run.engine.global_steps, path and Path(path).name, client_state, said)
+
+    def slot(self, rank: int, step: int, suffix: str) -> Path:
+        (found,) = (seen.path for seen in _slots_in(self.live, 0) if (seen.rank, seen.step) == (rank, step))
+        return Path(found).relative_to(self.live).with_suffix(suffix)
+
+    def _prepare(self, damage: tuple[Path, ...]) -> None:
+        for source, target in ((self.live, self._copy), (self._saved, self.checkpoints)):
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target)
+        for path in damage:
+            content = bytearray((self._copy / path).read_bytes())
+            content[0] ^= 1
+            (self._copy / path).write_bytes(content)
+
+    @staticmethod
+    def _on_first_rank(act) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            act()
+        dist.barrier()
+
+
+def choose(folder: Path, torn: Path) -> dict:
+    """Returns what runs load where live states are torn, damaged, old, or those of others."""
+    prepare_rank()
+    run = Run(CASES["zero 3"], folder / "live")
+    run.load(folder / "checkpoints")
+    for step in (1, 2, 3, 4):
+        run.engine.live_client_state["seen"] = step, dist.get_rank()
+        run.step()
+        if step == 2:
+            run.engine.save_checkpoint(str(folder / "checkpoints"))
+    run.engine.wait_for_checkpoint()
+    run.engine.finish_gathers()
+    choices, weights = Choices(folder), _weights(run)
+    numbers, header = choices.slot(1, 4, ".bin"), choices.slot(0, 4, ".json")
+    found = {
+        "weights": weights,
+        "whole": choices.load(),
+        "damaged numbers": choices.load(numbers),
+        "damaged header": choices.load(header),
+        "all damaged": choices.load(numbers, choices.slot(0, 3, ".json")),
+        "tag": choices.load(tag="global_step2"),
+        "weights only": choices.load(load_module_only=True),
+        "other checkpoints": choices.load(checkpoints=folder / "others"),
+    }
+    found["torn"] = Run(CASES["zero 3"], torn / "live").load(torn / "checkpoints")
+    run.engine.save_checkpoint(str(folder / "checkpoints"))
+    run.engine.wait_for_checkpoint()
+    shutil.rmtree(folder / "saved", ignore_errors=True)
+    found["old"] = Choices(folder).load()
+    run.step()
+    found["own"] = run.load(folder / "checkpoints"), len(_slots_in(folder / "live", 0))
+    return found
+
+
+def go_on_alone(folder: Path) -> tuple:
+    """Returns the step at which one rank goes on, and what it then shows of itself."""
+    prepare_rank()
+    run = Run(CASES["zero 3"], folder / "copy")
+    begun = run.load(folder / "checkpoints")
+    return begun, _weights(run)
