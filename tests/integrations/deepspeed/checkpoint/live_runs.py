@@ -262,3 +262,25 @@ def go_on_alone(folder: Path) -> tuple:
     run = Run(CASES["zero 3"], folder / "copy")
     begun = run.load(folder / "checkpoints")
     return begun, _weights(run)
+
+
+REPEATED = Case(3, 2, bf16=True)
+"""On four ranks."""
+
+
+def go_on_until_killed(folder: Path, done) -> None:
+    """Goes on from the last state. The first rank writes every step and its loss to a file."""
+    prepare_rank()
+    run = Run(REPEATED, folder / "live")
+    run.load(folder / "checkpoints")
+    while True:
+        loss = run.step()
+        if dist.get_rank() == 0:
+            with open(folder / "losses", "a") as file:
+                file.write(f"{run.engine.global_steps} {loss!r}\n")
+            done.value = run.engine.global_steps
+
+
+def losses(steps: int) -> list[float]:
+    prepare_rank()
+    return Run(REPEATED).trained(steps)[0]
