@@ -111,7 +111,7 @@ def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
     own = _slots_in(folder, 0)
     state = next(_whole_states(own), None)
     if state is None:
-        raise CheckpointError(f"{folder} has no whole live state; name the folder of live_checkpoint, with all ranks'")
+        raise CheckpointError(f"{folder} has no whole live state; name a live_checkpoint with the files of all ranks")
     numbers = _read({slot: own[slot] for slot in state.slots})
     headers = {slot.rank: own[slot] for slot in state.slots}
     target = place(state.tag)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -19,6 +20,7 @@ import ds_lgamp
 from ds_lgamp.checkpoint import live_states
 from ds_lgamp.checkpoint.live_states import _slots_in
 from ds_lgamp.checkpoint.slot import Slot
+from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.linear import mean_square, whole_state
 
@@ -169,6 +171,12 @@ def die_while_writing(folder: Path) -> None:
         run.step()
 
 
+def _refusal(live: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        Run(CASES["zero 3"], live)
+    return str(refused.value)
+
+
 class Loaded(NamedTuple):
     """What a run has after load_checkpoint."""
 
@@ -238,6 +246,7 @@ def choose(folder: Path, torn: Path) -> dict:
     numbers, header = choices.slot(1, 4, ".bin"), choices.slot(0, 4, ".json")
     found = {
         "weights": weights,
+        "no folder": _refusal(folder / "checkpoints" / "latest"),
         "whole": choices.load(),
         "damaged numbers": choices.load(numbers),
         "damaged header": choices.load(header),

@@ -139,6 +139,14 @@ def test_a_checkpoint_that_is_as_new_is_loaded_as_it_is(chosen):
         assert rank["old"] == (4, "global_step4", {}, [])
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(chosen):
+    folder, ranks = chosen
+    said = (
+        f"ds_lgamp.live_checkpoint is '{folder / 'checkpoints' / 'latest'}', which is no folder (File exists); name one"
+    )
+    assert [rank["no folder"] for rank in ranks] == [said] * 2
+
+
 def test_a_run_that_loads_goes_back_and_drops_its_own_states(chosen):
     assert [rank["own"] for rank in chosen[1]] == [(4, 0)] * 2
 
