@@ -25,6 +25,7 @@ NAMES = (
     "overhead",
     "growth",
     "checkpoint",
+    "live",
     "megatron",
     "megatron_slow",
     "planner_fit",

@@ -207,8 +207,8 @@ class LiveState:
         if behind is not None:
             # The host runs ahead of the sum over all ranks.
             behind.synchronize()
-        if not self._own.exists():
-            self._own.mkdir(parents=True)
+        # All ranks of the node make it.
+        self._own.mkdir(parents=True, exist_ok=True)
         for other in self._folder.glob(f"{RUN}*"):
             if other != self._own:
                 shutil.rmtree(other, ignore_errors=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ds_lgamp.checkpoint.live import LiveState, Rest
 from ds_lgamp.checkpoint.live_states import publish_newest
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.cost.live import slots_of
 from ds_lgamp.integrations.deepspeed.checkpoint.description import describe
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
@@ -50,7 +51,7 @@ class LiveCheckpoint:
             optimizer.partition.units,
             optimizer.optimizer,
             engine.device,
-            3 if engine.program_spec.updates == "reduction" else 2,
+            slots_of(engine.program_spec.updates),
             {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
             share_of(engine),
         )
