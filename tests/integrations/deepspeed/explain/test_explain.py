@@ -253,11 +253,10 @@ def test_what_the_host_holds_and_what_the_bus_carries_is_told(explained):
 
 
 def test_live_states_hold_masters_and_optimizer_state_and_no_folder_is_made(explained, tmp_path_factory):
-    """Updates on the host are ahead of the step, which takes three states."""
     for rank, plain in zip(facts_of(explained["host"])["ranks"], facts_of(explained["json"])["ranks"]):
         host = rank["memory"]["host"]
         held, written = rank["live"]
-        assert written == host["master_weights"] + host["optimizer_state"] and held == 3 * written
+        assert written == host["master_weights"] + host["optimizer_state"] and held == 2 * written
         assert plain["live"] is None
     assert not any(tmp_path_factory.getbasetemp().glob("explain*/live"))
 
