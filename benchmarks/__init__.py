@@ -27,6 +27,7 @@ NAMES = (
     "growth",
     "checkpoint",
     "restart",
+    "live",
     "megatron",
     "megatron_slow",
     "planner_fit",

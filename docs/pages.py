@@ -64,6 +64,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "launch": tables.launch,
         "checkpoint": tables.checkpoint,
         "saving": tables.saving,
+        "live": tables.live,
         "megatron-slow": tables.megatron_slow,
         "planner-errors": planner_tables.planner_errors,
         "planner-constants": planner_tables.planner_constants,

@@ -336,6 +336,17 @@ def restart() -> str:
     return pivot(read("restart").rows, [("what happens", setting("event"))], metric, by_metric(cells), headings)
 
 
+def live() -> str:
+    """The costs of live states."""
+    metrics = {"step": ".0f", "end of a step, main thread": ".2f", "written in a step": ".1f"}
+    rows = [[row.contender, row.metric, *_rounded(row, metrics[row.metric]), row.unit] for row in read("live").rows]
+    return table(["contender", "", "median", "spread", "unit"], rows, numbers_from=2)
+
+
+def _rounded(row: Row, form: str) -> tuple[str, str]:
+    return f"{row.median:{form}}", f"{row.spread:{form}}"
+
+
 def megatron() -> str:
     """Losses of Megatron-LM's script with a block and without, to the last digit of fp32."""
     return pivot(

@@ -122,6 +122,11 @@ class LgampConfig(BaseModel):
     trace_steps: TraceSteps | None = None
     """The first and the last training step that trace records, such as "10:12", which is the default. Steps count from
     1."""
+    live_checkpoint: Annotated[str, Field(min_length=1)] | None = None
+    """A folder on each node, for this job alone. Each step's state is copied there beside training, so that a job that
+    dies loses one step at most: load_checkpoint then makes it a checkpoint, and goes on from it. In /dev/shm it is in
+    memory, which outlives processes but no node. It takes two states, three where overlap_update or offloading update
+    ahead of the step. Nothing is copied by default."""
 
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first
@@ -172,6 +177,11 @@ class LgampConfig(BaseModel):
             )
         if self.trace_steps is not None and self.trace is None:
             raise ValueError(f"trace_steps is {self.trace_steps!r}, but there is no trace; set trace to a folder")
+        if self.live_checkpoint is not None and self.nonfinite == "abort":
+            raise ValueError(
+                f"live_checkpoint is {self.live_checkpoint!r}, but nonfinite is 'abort', which finds a bad step when "
+                "its state is live already; use 'skip', or remove live_checkpoint"
+            )
         if self.schedule != "layered" and self.micro_batch_group != "all":
             raise ValueError(
                 f"micro_batch_group is {self.micro_batch_group}, but groups belong to schedule 'layered'; "

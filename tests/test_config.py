@@ -58,6 +58,8 @@ def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
         ({"schedule": "gpipe", "layers_per_chunk": 2}, "layers_per_chunk is 2, but schedule 'gpipe' has one chunk"),
         ({"schedule": "gpipe", "micro_batch_group": 2}, "groups belong to schedule 'layered'"),
         ({"schedule": "interleaved_1f1b", "placement": "contiguous"}, "needs 'modular'"),
+        ({"live_checkpoint": ""}, "ds_lgamp.live_checkpoint is ''"),
+        ({"live_checkpoint": "live", "nonfinite": "abort"}, "nonfinite is 'abort', which finds a bad step when its"),
     ],
 )
 def test_bad_blocks_are_refused_in_a_sentence(block, message):

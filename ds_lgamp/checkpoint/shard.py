@@ -46,6 +46,10 @@ class FlatShard:
         """The same range with other values."""
         return FlatShard(self.shape, self.start, values, self.whole_shape, self.slice_offsets)
 
+    def has_part(self, offsets: Sequence[int]) -> bool:
+        """Whether a part of the range begins at ``offsets`` of the tensor."""
+        return tuple(offsets) in self._boxes
+
     def __create_write_items__(self, name: str, shard: "FlatShard") -> list[WriteItem]:
         properties = TensorProperties(dtype=self.values.dtype)
         return [
@@ -84,3 +88,21 @@ def staged(shards: Mapping[str, FlatShard]) -> dict[str, FlatShard]:
     for device in devices:
         torch.get_device_module(device).synchronize(device)
     return copies
+
+
+class ShardGroup:
+    """Several ranges of one tensor, which do not overlap; stands for them as :class:`FlatShard` does for one."""
+
+    def __init__(self, shards: Sequence[FlatShard]) -> None:
+        self.shards = shards
+
+    def __create_write_items__(self, name: str, group: "ShardGroup") -> list[WriteItem]:
+        return [item for shard in self.shards for item in shard.__create_write_items__(name, shard)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for shard in self.shards for chunk in shard.__create_chunk_list__()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None, "parts are asked for by where they begin"
+        shard = next(shard for shard in self.shards if shard.has_part(index.offset))
+        return shard.__get_tensor_shard__(index)

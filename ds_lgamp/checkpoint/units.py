@@ -17,6 +17,11 @@ PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "r
 """Prefixes of the names of tensors in a checkpoint."""
 
 
+def rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
+    """Returns the name in a checkpoint of what one rank alone has."""
+    return f"{RANKS}/{pipeline_rank}-{data_rank}" + (f"-{tensor_rank}" if tensor_rank else "")
+
+
 class Range(NamedTuple):
     """Consecutive elements of a parameter in this rank's shard."""
 
@@ -72,7 +77,7 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
         for r in written(unit):
             segment = r.part.segment
             if segment is not None:
-                for key, value in _elementwise(optimizer, segment).items():
+                for key, value in elementwise(optimizer, segment).items():
                     tensors[f"{OPTIMIZER}/{key}/{r.part.name}"] = r.of(value, segment.start)
     return tensors
 
@@ -86,21 +91,27 @@ def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer
     """
     scalars: dict[int, dict[str, Any]] = {}
     for segment in partition.segments():
-        elementwise = _elementwise(optimizer, segment)
-        state = optimizer.state.get(segment.shard, {})
-        try:
-            scalars[segment.group] = {key: encode(value) for key, value in state.items() if key not in elementwise}
-        except UnsupportedValue as error:
-            raise CheckpointError(f"the optimizer's state holds {error}") from None
+        scalars[segment.group] = scalars_of(segment, optimizer.state.get(segment.shard, {}))
     return scalars
 
 
-def _elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
-    return {
-        key: value
-        for key, value in optimizer.state.get(segment.shard, {}).items()
-        if isinstance(value, torch.Tensor) and value.shape == segment.shard.shape
-    }
+def scalars_of(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of the ``state`` of ``segment`` that has no value for every element, encoded. Raises
+    CheckpointError as :func:`optimizer_scalars` does."""
+    try:
+        return {key: encode(value) for key, value in state.items() if not _is_elementwise(value, segment)}
+    except UnsupportedValue as error:
+        raise CheckpointError(f"the optimizer's state holds {error}") from None
+
+
+def elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
+    """Returns the optimizer state of ``segment`` with a value for every element."""
+    state = optimizer.state.get(segment.shard, {})
+    return {key: value for key, value in state.items() if _is_elementwise(value, segment)}
+
+
+def _is_elementwise(value: Any, segment: Segment) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == segment.shard.shape
 
 
 class Loading:

@@ -68,11 +68,21 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
         tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for name, tensor in moments.items()}
     text = json.dumps({"random": {}, "client_state": encode(whole.client_state)}).encode()
     tensors[f"{RANKS}/0-0"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    write_alone(folder, _shards(tensors), encode(whole.state))
+
+
+def write_alone(folder: Path, tensors: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Writes the checkpoint ``folder`` in this process.
+
+    Args:
+        tensors: shards that hold every element exactly once, by name.
+        state: everything else, encoded.
+    """
     destination = folders.new_tensors(folder)
     writer = ChecksummedWriter(destination)
     try:
-        _alone(partial(dcp.save, _shards(tensors), storage_writer=writer, planner=ShardSavePlanner(), no_dist=True))
-        folders.publish(folder, destination, encode(whole.state))
+        _alone(partial(dcp.save, dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), no_dist=True))
+        folders.publish(folder, destination, state)
     except BaseException:
         folders.discard(destination)
         raise

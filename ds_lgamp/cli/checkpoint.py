@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,6 +13,7 @@ import torch
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.live_states import publish_alone
 from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensors, write_safetensors
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER
 from ds_lgamp.checkpoint.verify import verify
@@ -29,6 +31,7 @@ def run_command(action: str, options: argparse.Namespace, output: TextIO) -> int
         "verify": _verify,
         "export": _export,
         "import": _import,
+        "publish": _publish,
     }
     try:
         actions[action](options, output)
@@ -72,6 +75,12 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
     weights_only = whole.state["optimizer"] is None
     hint = ": weights only, for load_module_only=True" if weights_only else ""
     _tell(options, output, f"wrote {target}{hint}", folder=str(target), weights_only=weights_only)
+
+
+def _publish(options: argparse.Namespace, output: TextIO) -> None:
+    target = publish_alone(options.source, partial(_new, options.target))
+    folders.write_latest(target.parent, target.name)
+    _tell(options, output, f"wrote {target}", folder=str(target))
 
 
 def _tell(options: argparse.Namespace, output: TextIO, sentence: str, **facts: Any) -> None:

@@ -123,7 +123,18 @@ def _add_checkpoint_command(commands) -> None:
         metavar="DIR/TAG",
         help="a new folder, or an existing one, to which the source's name is added",
     )
-    for action in (info, verify, export, importing):
+    publishing = actions.add_parser(
+        "publish",
+        help="make a checkpoint from the newest live state that all ranks have",
+        **with_examples("checkpoint publish"),
+    )
+    publishing.add_argument(
+        "source", type=Path, metavar="FOLDER", help="the folder of live_checkpoint, with the files of all ranks"
+    )
+    publishing.add_argument(
+        "target", type=Path, metavar="DIR/TAG", help="a new folder, or an existing one, to which the step is added"
+    )
+    for action in (info, verify, export, importing, publishing):
         action.add_argument("--json", action="store_true", help="print JSON")
 
 

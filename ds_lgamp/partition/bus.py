@@ -81,6 +81,16 @@ class Transfer:
         self._issued.set()
 
 
+def event_now(device: torch.device) -> Any:
+    """Returns an event behind all work of the device's current stream; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
 class Bus:
     """Copies tensors between host and device and counts the bytes.
 
@@ -121,26 +131,21 @@ class Bus:
         """
         _require_alike(target, source)
         self.bytes_loaded += target.nbytes
-        return self._loads.start(Transfer(target, source, after, self._now(), launched("load", target.nbytes)))
+        return self._loads.start(
+            Transfer(target, source, after, event_now(self.device), launched("load", target.nbytes))
+        )
 
     def store(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts the copy of ``source`` on the device to ``target`` on the host, as :meth:`load` does the other way."""
         _require_alike(target, source)
         self.bytes_stored += target.nbytes
-        return self._stores.start(Transfer(target, source, None, self._now(), launched("store", target.nbytes)))
+        return self._stores.start(
+            Transfer(target, source, None, event_now(self.device), launched("store", target.nbytes))
+        )
 
     def host_empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns ``size`` elements on the host, pinned where there is an accelerator."""
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type != "cpu")
-
-    def _now(self) -> Any:
-        """Returns an event behind all work of the device's current stream; None on a CPU."""
-        if self.device.type == "cpu":
-            return None
-        module = torch.get_device_module(self.device)
-        event = module.Event()
-        event.record(module.current_stream(self.device))
-        return event
 
 
 class _Lane:

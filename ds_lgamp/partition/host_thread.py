@@ -44,9 +44,13 @@ class HostThread:
     """Runs jobs in their order. It begins with the first job, and ends with the object.
 
     When a job has failed, all later ones fail with its error: they would work on half a step.
+
+    Args:
+        name: the thread's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "ds_lgamp updates") -> None:
+        self._name = name
         self._queue: SimpleQueue[Job | None] | None = None
 
     def start(self, function: Work) -> Job:
@@ -54,7 +58,7 @@ class HostThread:
         if self._queue is None:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None)
-            Thread(target=_serve, args=(self._queue,), name="ds_lgamp updates", daemon=True).start()
+            Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True).start()
         job = Job(function)
         self._queue.put(job)
         return job

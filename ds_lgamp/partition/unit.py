@@ -1,6 +1,7 @@
 """A unit: the parameters of one chunk, or of one tied module, which move together."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,16 @@ from ds_lgamp.partition.host_home import StoredGradient
 from ds_lgamp.partition.norms import row_norms
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights
+
+
+class Copier(Protocol):
+    """Copies units beside the program, each when its update is final."""
+
+    def before_change(self, unit: "Unit") -> None:
+        """Blocks until no copy reads ``unit``, which is about to change."""
+
+    def after_update(self, unit: "Unit") -> None:
+        """Starts to copy ``unit``, whose update is final. Any thread that updates may call it."""
 
 
 class Unit:
@@ -66,6 +77,8 @@ class Unit:
             self._stored = StoredGradient(policy.host, master.numel(), master.dtype)
         self._row_norms: list[torch.Tensor] | None = None
         """Of a gradient that was stored, from its time on the device."""
+        self.copier: Copier | None = None
+        """Told of every change of the master weights and the optimizer's state; None if nobody copies them."""
         self.watched: Sequence[slice] = ()
         """Parts of the shard for which :attr:`part_norms` are taken."""
         self.part_norms: torch.Tensor | None = None
@@ -83,6 +96,7 @@ class Unit:
         """
         self.storage.finish_gather()
         self.storage.settle_loads()
+        self.before_change()
         self.master.values.copy_(master)
         self.storage.replace_shard(self.master.values if weights is None else weights)
 
@@ -91,6 +105,7 @@ class Unit:
         """Sets a slice of this rank's master weights and shard. Full parameters that are resident do not follow."""
         self.storage.finish_gather()
         self.storage.settle_loads()
+        self.before_change()
         self.master.values[within] = master
         self.storage.replace_slice(within, self.master.values[within])
 
@@ -98,8 +113,20 @@ class Unit:
         """Takes the shard and the master weights, or a slice of them, from the full parameters. Where those are
         released, it takes the master weights from the shard. With ``keep_bits``, master weights whose weight has not
         changed stay as they are."""
+        self.storage.catch_up()
+        self.before_change()
         self.storage.adopt(within)
         self.master.adopt(within, keep_bits)
+
+    def before_change(self) -> None:
+        """Lets a copy that is under way end. Called ahead of every change of master weights or optimizer state."""
+        if self.copier is not None:
+            self.copier.before_change(self)
+
+    def after_update(self) -> None:
+        """Tells that an update is final: master weights, optimizer state and weights."""
+        if self.copier is not None:
+            self.copier.after_update(self)
 
     def finish_gradient(self) -> None:
         """Hands every segment its part of the final gradient; with offloading, once it is on the host."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.fitting import Parts
+from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint
 from ds_lgamp.integrations.deepspeed.checkpoint.loading import find_checkpoints, load_first_whole
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.checkpoint.saving import save
@@ -23,6 +24,9 @@ class Engine(Run, Protocol):
 
     @property
     def global_steps(self) -> int: ...
+
+    @property
+    def live(self) -> LiveCheckpoint | None: ...
 
     @property
     def tensor_access(self) -> TensorAccess: ...
@@ -46,6 +50,8 @@ def save_checkpoint(
     """
     # With "abort", weights that are not finite never get into a checkpoint.
     engine.settle_nonfinite()
+    if engine.live is not None:
+        engine.live.saves_in(Path(save_dir))
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     save(
         engine,
@@ -75,6 +81,11 @@ def load_checkpoint(
         raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
     engine.tensor_access.refuse_inside_block("load_checkpoint")
     wait_for_all()
+    live = None if load_module_only else engine.live
+    if live is not None:
+        live.saves_in(Path(load_dir))
+        if tag is None:
+            live.publish(Path(load_dir))
     candidates = find_checkpoints(Path(load_dir), tag)
     if not candidates:
         return None, None
@@ -85,6 +96,8 @@ def load_checkpoint(
         progress=not load_module_only,
     )
     folder, client_state = load_first_whole(engine, candidates, parts)
+    if engine.live is not None:
+        engine.live.forget()
     return str(folder), client_state
 
 

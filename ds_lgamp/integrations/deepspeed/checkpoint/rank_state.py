@@ -9,7 +9,7 @@ import torch
 
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.state import decode_text
-from ds_lgamp.checkpoint.units import RANKS
+from ds_lgamp.checkpoint.units import rank_name
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.integrations.deepspeed.checkpoint.description import encoded
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
@@ -19,11 +19,16 @@ from ds_lgamp.runtime.random_state import RandomSource, read_states
 def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, FlatShard]:
     """Returns the text of this rank, by its name in the checkpoint. Raises CheckpointError if ``client_state`` holds
     what no checkpoint can."""
+    text = torch.frombuffer(bytearray(json.dumps(rank_state(run, client_state)).encode()), dtype=torch.uint8)
+    return {rank_name(*ranks_of(run)): FlatShard(text.shape, 0, text)}
+
+
+def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns ``random`` and ``client_state`` of this rank, encoded. Raises CheckpointError as
+    :func:`rank_state_to_write` does."""
     sources = run.random_sources
     random = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
-    content = {"random": random, "client_state": encoded("client_state", dict(client_state))}
-    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-    return {_name(*ranks_of(run)): FlatShard(text.shape, 0, text)}
+    return {"random": random, "client_state": encoded("client_state", dict(client_state))}
 
 
 def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> dict[str, FlatShard]:
@@ -33,14 +38,14 @@ def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, 
     numbers of ranks there. So what all ranks drew alike they draw alike from then on.
     """
     pipeline_rank, data_rank, tensor_rank = ranks_of(run)
-    name = _name(
+    name = rank_name(
         pipeline_rank % layout["pipeline_ranks"],
         data_rank % layout["data_ranks"],
         tensor_rank % layout["tensor_ranks"],
     )
     if name not in sizes:
         # One process wrote the checkpoint for all ranks.
-        name = _name(0, 0, 0)
+        name = rank_name(0, 0, 0)
     return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
 
 
@@ -56,7 +61,3 @@ def write_random_states(sources: Sequence[RandomSource], states: Mapping[str, An
     for source in sources:
         if source.name in states:
             source.write(states[source.name])
-
-
-def _name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
-    return f"{RANKS}/{pipeline_rank}-{data_rank}" + (f"-{tensor_rank}" if tensor_rank else "")

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.shares import Share, enter, merged
 from ds_lgamp.checkpoint.units import optimizer_scalars, optimizer_tensors, weights
 from ds_lgamp.integrations.deepspeed.checkpoint.buffers import buffers_to_write
 from ds_lgamp.integrations.deepspeed.checkpoint.description import describe, describe_parameters
@@ -14,17 +15,6 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state_to_
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.model.module import empty_extra_states
 from ds_lgamp.partition.agreement import everyone
-
-
-class Own(NamedTuple):
-    """What ranks tell each other for the checkpoint's description."""
-
-    parameters: dict[str, Any]
-    """Their descriptions by name."""
-    scalars: dict[int, dict[str, Any]]
-    """The optimizer's state beside tensors, by group."""
-    extra_states: set[str]
-    """The names of empty extra states."""
 
 
 def save(
@@ -38,7 +28,7 @@ def save(
         exclude_frozen: whether to leave out parameters that do not train.
     """
 
-    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], Own]:
+    def collect() -> tuple[dict[str, FlatShard], dict[str, Any], Share]:
         folders.check_tag(tag)
         if not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary that holds it")
@@ -46,10 +36,8 @@ def save(
         partition.catch_up()
         tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}
         tensors |= rank_state_to_write(run, client_state)
-        # Alike on all data-parallel ranks: the first one's suffice.
-        parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
-        own = Own(parameters, optimizer_scalars(partition, optimizer), set(empty_extra_states(run.placed)))
-        return tensors, describe(run), own
+        share = share_of(run, exclude_frozen)
+        return tensors, describe(run), share._replace(scalars=optimizer_scalars(partition, optimizer))
 
     tensors, state, own = everywhere(collect)
     tensors |= buffers_to_write(run)
@@ -59,25 +47,13 @@ def save(
         run.grid.get_slice_parallel_group(),
         run.grid.get_pipe_parallel_group(),
     ):
-        own = _merged(everyone(own, group))
-    _enter(state, own)
+        own = merged(everyone(own, group))
+    enter(state, own)
     run.saver.save(directory, tag, tensors, state, publish_latest)
 
 
-def _merged(ranks: list[Own]) -> Own:
-    parameters = {name: info for rank in ranks for name, info in rank.parameters.items()}
-    scalars = {group: values for rank in ranks for group, values in rank.scalars.items()}
-    return Own(parameters, scalars, {name for rank in ranks for name in rank.extra_states})
-
-
-def _enter(state: dict[str, Any], own: Own) -> None:
-    """Adds to ``state`` what all ranks have."""
-    state["parameters"] = {name: own.parameters[name] for name in sorted(own.parameters, key=_layer_of)}
-    state["optimizer"]["scalars"] = [own.scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
-    state["layers"]["extra_states"] = sorted(own.extra_states)
-
-
-def _layer_of(name: str) -> int:
-    """Returns the number of the layer that a parameter belongs to. Tied modules come first, as in the module."""
-    first = name.split(".")[0]
-    return int(first) if first.isdecimal() else -1
+def share_of(run: Run, exclude_frozen: bool = False) -> Share:
+    """Returns this rank's share of the description, without the scalars of the optimizer, which change."""
+    # Alike on all data-parallel ranks: the first one's suffice.
+    parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
+    return Share(parameters, {}, set(empty_extra_states(run.placed)))

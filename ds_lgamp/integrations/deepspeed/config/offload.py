@@ -113,6 +113,19 @@ def disk_path(config: Any, settings: LgampConfig) -> tuple[str, Path] | None:
     return key, path
 
 
+def live_folder(config: Any, settings: LgampConfig) -> Path | None:
+    """Returns the folder of live states; None without one. Raises ConfigError if units lie on a disk."""
+    if settings.live_checkpoint is None:
+        return None
+    for key in (_OPTIMIZER, _PARAMETERS):
+        if _is_on_disk(getattr(config.zero_config, key.split(".")[1])):
+            raise ConfigError(
+                f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but {_said(config, key)}, from which a "
+                "state would be read in every step; use 'cpu', or remove live_checkpoint"
+            )
+    return Path(settings.live_checkpoint)
+
+
 def device_of_updates(config: Any) -> torch.device:
     """Returns where the optimizer of a DeepSpeedConfig updates."""
     on_host = _is_on_host(config.zero_config.offload_optimizer)

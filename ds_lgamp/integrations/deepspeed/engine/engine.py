@@ -14,7 +14,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint import methods
-from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, device_of_updates, on_disk_of
+from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint, open_folder
+from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, device_of_updates, live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_updates_alone,
@@ -63,6 +64,7 @@ class LgampEngine(PipelineEngine):
 
     scales_in_step = False
     """Whether the script decides on the factor of the loss after the backward passes."""
+    live: LiveCheckpoint | None = None
 
     def __init__(self, settings: LgampConfig, partition_method: str, **arguments: Any) -> None:
         module, config, optimizer = arguments["model"], arguments["config_class"], arguments.get("optimizer")
@@ -78,6 +80,9 @@ class LgampEngine(PipelineEngine):
         self.program_spec = plan.specs[module._grid.data_parallel_id]
         self._replicas = plan.replicas
         self._disk = open_disk(settings, config)
+        self._live_folder = live_folder(config, settings)
+        if self._live_folder is not None:
+            open_folder(self._live_folder)
         if settings.recompute == "selective":
             refuse_unless_offered(over_pipeline(module, offers_selective(module)))
         self._schedule = lru_cache(maxsize=8)(ProgramSchedule)
@@ -135,6 +140,10 @@ class LgampEngine(PipelineEngine):
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
         complete_own_data(self)
         self._step_monitor = monitor_if_asked(self, self._loader, self._stopwatch)
+        if self._live_folder is not None:
+            self.live = LiveCheckpoint(self, self._live_folder, self.lgamp_settings.keep_last)
+        self.live_client_state: dict[Any, Any] = {}
+        """The client_state of the states in ``live_checkpoint``: what load_checkpoint returns with one."""
 
     @property
     def placed(self) -> PlacedModule:
@@ -234,10 +243,17 @@ class LgampEngine(PipelineEngine):
         with monitored(self, self._step_monitor, self._loader):
             try:
                 with self.in_batch(training=True):
-                    return super().train_batch(data_iter)
+                    loss = super().train_batch(data_iter)
             except Exception:
                 self.timers(TRAIN_BATCH_TIMER).stop()
                 raise
+        self._end_step()
+        return loss
+
+    def _end_step(self) -> None:
+        """Called when nothing of a step changes any more, but by updates that it has postponed."""
+        if self.live is not None:
+            self.live.end_step(self, self.live_client_state)
 
     def eval_batch(self, data_iter: Any, *arguments: Any, **options: Any) -> Any:
         """As PipelineEngine's; StopIteration as in :meth:`train_batch`."""
@@ -325,6 +341,9 @@ class LgampEngine(PipelineEngine):
         self._step_optimizer()
 
     def _step_optimizer(self) -> None:
+        if self.live is not None:
+            with self.executor.timing.time("store"):
+                self.live.before_step()
         with self.executor.timing.time("reduce"):
             self._partition.finish_gradients()
         with self.executor.timing.time("step"):
@@ -350,6 +369,8 @@ class LgampEngine(PipelineEngine):
         self.settle_nonfinite()
         try:
             self._partition.finish_gathers()
+            if self.live is not None:
+                self.live.wait()
         except (HostUpdateError, OSError):
             if not self.executor.links.broken:
                 raise

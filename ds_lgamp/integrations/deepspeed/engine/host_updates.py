@@ -31,6 +31,7 @@ class HostUpdates(Updates):
     def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
         with self._named(unit):
             unit.scale_gradient(factor)
+            unit.before_change()
             self._twin.state = self.optimizer.state
             self._twin.param_groups = [
                 {**group, "params": self.shards_of(unit, index)} for index, group in enumerate(options)
@@ -38,6 +39,7 @@ class HostUpdates(Updates):
             self._twin.step()
             unit.round_weights()
             unit.drop_gradient()
+            unit.after_update()
         return None
 
     @contextmanager

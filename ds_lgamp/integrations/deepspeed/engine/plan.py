@@ -10,6 +10,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, micro_batch_shares,
 from ds_lgamp.integrations.deepspeed.config.hierarchy import hierarchy_of
 from ds_lgamp.integrations.deepspeed.config.offload import (
     disk_path,
+    live_folder,
     offload_of,
     refuse_offloaded_optimizer,
     share_of_host,
@@ -61,6 +62,7 @@ def plan_training(
     """
     offload = offload_of(given, config)
     disk_path(config, settings)
+    live_folder(config, settings)
     refuse_unsupported(config, module, optimizer)
     if offload is not None:
         refuse_offloaded_optimizer(config, optimizer)

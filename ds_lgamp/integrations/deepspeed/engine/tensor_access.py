@@ -102,7 +102,7 @@ class TensorAccess:
         if optim_state_key is None:
             part.write_weights(part.of(value))
         else:
-            self._values(part, optim_state_key, together=True).copy_(part.of(value))
+            self._write_state(part, optim_state_key, part.of(value), together=True)
 
     def get_local_fp32_param(
         self, parameter: torch.nn.Parameter, optim_state_key: str | None = None
@@ -122,7 +122,7 @@ class TensorAccess:
                 )
             part.write_weights(value.reshape(-1))
         else:
-            self._values(part, optim_state_key, together=False).copy_(value.reshape(-1))
+            self._write_state(part, optim_state_key, value.reshape(-1), together=False)
 
     # Gradients
 
@@ -201,6 +201,11 @@ class TensorAccess:
         if segment is None or state is None:
             return part.unit.master.values[part.in_shard]
         return state[part.in_shard.start - segment.start : part.in_shard.stop - segment.start]
+
+    def _write_state(self, part: Part, key: str, values: torch.Tensor, together: bool) -> None:
+        state = self._values(part, key, together)
+        part.unit.before_change()
+        state.copy_(values)
 
     def _gradient(self, part: Part) -> torch.Tensor:
         reduction = part.unit.reduction

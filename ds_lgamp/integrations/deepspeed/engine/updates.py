@@ -69,6 +69,8 @@ class Updates:
 
     def update(self, units: Sequence[Unit]) -> None:
         """Steps the optimizer. All other units than ``units`` have no gradient."""
+        for unit in units:
+            unit.before_change()
         self._lagging = units
         self.optimizer.step()
         if self._lagging:
@@ -118,4 +120,5 @@ class Updates:
     def _follow(self, *_: Any) -> None:
         for unit in self._lagging:
             unit.follow_update()
+            unit.after_update()
         self._lagging = ()

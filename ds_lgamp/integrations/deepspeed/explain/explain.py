@@ -4,8 +4,9 @@ The script runs, unedited and in one process, up to ``deepspeed.initialize``; th
 own functions compute what would have followed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -14,6 +15,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.disk import OnDisk, disk_use, host_beside_disk
+from ds_lgamp.cost.live import LiveUse, live_use
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.cost.traffic import (
@@ -92,8 +94,9 @@ def explain(
     rule = rule_of(optimizer, config_class)
     on_disk = on_disk_of(config_class, settings)
     place = spec, data_ranks, tensor_ranks
+    live = None if settings.live_checkpoint is None else partial(live_use, updates=spec.updates)
     ranks = [
-        _rank_facts(model, rank, actions, *place, size, activations, settings.reproducible, rule, on_disk)
+        _rank_facts(model, rank, actions, *place, size, activations, settings.reproducible, rule, on_disk, live)
         for rank, actions in enumerate(program)
     ]
     chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
@@ -149,8 +152,10 @@ def _rank_facts(
     in_rank_order: bool,
     rule: Rule,
     on_disk: OnDisk,
+    live: Callable[..., LiveUse] | None,
 ) -> RankFacts:
-    """Returns what a pipeline rank holds and does in a step, its ``actions``."""
+    """Returns what a pipeline rank holds and does in a step, its ``actions``. ``live`` predicts what live states take;
+    None without them."""
     chunks, tied, units = model.chunks(rank), model.tied(rank), model.units(rank)
     if activations is not None:
         chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
@@ -207,6 +212,7 @@ def _rank_facts(
         bus_bytes_loaded=loaded,
         bus_bytes_stored=stored,
         disk=disk,
+        live=None if live is None else live(units, spec.zero_stage, data_ranks, size, hierarchy),
         hop_bytes=None if activations is None else hop_bytes(rank, spec.placement, spec.micro_batches, activations),
     )
 

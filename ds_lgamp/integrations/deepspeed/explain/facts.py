@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_lgamp.cost.disk import DiskUse
+from ds_lgamp.cost.live import LiveUse
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.traffic import Traffic
 
@@ -63,6 +64,8 @@ class RankFacts:
     """Bytes of gradients that go to the host."""
     disk: DiskUse | None = None
     """What lies on a disk and moves there; None if nothing does."""
+    live: LiveUse | None = None
+    """What live states take in their folder; None without them."""
     hop_bytes: int | None = None
     """Bytes of results that it sends to the next pipeline rank, and of gradients that it gets back. The last rank is
     followed by the first. None if activations are unknown."""

@@ -14,7 +14,8 @@ _BUS = 31.5e9
 
 def as_text(facts: Explanation) -> str:
     """Returns the explanation as tables and sentences."""
-    parts = (_header, _chunk_table, _traffic_table, _memory_table, _host_table, _disk_table, _activation_table, _words)
+    tables = (_chunk_table, _traffic_table, _memory_table, _host_table, _disk_table, _live_table, _activation_table)
+    parts = (_header, *tables, _words)
     return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
@@ -146,6 +147,16 @@ def _disk_table(facts: Explanation) -> str:
     rows = [[rank.pipeline_rank, *map(with_bytes, rank.disk)] for rank in facts.ranks if rank.disk is not None]
     titles = ["rank", "held", "read in a step", "written in a step", "buffers on the host"]
     return "On the disk, each rank\n" + table(titles, rows) if rows else ""
+
+
+def _live_table(facts: Explanation) -> str:
+    """Returns the bytes of live states; nothing without them."""
+    rows = [
+        [rank.pipeline_rank, *("unknown" if size is None else with_bytes(size) for size in rank.live)]
+        for rank in facts.ranks
+        if rank.live is not None
+    ]
+    return "Live states, each rank\n" + table(["rank", "held", "written in a step"], rows) if rows else ""
 
 
 def _activation_table(facts: Explanation) -> str:

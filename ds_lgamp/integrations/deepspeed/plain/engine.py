@@ -112,7 +112,8 @@ class ModelEngine(LgampEngine):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Steps the optimizer if the batch is complete."""
-        if self.is_gradient_accumulation_boundary():
+        completes = self.is_gradient_accumulation_boundary()
+        if completes:
             if self._waiting is None:
                 # The script completes the batch only now, so its losses were told as zero.
                 self._compute_gradients()
@@ -123,6 +124,8 @@ class ModelEngine(LgampEngine):
             self._waiting = None
             self._kept.clear()
         self.micro_steps += 1
+        if completes:
+            self._end_step()
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As LgampEngine's. The next call begins a batch, however many calls the batches of the checkpoint had."""

@@ -64,6 +64,11 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             f"{BLOCK}.trace is '{settings.trace}', but nothing records Megatron-LM's training loop; remove it, or "
             "train with DeepSpeed's engine"
         )
+    if settings.live_checkpoint is not None:
+        raise ConfigError(
+            f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but Megatron-LM has checkpoints of its own; "
+            "remove it, and set --save and --save-interval"
+        )
     if settings.data_rank_speeds is not None:
         raise ConfigError(
             f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config import offload
-from ds_lgamp.integrations.deepspeed.config.offload import refuse_offloaded_optimizer
+from ds_lgamp.integrations.deepspeed.config.offload import live_folder, refuse_offloaded_optimizer
 
 HOST = SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu", ratio=1.0)))
 
@@ -43,3 +43,14 @@ def test_chunks_that_stay_on_a_gpu_need_a_kernel_for_it(beside_a_gpu):
 
 def test_without_a_gpu_the_kernel_of_the_device_is_that_of_the_host():
     refuse_offloaded_optimizer(config_of("adam", bias_correction=False), None)
+
+
+def test_live_states_of_what_lies_on_a_disk_are_refused_by_key():
+    kept = read_block({"ds_lgamp": {"live_checkpoint": "live"}})
+    for key in ("offload_optimizer", "offload_param"):
+        devices = {"offload_optimizer": "cpu", "offload_param": "cpu", key: "nvme"}
+        sections = {name: SimpleNamespace(device=device) for name, device in devices.items()}
+        with pytest.raises(
+            ConfigError, match=f"live_checkpoint is 'live', but zero_optimization.{key}.device is 'nvme'"
+        ):
+            live_folder(SimpleNamespace(zero_config=SimpleNamespace(**sections)), kept)

@@ -24,6 +24,7 @@ BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "communication_data_type": "bf16", "ds_lgamp": {}}
 NODES = {"stage": 3, "zero_hpz_partition_size": 2}
 HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+LIVE = {"ds_lgamp": {"live_checkpoint": "live"}}
 UNUSUAL_CONFIG = {
     **BATCH,
     "zero_optimization": {"stage": 2},
@@ -67,7 +68,7 @@ def explained(tmp_path_factory):
             *("--ranks", "4", "--json", "--cluster", on_islands(folder)),
             *(*on_example(folder, "nodes", {**LAYERED, "zero_optimization": NODES}), "--stages", "1"),
         ],
-        "host": ["--ranks", "4", "--json", *on_example(folder, "host", {**LAYERED, "zero_optimization": HOST})],
+        "host": ["--ranks", "4", "--json", *on_example(folder, "host", {**LAYERED, "zero_optimization": HOST, **LIVE})],
         "order": [
             *("--ranks", "4", "--cluster", on_islands(folder)),
             *(str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"),
@@ -249,6 +250,15 @@ def test_what_the_host_holds_and_what_the_bus_carries_is_told(explained):
         # of the tied embedding sends one of 64 elements.
         tied = rank["tied_sums"] * 4 * 64
         assert rank["collective_bytes_sent"] == rank["bus_bytes_loaded"] + rank["bus_bytes_stored"] // 2 + tied
+
+
+def test_live_states_hold_masters_and_optimizer_state_and_no_folder_is_made(explained, tmp_path_factory):
+    for rank, plain in zip(facts_of(explained["host"])["ranks"], facts_of(explained["json"])["ranks"]):
+        host = rank["memory"]["host"]
+        held, written = rank["live"]
+        assert written == host["master_weights"] + host["optimizer_state"] and held == 2 * written
+        assert plain["live"] is None
+    assert not any(tmp_path_factory.getbasetemp().glob("explain*/live"))
 
 
 def test_a_cluster_file_shows_who_is_which_rank_and_what_links_carry(explained):

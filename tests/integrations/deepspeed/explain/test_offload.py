@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ds_lgamp.cost.disk import DiskUse
+from ds_lgamp.cost.live import LiveUse
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes, predict_traffic
@@ -101,6 +102,18 @@ def test_what_lies_on_a_disk_is_told():
         "0 72 GB 70 GB 36 GB 18 GB",
     ]
     assert "On the disk, each rank" not in lines(facts)
+
+
+def test_what_live_states_take_is_told():
+    facts = explained(None)
+    held = [LiveUse(held=48 * 10**9, written=24 * 10**9), LiveUse(None, None)]
+    told = [lines(replace(facts, ranks=[replace(facts.ranks[0], live=live)])) for live in held]
+    titles = ["Live states, each rank", "rank held written in a step"]
+    assert [each[each.index(titles[0]) :][:3] for each in told] == [
+        [*titles, "0 48 GB 24 GB"],
+        [*titles, "0 unknown unknown"],
+    ]
+    assert titles[0] not in lines(facts)
 
 
 def test_in_memory_nothing_is_said_of_a_host():

@@ -216,6 +216,12 @@ REFUSED = [
         "nonfinite is 'skip', but Megatron-LM has a check of its own; remove it, and set --check",
     ),
     ({}, {"trace": "runs/x"}, {}, "trace is 'runs/x', but nothing records Megatron-LM's training loop; remove it"),
+    (
+        {},
+        {"live_checkpoint": "live"},
+        {},
+        "live_checkpoint is 'live', but Megatron-LM has .*set --save and --save-interval",
+    ),
     ({}, {"offload_activations": "cpu"}, {}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},

@@ -1,0 +1,312 @@
+"""Live states: each unit is copied to a file when its update is final, beside what the program does next.
+
+While the state of a step is written into one slot, that of the step before lies whole in another. So ranks that die,
+whenever that is, leave a state that is at most one step old. All ranks must have that state before one of them gives up
+an older one. Therefore each waits for its last state before the sum over all ranks that ends the next step
+(:meth:`LiveState.before_step`). Where units are updated after that sum, two slots do. Where they are updated ahead of
+it, there are three.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.shares import Share
+from ds_lgamp.checkpoint.slot import RUN, Slot
+from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
+from ds_lgamp.partition.bus import event_now
+from ds_lgamp.partition.host_thread import HostThread, Job
+from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.unit import Unit
+
+_PIECE = 1 << 20
+"""Bytes to write at a time. The checksum is computed while the piece is still in the cache."""
+_STAGED = 1 << 26
+"""Bytes to copy from a device at a time."""
+
+
+class Rest(NamedTuple):
+    """What a state has beside units, at the end of a step."""
+
+    step: int
+    directory: str | None
+    state: dict[str, Any]
+    rank_state: dict[str, Any]
+    buffers: Mapping[str, torch.Tensor]
+    """Copies that nobody changes."""
+
+
+class _Source(NamedTuple):
+    """Numbers that a slot holds in one blob."""
+
+    key: Any
+    values: torch.Tensor
+    held: list[dict[str, Any]]
+
+
+class LiveState:
+    """Keeps the state of the last whole step in a folder; implements :class:`ds_lgamp.partition.unit.Copier`.
+
+    Args:
+        folder: of the live states. Those of other runs are removed when the first step is over.
+        run: a number of this run, alike on all ranks.
+        units: all units of this rank.
+        optimizer: has their state.
+        device: where buffers lie.
+        slots: how many states the folder holds at most.
+        place: this rank in all headers: ``rank``, ``ranks``, ``places``.
+        share: what this rank tells of the checkpoint's description, without scalars.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        units: Sequence[Unit],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        slots: int,
+        place: Mapping[str, Any],
+        share: Share,
+    ) -> None:
+        self._folder, self._own = folder, folder / f"{RUN}{run}"
+        self._units, self._optimizer, self._device = units, optimizer, device
+        self._header = {**place, "run": run}
+        self._share = share
+        self._ranges = {unit: list(written(unit)) for unit in units}
+        self._slots = [_Contents(Slot(self._own / f"{place['rank']}-{number}")) for number in range(slots)]
+        self._thread = HostThread("ds_lgamp live state")
+        self._lock = RLock()
+        self._changes = dict.fromkeys(units, 0)
+        self._held: dict[Any, list[dict[str, Any]]] = {}
+        """By key of a source. It is the same in every step."""
+        self._under_way: dict[Unit, Job] = {}
+        self._last: Job | None = None
+        self._sealing: Job | None = None
+        self._copied: set[Unit] = set()
+        """Units whose update of the current step is under way to the slot, or there."""
+        self._rest: Rest | None = None
+        """The rest of the current step, once it is over."""
+        self._is_open = False
+        """Whether the first of the slots takes the current step."""
+        self._pieces = _Staging(device).pieces if device.type != "cpu" else _pieces
+        for unit in units:
+            unit.copier = self
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: self._before_all())
+
+    def before_change(self, unit: Unit) -> None:
+        self._changes[unit] += 1
+        copying = self._under_way.pop(unit, None)
+        if copying is not None:
+            copying.wait()
+
+    def after_update(self, unit: Unit) -> None:
+        with self._lock:
+            self._copy(unit)
+            self._seal_if_whole()
+
+    def end_step(self, rest: Rest) -> None:
+        """Ends a step: the state is whole with ``rest`` and the units as they are, or will be after the updates that
+        the step has postponed."""
+        with self._lock:
+            assert self._rest is None, "the updates of a step end before the next step does"
+            self._rest = rest
+            for unit in self._units:
+                if unit not in self._copied and not unit.storage.is_overdue:
+                    self._copy(unit)
+            self._seal_if_whole()
+
+    def before_step(self) -> None:
+        """Waits until the state of the last step is whole on this rank. Called before the sum over all ranks that ends
+        a step. Raises CheckpointError if it cannot be written."""
+        if self._sealing is not None:
+            self._sealing.wait()
+
+    def wait(self) -> None:
+        """Waits for the copies under way. Raises CheckpointError if one has failed."""
+        if self._last is not None:
+            self._last.wait()
+
+    def forget(self) -> None:
+        """Drops what the slots hold, after another state was loaded."""
+        self.wait()
+        with self._lock:
+            self._copied, self._rest, self._is_open = set(), None, False
+            for contents in self._slots:
+                contents.slot.drop()
+
+    def _before_all(self) -> None:
+        for unit in self._units:
+            self.before_change(unit)
+
+    def _copy(self, unit: Unit) -> None:
+        contents = self._writing()
+        self._copied.add(unit)
+        if contents.changes.get(unit) == self._changes[unit]:
+            return
+        contents.changes[unit] = self._changes[unit]
+        sources = list(self._sources(unit))
+        states = [(segment, self._optimizer.state.get(segment.shard, {})) for segment in unit.master.segments]
+        behind = event_now(unit.master.values.device)
+        self._under_way[unit] = self._start(self._write_unit, contents, unit, sources, states, behind)
+
+    def _seal_if_whole(self) -> None:
+        if self._rest is not None and len(self._copied) == len(self._units):
+            rest, self._rest, self._copied = self._rest, None, set()
+            self._sealing = self._start(self._seal, self._writing(), rest, event_now(self._device))
+            self._slots.append(self._slots.pop(0))
+            self._is_open = False
+
+    def _writing(self) -> "_Contents":
+        """The slot that takes the current step."""
+        contents = self._slots[0]
+        if not self._is_open:
+            self._is_open = True
+            self._start(self._open, contents, event_now(self._device))
+        return contents
+
+    def _sources(self, unit: Unit) -> Iterator[_Source]:
+        """Yields what this rank writes of ``unit``."""
+        ranges = self._ranges[unit]
+        if ranges:
+            yield self._source((unit.name, PARAMETERS), PARAMETERS, unit.master.values, ranges, 0)
+        for segment in unit.master.segments:
+            own = [r for r in ranges if segment.start <= r.in_shard.start < segment.end]
+            for key, values in elementwise(self._optimizer, segment).items() if own else ():
+                yield self._source((unit.name, segment.start, key), f"{OPTIMIZER}/{key}", values, own, segment.start)
+
+    def _source(self, key: Any, kind: str, values: torch.Tensor, ranges: Sequence[Range], first: int) -> _Source:
+        """Returns the source of ``ranges`` of ``values``, which hold the shard from element ``first`` on."""
+        if key not in self._held:
+            self._held[key] = _held(kind, ranges)
+        return _Source(
+            key, values[ranges[0].in_shard.start - first : ranges[-1].in_shard.stop - first], self._held[key]
+        )
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> Job:
+        def run() -> None:
+            try:
+                function(*arguments)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the live state in {self._folder} cannot be written ({error.strerror}); make room there, or "
+                    "remove live_checkpoint"
+                ) from None
+
+        self._last = self._thread.start(run)
+        return self._last
+
+    # In the thread
+
+    def _open(self, contents: "_Contents", behind: Any) -> None:
+        if behind is not None:
+            # The host runs ahead of the sum over all ranks.
+            behind.synchronize()
+        # All ranks of the node make it.
+        self._own.mkdir(parents=True, exist_ok=True)
+        for other in self._folder.glob(f"{RUN}*"):
+            if other != self._own:
+                shutil.rmtree(other, ignore_errors=True)
+        contents.slot.open()
+
+    def _write_unit(
+        self,
+        contents: "_Contents",
+        unit: Unit,
+        sources: Sequence[_Source],
+        states: Sequence[tuple[Segment, Mapping[str, Any]]],
+        behind: Any,
+    ) -> None:
+        contents.blobs[unit] = [self._write(contents, source, behind) for source in sources]
+        contents.scalars[unit] = {segment.group: scalars_of(segment, state) for segment, state in states}
+
+    def _write(self, contents: "_Contents", source: _Source, behind: Any) -> Any:
+        values = source.values
+        pieces = (_pieces if values.is_cpu else self._pieces)(values, behind)
+        return contents.slot.write(source.key, values.dtype, values.nbytes, pieces, source.held)
+
+    def _seal(self, contents: "_Contents", rest: Rest, behind: Any) -> None:
+        buffers = [_buffer(name, values) for name, values in rest.buffers.items()]
+        blobs = [blob for unit in self._units for blob in contents.blobs[unit]]
+        scalars = {str(group): values for unit in self._units for group, values in contents.scalars[unit].items()}
+        contents.slot.seal(
+            {
+                **self._header,
+                "step": rest.step,
+                "directory": rest.directory,
+                "blobs": blobs + [self._write(contents, buffer, behind) for buffer in buffers],
+                "state": rest.state,
+                "parameters": self._share.parameters,
+                "scalars": scalars,
+                "extra_states": sorted(self._share.extra_states),
+                "rank_state": rest.rank_state,
+            }
+        )
+
+
+class _Contents:
+    """A slot and what it holds."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.changes: dict[Unit, int] = {}
+        """How often a unit had changed when it was copied."""
+        self.blobs: dict[Unit, list[Any]] = {}
+        self.scalars: dict[Unit, dict[int, Any]] = {}
+
+
+class _Staging:
+    """Brings numbers from a device to the host, through pinned memory and on a stream of its own. This has not run on a
+    GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._memory: torch.Tensor | None = None
+
+    def pieces(self, values: torch.Tensor, behind: Any) -> Iterator[memoryview]:
+        """Yields the bytes of ``values`` as they are after the event ``behind``."""
+        if self._memory is None:
+            self._memory = torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True)
+        for part in values.detach().view(torch.uint8).split(_STAGED):
+            staged = self._memory[: part.numel()]
+            with self._module.stream(self._stream):
+                self._stream.wait_event(behind)
+                staged.copy_(part, non_blocking=True)
+            self._stream.synchronize()
+            yield from _pieces(staged)
+
+
+def _pieces(values: torch.Tensor, _: Any = None) -> Iterator[memoryview]:
+    """Yields the bytes of ``values`` [numel] on the host."""
+    whole = memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for first in range(0, len(whole), _PIECE):
+        yield whole[first : first + _PIECE]
+
+
+def _held(kind: str, ranges: Sequence[Range]) -> list[dict[str, Any]]:
+    """Describes ``ranges``, which follow one another in the shard, from the first one on."""
+    return [
+        {
+            "name": f"{kind}/{r.part.name}",
+            "first": r.in_shard.start - ranges[0].in_shard.start,
+            "numel": r.in_shard.stop - r.in_shard.start,
+            "start": r.start,
+            "shape": list(r.part.shape),
+            "whole_shape": list(r.part.whole_shape),
+            "slice_offsets": list(r.part.slice_offsets),
+        }
+        for r in ranges
+    ]
+
+
+def _buffer(name: str, values: torch.Tensor) -> _Source:
+    shape = list(values.shape)
+    entry = {"name": f"{BUFFERS}/{name}", "first": 0, "numel": values.numel(), "start": 0}
+    shapes = {"shape": shape, "whole_shape": shape, "slice_offsets": [0] * len(shape)}
+    return _Source((name, BUFFERS), values.reshape(-1), [{**entry, **shapes}])

@@ -1,0 +1,211 @@
+"""Finds the live states that runs have left, and makes checkpoints of them."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
+from ds_lgamp.checkpoint.saver import Saver
+from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
+from ds_lgamp.checkpoint.shares import Share, enter, merged
+from ds_lgamp.checkpoint.slot import RUN, Header, read_blobs, read_header
+from ds_lgamp.checkpoint.units import BUFFERS, rank_name
+from ds_lgamp.checkpoint.whole import write_alone
+from ds_lgamp.partition.agreement import everyone
+
+logger = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """A slot that a process sees."""
+
+    path: str
+    process: int
+    run: str
+    step: int
+    rank: int
+    ranks: int
+    written: float
+    directory: str | None
+
+
+class LiveSlots(NamedTuple):
+    """The slots of one state."""
+
+    slots: Sequence[Seen]
+
+    @property
+    def step(self) -> int:
+        return self.slots[0].step
+
+    @property
+    def tag(self) -> str:
+        """The name of the checkpoint that it becomes."""
+        return f"global_step{self.step}"
+
+    @property
+    def is_whole(self) -> bool:
+        return {slot.rank for slot in self.slots} == set(range(self.slots[0].ranks))
+
+    @property
+    def written(self) -> float:
+        """When the last of them was, in seconds since 1970."""
+        return max(slot.written for slot in self.slots)
+
+    def read_by(self, process: int, processes: int) -> list[Seen]:
+        """Returns the slots that ``process`` reads. Each rank's is read by one process that sees it."""
+        seen: dict[int, dict[int, Seen]] = {}
+        for slot in self.slots:
+            seen.setdefault(slot.rank, {})[slot.process] = slot
+        readers = {rank: rank % processes if rank % processes in by else min(by) for rank, by in seen.items()}
+        return [seen[rank][process] for rank, reader in readers.items() if reader == process]
+
+
+def publish_newest(folder: Path, directory: Path, run: str, keep_last: int | None) -> None:
+    """Makes the newest whole live state in ``folder`` a checkpoint in ``directory``, unless that has one as new.
+    Collective over all ranks, each of which looks at the folder on its node. Raises CheckpointError on all if the
+    checkpoint cannot be written.
+
+    Args:
+        run: whose states are left out.
+        keep_last: how many checkpoints to keep in the directory; None keeps all.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = _slots_in(folder, rank)
+    published = everyone(everywhere(partial(_last_step, directory)))[0]
+    for state in _whole_states(slot for seen in everyone(list(own)) for slot in seen if slot.run != run):
+        if state.step <= published:
+            return
+        its_directory = state.slots[0].directory
+        if its_directory not in (None, str(directory.absolute())):
+            _warn(f"{folder} has the live state of step {state.step} of a run with checkpoints in {its_directory}")
+            continue
+        read = state.read_by(rank, ranks)
+        try:
+            numbers = everywhere(partial(_read, {slot: own[slot] for slot in read}))
+        except DamageError as error:
+            _warn(f"{error}: looking for an older state now")
+            continue
+        headers = {slot.rank: header for each in everyone({s: own[s] for s in read}) for slot, header in each.items()}
+        tensors, whole = _tensors(numbers, headers), _state(headers)
+        _warn(f"{directory} goes on from the live state of step {state.step} in {folder}")
+        Saver(False, keep_last).save(directory, state.tag, tensors, whole, publish_latest=True)
+        return
+
+
+def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
+    """Makes the newest whole live state in ``folder`` a checkpoint, in this process. Returns the checkpoint's folder.
+
+    Raises CheckpointError if there is none, or if it is damaged.
+
+    Args:
+        place: returns the checkpoint's folder for its tag.
+    """
+    own = _slots_in(folder, 0)
+    state = next(_whole_states(own), None)
+    if state is None:
+        raise CheckpointError(f"{folder} has no whole live state; name a live_checkpoint with the files of all ranks")
+    numbers = _read({slot: own[slot] for slot in state.slots})
+    headers = {slot.rank: own[slot] for slot in state.slots}
+    target = place(state.tag)
+    write_alone(target, _tensors(numbers, headers), _state(headers))
+    return target
+
+
+def _slots_in(folder: Path, process: int) -> dict[Seen, Header]:
+    """Returns the slots of ``folder`` that have a header. Warns of headers that are damaged."""
+    found = {}
+    for path in sorted(folder.glob(f"{RUN}*/*.json")):
+        try:
+            header = read_header(path)
+        except CheckpointError as error:
+            logger.warning(str(error))
+            continue
+        about = header.run, header.step, header.rank, header.ranks, header.written, header.directory
+        found[Seen(str(path), process, *about)] = header
+    return found
+
+
+def _whole_states(slots: Iterable[Seen]) -> Iterator[LiveSlots]:
+    """Returns the whole states, from the newest on."""
+    states: dict[tuple[str, int], list[Seen]] = {}
+    for slot in slots:
+        states.setdefault((slot.run, slot.step), []).append(slot)
+    whole = (state for state in map(LiveSlots, states.values()) if state.is_whole)
+    return iter(sorted(whole, key=lambda state: state.written, reverse=True))
+
+
+def _last_step(directory: Path) -> int:
+    """Returns the step of the last checkpoint in ``directory``; -1 if there is none that can be read."""
+    try:
+        last = folders.read_latest(directory)
+        return -1 if last is None else folders.read_state(directory / last)["counters"]["global_steps"]
+    except CheckpointError:
+        return -1
+
+
+def _read(slots: Mapping[Seen, Header]) -> dict[int, dict[str, list[FlatShard]]]:
+    """Returns the numbers in ``slots``, by rank and name. Raises DamageError if one is damaged."""
+    return {slot.rank: read_blobs(Path(slot.path), header) for slot, header in slots.items()}
+
+
+def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapping[int, Header]) -> dict[str, Any]:
+    """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there: shards, or groups of them.
+
+    Args:
+        headers: those of all ranks.
+    """
+    names = _buffer_names(headers)
+    found: dict[str, list[FlatShard]] = {}
+    for rank, shards in numbers.items():
+        for name, own in shards.items():
+            key = names[rank].get(name) if name.startswith(f"{BUFFERS}/") else name
+            if key is not None:
+                found.setdefault(key, []).extend(own)
+        text = torch.frombuffer(bytearray(json.dumps(headers[rank].rank_state).encode()), dtype=torch.uint8)
+        found[rank_name(*headers[rank].places)] = [FlatShard(text.shape, 0, text)]
+    return {name: shards[0] if len(shards) == 1 else ShardGroup(shards) for name, shards in found.items()}
+
+
+def _buffer_names(headers: Mapping[int, Header]) -> dict[int, dict[str, str]]:
+    """Returns how a checkpoint names each rank's buffers, by the names in its slot. One that equals the first rank's
+    is left out."""
+    first: dict[str, str] = {}
+    found: dict[int, dict[str, str]] = {}
+    for rank, header in sorted(headers.items(), key=lambda item: (item[1].places[1], item[1].places)):
+        pipeline_rank, data_rank, tensor_rank = header.places
+        found[rank] = {}
+        for blob in header.blobs:
+            name = blob.held[0].name
+            if name.startswith(f"{BUFFERS}/"):
+                own = "0" if name not in first else f"{data_rank}-{pipeline_rank}-{tensor_rank}"
+                if first.setdefault(name, blob.checksum) != blob.checksum or own == "0":
+                    found[rank][name] = f"{BUFFERS}/{own}/{name.partition('/')[2]}"
+    return found
+
+
+def _state(headers: Mapping[int, Header]) -> dict[str, Any]:
+    """Returns the content of state.json, from the headers of all ranks."""
+    shares = (
+        Share(
+            header.parameters,
+            {int(group): values for group, values in header.scalars.items()},
+            set(header.extra_states),
+        )
+        for _, header in sorted(headers.items())
+    )
+    state = dict(headers[0].state)
+    enter(state, merged(shares))
+    return state
+
+
+def _warn(sentence: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning(sentence)

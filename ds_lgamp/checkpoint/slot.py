@@ -1,0 +1,204 @@
+"""The files of one slot of a live state: numbers at fixed places, and a header that makes them a state.
+
+FOLDER/live-RUN/RANK-SLOT.bin     the numbers, in blobs
+FOLDER/live-RUN/RANK-SLOT.json    the header: what the blobs hold, their checksums, and everything that is no tensor
+
+The header is removed before the first blob changes, and renamed into place when all of them are on the disk. So the
+slot of a rank that dies while it writes has no header.
+"""
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_lgamp.checkpoint.checksum import Checksum, Hasher, checksum_of
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.index import Count, DataType, Sizes, first_complaint
+from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.storage import damaged, open_data, sync_folder, write_synced
+
+FORMAT: Literal[1] = 1
+RUN = "live-"
+"""Prefix of the name of a run's folder."""
+_ALIGNED = 4096
+"""Bytes; every blob begins at a multiple of it."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Held(_Strict):
+    """Consecutive elements of a tensor in a blob; see :class:`FlatShard`."""
+
+    name: str
+    first: Count
+    """Element of the blob."""
+    numel: Count
+    start: Count
+    shape: Sizes
+    whole_shape: Sizes
+    slice_offsets: Sizes
+
+    @model_validator(mode="after")
+    def _lies_inside(self) -> "Held":
+        ranks = {len(self.shape), len(self.whole_shape), len(self.slice_offsets)}
+        axes = zip(self.slice_offsets, self.shape, self.whole_shape)
+        if len(ranks) > 1 or any(offset + size > whole for offset, size, whole in axes):
+            raise ValueError(f"the slice of {self.name} lies outside")
+        if not 0 < self.numel <= prod(self.shape) - self.start:
+            raise ValueError(f"the range of {self.name} lies outside")
+        return self
+
+
+class Blob(_Strict):
+    """Numbers of one type that are written together."""
+
+    dtype: DataType
+    position: Count
+    length: Count
+    """Bytes."""
+    checksum: Checksum
+    held: list[Held]
+
+    @model_validator(mode="after")
+    def _holds_all(self) -> "Blob":
+        numel, rest = divmod(self.length, getattr(torch, self.dtype).itemsize)
+        if rest or any(held.first + held.numel > numel for held in self.held):
+            raise ValueError("a range lies outside of its blob")
+        return self
+
+
+class Header(_Strict):
+    """The content of a header, beside its checksum."""
+
+    format: Literal[1]
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+    """Of all ranks of a run."""
+    written: float
+    """Seconds since 1970."""
+    step: Count
+    rank: Count
+    ranks: Count
+    places: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    """Pipeline, data-parallel and tensor-parallel rank."""
+    directory: str | None
+    """Where the run saves and loads checkpoints; None if it has not yet."""
+    blobs: list[Blob]
+    state: dict[str, Any]
+    """What state.json says of the run, as this rank knows it."""
+    parameters: dict[str, Any]
+    scalars: dict[str, dict[str, Any]]
+    extra_states: list[str]
+    rank_state: dict[str, Any]
+    """Random states and client state."""
+
+
+class Slot:
+    """Writes one slot of this rank. Used by one thread.
+
+    Args:
+        path: of its files, without a suffix.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._data, self._header = path.with_suffix(".bin"), path.with_suffix(".json")
+        self._file: int | None = None
+        self._end = 0
+        self._places: dict[Any, tuple[int, int]] = {}
+        """Position and length of every blob."""
+
+    def open(self) -> None:
+        """Begins another state in the place of the last one."""
+        self.drop()
+        if self._file is None:
+            self._data.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            weakref.finalize(self, os.close, self._file)
+
+    def drop(self) -> None:
+        """Lets the state in the slot be none."""
+        with suppress(FileNotFoundError):
+            self._header.unlink()
+
+    def write(self, key: Any, dtype: torch.dtype, length: int, pieces: Iterable[memoryview], held: list[Any]) -> Any:
+        """Writes a blob, where the one with the same ``key`` was if it has the same ``length``. Returns its entry in
+        the header."""
+        if self._places.get(key, (0, -1))[1] != length:
+            self._places[key] = self._end, length
+            self._end += -(-length // _ALIGNED) * _ALIGNED
+        start = position = self._places[key][0]
+        hasher = Hasher()
+        for piece in pieces:
+            hasher.update(piece)
+            position += self._write(piece, position)
+        return {
+            "dtype": str(dtype).removeprefix("torch."),
+            "position": start,
+            "length": length,
+            "checksum": hasher.hexdigest(),
+            "held": held,
+        }
+
+    def _write(self, piece: memoryview, position: int) -> int:
+        assert self._file is not None, "the slot is open"
+        written = 0
+        while written < len(piece):
+            written += os.pwrite(self._file, piece[written:], position + written)
+        return written
+
+    def seal(self, header: dict[str, Any]) -> None:
+        """Makes the blobs the state that ``header`` describes."""
+        assert self._file is not None, "the slot is open"
+        os.fdatasync(self._file)
+        whole = {"format": FORMAT, "written": time.time(), **header}
+        text = json.dumps(whole)
+        fresh = self._header.with_suffix(".partial")
+        write_synced(fresh, f"{checksum_of(text.encode())}\n{text}")
+        os.replace(fresh, self._header)
+        sync_folder(self._header.parent)
+
+
+def read_header(path: Path) -> Header:
+    """Reads a header. Raises DamageError if it is damaged, CheckpointError if it is not what a slot writes."""
+    with open_data(path) as file:
+        checksum, _, text = file.read().partition(b"\n")
+    if checksum_of(text) != checksum.decode(errors="replace"):
+        raise damaged(path)
+    try:
+        return Header.model_validate_json(text)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} is not what ds_lgamp writes ({first_complaint(error)}); do not trust this live state"
+        ) from None
+
+
+def read_blobs(path: Path, header: Header) -> dict[str, list[FlatShard]]:
+    """Returns the ranges of every tensor in the slot whose header is ``path``, by name. They are views of the file.
+
+    Raises DamageError if the file is missing or damaged.
+    """
+    data = path.with_suffix(".bin")
+    with open_data(data) as file:
+        size = os.fstat(file.fileno()).st_size
+    memory = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    found: dict[str, list[FlatShard]] = {}
+    for blob in header.blobs:
+        own = memory[blob.position : blob.position + blob.length]
+        if own.numel() != blob.length or checksum_of(memoryview(own.numpy())) != blob.checksum:  # type: ignore[arg-type]
+            raise damaged(data)
+        values = own.view(getattr(torch, blob.dtype))
+        for held in blob.held:
+            part = values[held.first : held.first + held.numel]
+            shard = FlatShard(held.shape, held.start, part, held.whole_shape, held.slice_offsets)
+            found.setdefault(held.name, []).append(shard)
+    return found

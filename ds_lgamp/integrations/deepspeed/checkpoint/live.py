@@ -1,0 +1,102 @@
+"""The live state of a training run: what it holds of each step, and how a run goes on from the last one's."""
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.checkpoint.live import LiveState, Rest
+from ds_lgamp.checkpoint.live_states import publish_newest
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.cost.live import slots_of
+from ds_lgamp.integrations.deepspeed.checkpoint.description import describe
+from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state
+from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
+from ds_lgamp.integrations.deepspeed.checkpoint.saving import share_of
+from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
+
+
+class Engine(Run, Protocol):
+    """An engine, as far as its live state is concerned."""
+
+    @property
+    def global_steps(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class LiveCheckpoint:
+    """Keeps the state of the engine's last step in a folder of this node. Collective over all ranks.
+
+    Args:
+        engine: with all its parameters.
+        folder: of the live states.
+        keep_last: how many checkpoints to keep in a directory; None keeps all.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, keep_last: int | None) -> None:
+        self._folder, self._keep_last = folder, keep_last
+        self._run = everyone(uuid4().hex[:8])[0]
+        self._directory: str | None = None
+        """Where the run saves and loads checkpoints; None if it has not yet."""
+        optimizer = engine.optimizer
+        self._state = LiveState(
+            folder,
+            self._run,
+            optimizer.partition.units,
+            optimizer.optimizer,
+            engine.device,
+            slots_of(engine.program_spec.updates),
+            {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
+            share_of(engine),
+        )
+
+    def before_step(self) -> None:
+        """Waits for the state of the last step, before the optimizer's step."""
+        self._state.before_step()
+
+    def end_step(self, engine: Engine, client_state: dict[Any, Any]) -> None:
+        """Ends a step, after which nothing of it changes but by updates that it has postponed."""
+        with torch.no_grad():
+            buffers = {name: tensor.clone() for name, tensor in persistent_buffers(engine.placed) if tensor.numel()}
+        state, own = describe(engine), rank_state(engine, client_state)
+        self._state.end_step(Rest(engine.global_steps, self._directory, state, own, buffers))
+
+    def saves_in(self, directory: Path) -> None:
+        """Notes where the run's checkpoints are."""
+        self._directory = str(directory.absolute())
+
+    def publish(self, directory: Path) -> None:
+        """Makes the newest whole state of an earlier run a checkpoint in ``directory``, unless that has one as new.
+        Collective over all ranks; raises CheckpointError on all."""
+        publish_newest(self._folder, directory, self._run, self._keep_last)
+
+    def forget(self) -> None:
+        """Drops the states of this run, after it has loaded another one."""
+        self._state.forget()
+
+    def wait(self) -> None:
+        """Waits until the last step's state is in the folder. Raises CheckpointError if it cannot be written."""
+        self._state.wait()
+
+
+def open_folder(folder: Path) -> None:
+    """Makes the ``folder`` of live states. Collective over all ranks; raises ConfigError on every rank if one cannot
+    write there."""
+    raise_everywhere(_complaint_about(folder), ConfigError)
+
+
+def _complaint_about(folder: Path) -> str | None:
+    """Returns why this rank cannot use ``folder``; None if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{BLOCK}.live_checkpoint is {str(folder)!r}, which is no folder ({error.strerror}); name one"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{BLOCK}.live_checkpoint is {str(folder)!r}, where this user may not write; name another folder"
+    return None
