@@ -1,0 +1,86 @@
+"""What a live state waits for, and what waits for it, where its thread is slow."""
+
+import threading
+from pathlib import Path
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+from ds_lgamp.checkpoint.live_states import _slots_in
+from ds_lgamp.checkpoint.slot import Slot, read_blobs, read_header
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run
+
+ONE_STEP = "zero 3"
+DELAY = 0.3
+"""Seconds for which the thread leaves a unit alone before it copies it. A step takes much less."""
+FIRST = "0.weight"
+
+
+def steps_on_disk(folder: Path) -> set[int]:
+    return {seen.step for seen in _slots_in(folder, 0)}
+
+
+def weights_in(folder: Path, step: int) -> torch.Tensor:
+    """Returns the weights of the first layer in the state of a step."""
+    (header,) = (Path(seen.path) for seen in _slots_in(folder, 0) if seen.step == step)
+    (shard,) = read_blobs(header, read_header(header))[f"parameters/{FIRST}"]
+    return shard.values.clone()
+
+
+def slowly(write):
+    def written(slot, key, dtype, length, pieces, held):
+        threading.Event().wait(DELAY if "0.weight" in str(held) else 0)
+        return write(slot, key, dtype, length, pieces, held)
+
+    return written
+
+
+def changes_while_it_is_copied(folder: Path) -> tuple[bool, bool]:
+    """Returns whether the state of the first step has the weights of that step, and whether the run has others."""
+    prepare_rank()
+    run = Run(CASES[ONE_STEP], folder)
+    Slot.write = slowly(Slot.write)
+    run.step()
+    (parameter,) = (value for name, value in run.engine.module.named_parameters() if name == FIRST)
+    after_step = safe_get_full_fp32_param(parameter).clone()
+    safe_set_full_fp32_param(parameter, torch.zeros_like(after_step))
+    run.engine.live.wait()
+    kept = torch.equal(weights_in(folder, 1), after_step.flatten())
+    return kept, bool((safe_get_full_fp32_param(parameter) == 0).all())
+
+
+def steps_before_sums(folder: Path) -> list[set[int]]:
+    """Returns which states are on the disk when ranks begin the sum that ends a step, for three steps."""
+    prepare_rank()
+    run = Run(CASES[ONE_STEP], folder)
+    Slot.write = slowly(Slot.write)
+    finish, found = run.engine._partition.finish_gradients, []
+
+    def finishing():
+        found.append(steps_on_disk(folder))
+        finish()
+
+    run.engine._partition.finish_gradients = finishing
+    for _ in range(3):
+        run.step()
+    return found
+
+
+def test_a_change_between_steps_waits_until_the_state_of_the_step_is_copied(tmp_path):
+    assert run_on_ranks(1, changes_while_it_is_copied, tmp_path) == [(True, True)]
+
+
+def test_the_sum_that_ends_a_step_waits_until_the_state_of_the_last_one_is_whole(tmp_path):
+    """So a rank gives up an older state only when all ranks have the last one."""
+    assert run_on_ranks(1, steps_before_sums, tmp_path) == [[set(), {1}, {1, 2}]]
+
+
+def test_a_slot_that_is_being_written_holds_no_state(tmp_path):
+    slot = Slot(tmp_path / "run" / "0-0")
+    slot.open()
+    slot.seal({})
+    assert list((tmp_path / "run").glob("*.json"))
+    slot.open()
+    assert not list((tmp_path / "run").glob("*.json"))
