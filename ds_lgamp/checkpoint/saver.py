@@ -18,6 +18,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
 from ds_lgamp.checkpoint.shard import FlatShard, staged
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime.whereabouts import here
 
 logger = logging.getLogger(__name__)
 THREADS = "ds_lgamp checkpoint"
@@ -106,7 +107,8 @@ class Saver:
             writing, self._writing = self._writing, None
             _savers.remove(self)
             self._awaited.set()
-            writing.result()
+            with here.waiting_for("the save in the background"):
+                writing.result()
 
     def load(self, reader: VerifyingReader, targets: Mapping[str, FlatShard]) -> None:
         """Fills this rank's ranges of a checkpoint's tensors.

@@ -57,6 +57,8 @@ class Whereabouts:
         self.place = Place.SCRIPT
         self.limit = math.inf
         """How many seconds the rank may stand still."""
+        self.awaited = ""
+        """What the main thread waits for that another thread does with all ranks; "" if nothing."""
         self._executor: weakref.ref[Running] | None = None
         self.thread = threading.main_thread().ident
 
@@ -92,6 +94,15 @@ class Whereabouts:
             yield
         finally:
             self.place = Place.SCRIPT
+
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """The main thread waits for ``what`` another thread does with all ranks."""
+        self.awaited = what
+        try:
+            yield
+        finally:
+            self.awaited = ""
 
     def __str__(self) -> str:
         """For people, as it follows "stands"."""
@@ -152,7 +163,9 @@ class Observer:
             if place is Place.BATCH and (current is not None or at_end):
                 standing = standing._replace(place="at the end of the batch" if at_end else f"in {current}")
                 waits = waits_in(executor.program, row, doing, executor.neighbours)
-        if not waits and calls is not None:
+        if not waits and self._here.awaited:
+            waits = (_named(self._here.awaited, ()),)
+        elif not waits and calls is not None:
             waits = calls.waits()
         return standing._replace(waits=waits)
 

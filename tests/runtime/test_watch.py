@@ -160,6 +160,14 @@ def test_what_a_rank_waits_for_is_read_off_the_program():
     }
 
 
+def test_a_rank_that_waits_for_a_thread_which_talks_to_all_ranks_waits_for_them():
+    whereabouts = Whereabouts()
+    with whereabouts.waiting_for("the save in the background"):
+        (wait,) = Observer(1, "host", whereabouts).look(0.0, closely=True).waits
+    assert wait.text == "the save in the background with all ranks" and wait.ranks == ()
+    assert not Observer(1, "host", whereabouts).look(0.0, closely=True).waits
+
+
 def test_the_first_batch_may_take_longer_and_the_first_evaluation_too():
     whereabouts, executor, limits = Whereabouts(), running("F1.0", ""), []
     for training in (True, True, False, False):
