@@ -261,7 +261,10 @@ def choose(folder: Path, torn: Path) -> dict:
     shutil.rmtree(folder / "saved", ignore_errors=True)
     found["old"] = Choices(folder).load()
     run.step()
-    found["own"] = run.load(folder / "checkpoints"), len(_slots_in(folder / "live", 0))
+    loaded = run.load(folder / "checkpoints")
+    # Each rank drops its own.
+    dist.barrier()
+    found["own"] = loaded, len(_slots_in(folder / "live", 0))
     return found
 
 
