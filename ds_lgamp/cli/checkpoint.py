@@ -78,8 +78,9 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
 
 
 def _publish(options: argparse.Namespace, output: TextIO) -> None:
-    target = publish_alone(options.source, partial(_new, options.target))
-    folders.write_latest(target.parent, target.name)
+    with at_work(f"reading {options.source}"):
+        target = publish_alone(options.source, partial(_new, options.target))
+        folders.write_latest(target.parent, target.name)
     _tell(options, output, f"wrote {target}", folder=str(target))
 
 

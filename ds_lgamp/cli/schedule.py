@@ -99,11 +99,12 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     program = build_program(spec)
     validate(spec, program)
     timeline = simulate(spec, program, durations)
-    panels = beside_1f1b(spec, timeline, durations)
-    if options.svg is not None:
-        write_file(parser, "--svg", options.svg, svg_gantt(panels).encode())
-    if options.html is not None:
-        write_file(parser, "--html", options.html, _page(panels).encode())
+    if options.svg is not None or options.html is not None:
+        panels = beside_1f1b(spec, timeline, durations)
+        if options.svg is not None:
+            write_file(parser, "--svg", options.svg, svg_gantt(panels).encode())
+        if options.html is not None:
+            write_file(parser, "--html", options.html, _page(panels).encode())
     if options.trace is not None:
         try:
             write_recording(options.trace, of_simulation(spec, timeline, __version__))
