@@ -174,12 +174,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         config, arguments = megatron.split_option(options.arguments)
     except ConfigError as error:
         parser.error(str(error))
+    traced = {"trace": options.trace, "trace_steps": options.trace_steps}
+    keys = {key: value for key, value in traced.items() if value is not None}
     if config is not None:
-        if options.explain or any(getattr(options, name) is not None for name in _OF_TRAINING):
-            parser.error(
-                f"--explain, --measure, --trace and --trace-steps are for DeepSpeed's engine, not for a run with "
-                f"{megatron.OPTION}"
-            )
+        if options.explain or options.measure is not None:
+            parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
         if options.explained is not None:
             parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
         if options.cluster is not None:
@@ -187,7 +186,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
             place_ranks(options.cluster, partial(of_flags, arguments, config))
         # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
-        return megatron.run_script(options.script, arguments, config)
+        return megatron.run_script(options.script, arguments, config, keys)
     if options.cluster is not None and not options.explain:
         from ds_lgamp.cli.run_islands import dry_run, place_ranks
 
@@ -196,8 +195,6 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
 
     if not options.explain:
-        traced = {"trace": options.trace, "trace_steps": options.trace_steps}
-        keys = {key: value for key, value in traced.items() if value is not None}
         return run_script(options.script, arguments, options.measure, keys)
     with _own_output() as output:
         lay_out = None
