@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from ds_lgamp.cli.examples import with_examples
 from ds_lgamp.cli.options import count
@@ -17,7 +17,7 @@ from ds_lgamp.cli.view import add_view_command
 from ds_lgamp.config import ConfigError
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
-"""Options of ``run`` for what DeepSpeed's engine trains."""
+"""Options of ``run`` that watch a training."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
