@@ -199,7 +199,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _run_megatron(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: list[str], config: str, keys: dict[str, str]
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    arguments: list[str],
+    config: str,
+    keys: dict[str, str],
 ) -> NoReturn:
     """Runs a script of Megatron-LM with the block of the file ``config``, some of whose ``keys`` are replaced."""
     from ds_lgamp.integrations.megatron.loop import run_script as megatron

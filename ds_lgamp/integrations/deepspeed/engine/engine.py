@@ -47,6 +47,7 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.whereabouts import here
