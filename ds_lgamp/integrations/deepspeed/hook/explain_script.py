@@ -74,9 +74,7 @@ class _Explainer:
         self._output, self._as_json, self._lay_out = output, as_json, lay_out
         self.done = False
 
-    def explain_pipeline(
-        self, _stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any
-    ) -> NoReturn:
+    def explain_pipeline(self, _stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
         from ds_lgamp.integrations.deepspeed.explain.explain import explain
         from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
 
