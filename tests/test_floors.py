@@ -24,6 +24,7 @@ FLOORS = (
         "integrations.replacing",
         "integrations.seams",
         "integrations.speeds",
+        "integrations.tracing",
         "integrations.transports",
         "integrations.user_script",
     ),

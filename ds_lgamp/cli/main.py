@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from ds_lgamp.cli.examples import with_examples
 from ds_lgamp.cli.options import count
@@ -17,7 +17,7 @@ from ds_lgamp.cli.view import add_view_command
 from ds_lgamp.config import ConfigError
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
-"""Options of ``run`` for what DeepSpeed's engine trains."""
+"""Options of ``run`` that watch a training."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,31 +174,21 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         config, arguments = megatron.split_option(options.arguments)
     except ConfigError as error:
         parser.error(str(error))
+    traced = {"trace": options.trace, "trace_steps": options.trace_steps}
+    keys = {key: value for key, value in traced.items() if value is not None}
     if config is not None:
-        if options.explain or any(getattr(options, name) is not None for name in _OF_TRAINING):
-            parser.error(
-                f"--explain, --measure, --trace and --trace-steps are for DeepSpeed's engine, not for a run with "
-                f"{megatron.OPTION}"
-            )
-        if options.explained is not None:
-            parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
-        if options.cluster is not None:
-            from ds_lgamp.cli.run_islands import of_flags, place_ranks
-
-            place_ranks(options.cluster, partial(of_flags, arguments, config))
-        # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
-        return megatron.run_script(options.script, arguments, config)
+        return _run_megatron(parser, options, arguments, config, keys)
     if options.cluster is not None and not options.explain:
         from ds_lgamp.cli.run_islands import dry_run, place_ranks
 
         place_ranks(options.cluster, partial(dry_run, options.script, arguments, options.explained))
     arguments = [*options.launcher_words, *arguments]
-    from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script, run_script
-
     if not options.explain:
-        traced = {"trace": options.trace, "trace_steps": options.trace_steps}
-        keys = {key: value for key, value in traced.items() if value is not None}
+        from ds_lgamp.integrations.deepspeed.hook.run_script import run_script
+
         return run_script(options.script, arguments, options.measure, keys)
+    from ds_lgamp.integrations.deepspeed.hook.explain_script import explain_script
+
     with _own_output() as output:
         lay_out = None
         if options.cluster is not None:
@@ -206,6 +196,28 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
             lay_out = partial(laid_out_on, options.cluster)
         return explain_script(options.script, arguments, options.ranks, options.json, output, lay_out)
+
+
+def _run_megatron(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    arguments: list[str],
+    config: str,
+    keys: dict[str, str],
+) -> NoReturn:
+    """Runs a script of Megatron-LM with the block of the file ``config``, some of whose ``keys`` are replaced."""
+    from ds_lgamp.integrations.megatron.loop import run_script as megatron
+
+    if options.explain or options.measure is not None:
+        parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+    if options.explained is not None:
+        parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
+    if options.cluster is not None:
+        from ds_lgamp.cli.run_islands import of_flags, place_ranks
+
+        place_ranks(options.cluster, partial(of_flags, arguments, config))
+    # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
+    megatron.run_script(options.script, arguments, config, keys)
 
 
 def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

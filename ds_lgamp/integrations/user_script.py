@@ -2,10 +2,10 @@
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 
 
 def find_modules_beside(script: str) -> None:
@@ -25,3 +25,9 @@ def run_as_main(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as leaving:
         if leaving.code:
             raise
+
+
+def say_without_effect(keys: Iterable[str]) -> None:
+    """Says that the options of the command line for these keys of the block have no effect, because none is enabled."""
+    given = " and ".join(f"--{key.replace('_', '-')}" for key in keys)
+    print(f"ds_lgamp: {given} without effect: no {BLOCK} block is enabled", file=sys.stderr)

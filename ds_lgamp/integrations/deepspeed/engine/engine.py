@@ -40,7 +40,6 @@ from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partitio
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
-from ds_lgamp.integrations.deepspeed.engine.tracing import trace_if_asked
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
@@ -48,6 +47,7 @@ from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.whereabouts import here
@@ -135,7 +135,9 @@ class LgampEngine(PipelineEngine):
             self.device,
             None if self._check is None else self._check.seen.after_layer,
         )
-        self.executor.trace = trace_if_asked(self)
+        self.executor.trace = trace_if_asked(
+            self.lgamp_settings, self.stage_id, self.grid.data_parallel_id, self.device
+        )
         self._partition.release_all()
         self._loader = BatchLoader(self.is_first_stage(), self.is_last_stage(), self.device, input_dtype(self._config))
         complete_own_data(self)

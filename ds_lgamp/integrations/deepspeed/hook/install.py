@@ -35,6 +35,7 @@ from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.integrations.speeds import with_speeds
+from ds_lgamp.integrations.user_script import say_without_effect
 from ds_lgamp.runtime import lifeline, transport
 
 _registry = resolve("deepspeed.runtime.engine_registry")
@@ -116,8 +117,7 @@ def with_keys(build: Callable[..., Any], keys: dict[str, Any]) -> Callable[..., 
         if isinstance(config, dict) and read_block(config) is not None:
             arguments["config"] = {**config, BLOCK: {**config[BLOCK], **keys}}
         elif dist.get_rank() == 0:
-            given = " and ".join(f"--{key.replace('_', '-')}" for key in keys)
-            print(f"ds_lgamp: {given} without effect: the engine has no enabled {BLOCK} block", file=sys.stderr)
+            say_without_effect(keys)
         return build(stock, *positional, **arguments)
 
     return built

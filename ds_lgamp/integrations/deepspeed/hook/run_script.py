@@ -1,23 +1,16 @@
 """``ds_lgamp run`` of a DeepSpeed script, unedited, with the engine installed."""
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
-from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
 from ds_lgamp.integrations.ending import failures_end_the_process, leave
-from ds_lgamp.integrations.speeds import with_speeds
 from ds_lgamp.integrations.user_script import run_as_main
 
-if TYPE_CHECKING:
-    from ds_lgamp.integrations.deepspeed.explain.assigned import LaidOut
-    from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
-
-_STOCK_REFUSAL = "must divide distributed world size"
+STOCK_REFUSAL = "must divide distributed world size"
 """Words of PipelineModule's own error for a number of stages that does not divide the number of ranks."""
 
 
@@ -30,9 +23,9 @@ def run_script(
         measure: the file for losses, times, traffic and memory; None measures nothing.
         keys: what takes the place of keys of the block.
     """
-    with failures_end_the_process(_STOCK_REFUSAL):
+    with failures_end_the_process(STOCK_REFUSAL):
         check_seams()
-        _check_config(arguments)
+        check_config(arguments)
         # These imports fail with a DeepSpeed that check_seams refuses.
         from ds_lgamp.integrations.deepspeed.explain.measured import TrainingMeasurement
         from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
@@ -49,98 +42,7 @@ def run_script(
     leave()
 
 
-def explain_script(
-    script: str,
-    arguments: Sequence[str],
-    ranks: int | None,
-    as_json: bool,
-    output: TextIO,
-    lay_out: Callable[[dict[str, Any]], Any] | None = None,
-) -> int:
-    """Runs ``script`` in this process alone up to ``deepspeed.initialize``, writes to ``output`` what the block would
-    do, and returns the exit status. No engine is built.
-
-    Args:
-        ranks: the number of ranks to imagine; None takes ``WORLD_SIZE``, else 1.
-        as_json: writes JSON instead of text.
-        lay_out: returns the :class:`~ds_lgamp.integrations.deepspeed.explain.assigned.LaidOut` of what is explained,
-            to be written too; may raise ConfigError.
-    """
-    world_size = ranks if ranks is not None else int(os.environ.get("WORLD_SIZE", 1))
-    rank = int(os.environ.get("RANK", 0))
-    if rank >= world_size:
-        return 0
-    hint = (
-        f"ds_lgamp: the script failed before deepspeed.initialize; it ran on {world_size} imagined ranks (--ranks), "
-        "whose collectives move nothing\n"
-    )
-    with failures_end_the_process(_STOCK_REFUSAL, hint):
-        check_seams()
-        _check_config(arguments)
-        from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block, explain
-        from ds_lgamp.integrations.deepspeed.explain.imagined import imagine_ranks
-        from ds_lgamp.integrations.deepspeed.explain.plain import explain_plain
-        from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
-        from ds_lgamp.integrations.deepspeed.hook.install import install, partition_method_of
-
-        explained = False
-
-        def explain_pipeline(_stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
-            optimizer, data, collate_fn = (rest.get(name) for name in ("optimizer", "training_data", "collate_fn"))
-            method = partition_method_of(model)
-
-            def facts_of(filled: dict[str, Any]) -> "Explanation":
-                return explain(model, filled, config_class, optimizer, method, data, collate_fn)
-
-            write(facts_of, config, replicas=True)
-
-        def explain_other(_stock: Any, **arguments: Any) -> NoReturn:
-            def facts_of(filled: dict[str, Any]) -> "Explanation":
-                return explain_plain(enabled_block(filled), {**arguments, "config": filled})
-
-            write(facts_of, arguments["config"], replicas=False)
-
-        def write(
-            facts_of: Callable[[dict[str, Any]], "Explanation"], config: dict[str, Any], replicas: bool
-        ) -> NoReturn:
-            nonlocal explained
-            # On all ranks, because it may be refused.
-            facts = facts_of(config)
-            if rank == 0:
-                laid_out = None if lay_out is None else lay_out(asdict(facts))
-                filled = config if laid_out is None else with_speeds(config, laid_out.assignment, replicas)
-                output.write(_explanation(facts if filled == config else facts_of(filled), laid_out, as_json))
-                output.flush()
-            explained = True
-            raise SystemExit(0)
-
-        compile_no_collective()
-        imagine_ranks(world_size, rank)
-        install(explain_pipeline, explain_other)
-        try:
-            run_as_main(script, arguments)
-        except (Exception, SystemExit):
-            # The script cannot go on without an engine. Once the explanation is written, its errors do not matter.
-            if not explained:
-                raise
-        if not explained:
-            raise ConfigError(f"{script} ended without initialising an engine with a {BLOCK} block: nothing to explain")
-    return 0
-
-
-def _explanation(facts: "Explanation", laid_out: "LaidOut | None", as_json: bool) -> str:
-    """Returns what ``--explain`` prints."""
-    from ds_lgamp.integrations.deepspeed.explain.assigned import assigned_json, assigned_text
-    from ds_lgamp.integrations.deepspeed.explain.facts import json_text
-    from ds_lgamp.integrations.deepspeed.explain.text import as_text
-
-    if as_json:
-        return json_text(facts, None if laid_out is None else assigned_json(laid_out)) + "\n"
-    parts = [as_text(facts), *([] if laid_out is None else [assigned_text(laid_out)])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _check_config(arguments: Sequence[str]) -> None:
+def check_config(arguments: Sequence[str]) -> None:
     """Checks the file that ``--deepspeed_config`` on the command line names, before anything starts; also that of
     ``--deepspeed``, which is an option of transformers' Trainer and a flag of other scripts.
 

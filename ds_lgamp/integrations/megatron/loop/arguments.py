@@ -59,11 +59,6 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             "--check-for-nan-in-loss-and-grad"
         )
     _refuse_offloading(config, settings)
-    if settings.trace is not None:
-        raise ConfigError(
-            f"{BLOCK}.trace is '{settings.trace}', but nothing records Megatron-LM's training loop; remove it, or "
-            "train with DeepSpeed's engine"
-        )
     if settings.live_checkpoint is not None:
         raise ConfigError(
             f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but Megatron-LM has checkpoints of its own; "

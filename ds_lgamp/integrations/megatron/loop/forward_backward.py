@@ -18,6 +18,7 @@ from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported, ref
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
 
@@ -27,10 +28,13 @@ class ForwardBackward:
     Args:
         settings: the block.
         zero_stage: 0, 1 with Megatron-core's distributed optimizer, or 2 or 3 with sharded chunks.
+        iteration: returns the number of the training step that runs, from 1. By default batches for training are
+            counted.
     """
 
-    def __init__(self, settings: LgampConfig, zero_stage: int) -> None:
+    def __init__(self, settings: LgampConfig, zero_stage: int, iteration: Callable[[], int] | None = None) -> None:
         self._settings, self._zero_stage = settings, zero_stage
+        self._iteration, self._trained = iteration, 0
         self._program = lru_cache(maxsize=16)(self._build_program)
         self._pipelines: dict[dist.ProcessGroup, Pipeline] = {}
 
@@ -84,17 +88,24 @@ class ForwardBackward:
             timers("forward-backward").stop()
         return batch.reports
 
+    def close(self) -> None:
+        """Writes what is left of traces."""
+        for pipeline in self._pipelines.values():
+            pipeline.close()
+
     def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
-        program = self._program(
+        spec, program = self._program(
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
         if batch.groups.pp not in self._pipelines:
-            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings.patience)
-        self._pipelines[batch.groups.pp].run(batch, program, shapes)
+            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings)
+        self._trained += not batch.forward_only
+        number = self._trained if self._iteration is None else self._iteration()
+        self._pipelines[batch.groups.pp].run(batch, spec, program, shapes, number)
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
-    ) -> list[Action]:
+    ) -> tuple[ProgramSpec, list[Action]]:
         placement = placement_of(chunks_per_rank, pipeline_ranks)
         # Evaluation takes any number of micro-batches. Some schedules train with a multiple of the ranks only.
         trained = pipeline_ranks if forward_only else micro_batches
@@ -104,7 +115,7 @@ class ForwardBackward:
         spec = spec.evaluation(micro_batches) if forward_only else spec
         program = build_program(spec)
         validate(spec, program)
-        return program[rank]
+        return spec, program[rank]
 
 
 def global_groups() -> ProcessGroupCollection:

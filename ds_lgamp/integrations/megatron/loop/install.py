@@ -1,5 +1,6 @@
 """Puts the block behind Megatron-core's ``get_forward_backward_func`` and behind Megatron-LM's arguments."""
 
+import atexit
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,13 +40,20 @@ _register = getattr(schedules, "register_forward_backward_func", None)
 _undo = ExitStack()
 
 
-def install_schedules(job: Job) -> None:
+def install_schedules(job: Job, iteration: Callable[[], int] | None = None) -> None:
     """From now on Megatron-core runs batches as ``job`` says, and takes several chunks on one pipeline rank.
 
     Replaces functions of Megatron-core unless it has the changes in patches/.
+
+    Args:
+        iteration: returns the number of the training step that runs, from 1; None counts batches for training.
     """
     _undo.callback(lifeline.leave)
-    select = schedule_selector(ForwardBackward(job.settings, job.zero_stage))
+    forward_backward = ForwardBackward(job.settings, job.zero_stage, iteration)
+    atexit.register(forward_backward.close)
+    _undo.callback(forward_backward.close)
+    _undo.callback(atexit.unregister, forward_backward.close)
+    select = schedule_selector(forward_backward)
     if _register is None:
         _replace_schedule(select)
     else:
@@ -146,7 +154,7 @@ def install_training(job: Job) -> None:
                     next(iterator)
 
     load, read = guarded(into_shards(stock_load) if job.zero_stage > 1 else stock_load, stock_read)
-    install_schedules(job)
+    install_schedules(job, lambda: training.get_args().curr_iteration + 1)
     found: dict[Callable[..., Any], Callable[..., Any]] = {
         stock_validate: validate_args,
         stock_get_model: get_model,

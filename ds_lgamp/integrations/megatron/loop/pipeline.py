@@ -6,12 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
@@ -19,6 +21,7 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.spec import ProgramSpec
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
 """The advice in errors about shapes that change unexpectedly."""
@@ -32,16 +35,19 @@ class Pipeline:
     Args:
         first: the first batch.
         shapes: the values that determine the shapes of tensors.
-        patience: how many seconds ranks may wait for one that stands still.
+        settings: the block.
+
+    Raises ConfigError if the block asks for a trace that cannot be written.
     """
 
-    def __init__(self, first: Batch, shapes: Any, patience: float) -> None:
+    def __init__(self, first: Batch, shapes: Any, settings: LgampConfig) -> None:
         lifeline.start()
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()
         self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
-        self._shapes, self._patience = shapes, patience
+        self._trace = trace_if_asked(settings, first.rank, first.groups.dp_cp.rank(), first.device)
+        self._shapes, self._patience = shapes, settings.patience
         self._data: DistributedData | ShardedData = DistributedData()
         if partition_of(first.models) is not None:
             self._data = ShardedData()
@@ -50,12 +56,14 @@ class Pipeline:
         self._executors: dict[int, Executor] = {}
         """By the number of chunks per rank."""
 
-    def run(self, batch: Batch, program: Sequence[Action], shapes: Any) -> None:
+    def run(self, batch: Batch, spec: ProgramSpec, program: Sequence[Action], shapes: Any, number: int) -> None:
         """Runs ``batch``.
 
         Args:
+            spec: that of the program of all ranks.
             program: the actions of this rank.
             shapes: the values that determine the shapes of tensors. If they changed, the links forget all shapes.
+            number: that of the training step, for the trace.
 
         Raises ActionError, which names rank and action, if an action fails.
         """
@@ -68,6 +76,8 @@ class Pipeline:
             state = BatchState(batch.micro_batches, _no_data, training, program=program)
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
+                if training and self._trace is not None:
+                    self._trace.begin(number, executor, lambda: spec)
                 self._data.begin(batch)
                 executor.run(program)
                 self._data.end()
@@ -75,9 +85,14 @@ class Pipeline:
             self._batch = self._timing.timers = None
             self._data.forget()
 
+    def close(self) -> None:
+        """Writes what is left of the trace."""
+        if self._trace is not None:
+            self._trace.close()
+
     def _executor_of(self, batch: Batch) -> Executor:
         if len(batch.models) not in self._executors:
-            self._executors[len(batch.models)] = Executor(
+            executor = self._executors[len(batch.models)] = Executor(
                 batch.placement,
                 batch.rank,
                 {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
@@ -92,6 +107,7 @@ class Pipeline:
                 owns=self._data.owns if isinstance(self._data, ShardedData) else None,
                 alike=dist.get_process_group_ranks(batch.groups.dp_cp),
             )
+            executor.trace = self._trace
         return self._executors[len(batch.models)]
 
     def _running(self) -> Batch:
@@ -101,7 +117,10 @@ class Pipeline:
     def _finish_gradients(self) -> None:
         """Finishes the gradients, but leaves the optimizer's step to Megatron-core's loop."""
         self._data.end()
-        self._running().finalize()
+        batch = self._running()
+        # At stages 0 and 1 this is where Megatron-core waits for its reductions.
+        with self._executor_of(batch).timing.time("reduce"):
+            batch.finalize()
 
     def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
         return self._running().loss_gradient(loss, micro_batches)

@@ -10,7 +10,7 @@ from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.ending import failures_end_the_process, leave
 from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
 from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import find_modules_beside, run_as_main
+from ds_lgamp.integrations.user_script import find_modules_beside, run_as_main, say_without_effect
 
 OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
 
@@ -32,13 +32,22 @@ def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, rest
 
 
-def run_script(script: str, arguments: Sequence[str], path: str) -> NoReturn:
-    """Runs ``script`` as ``__main__`` with the block of the file at ``path``, and ends the process with it."""
+def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str, Any]) -> NoReturn:
+    """Runs ``script`` as ``__main__`` with the block of the file at ``path``, and ends the process with it.
+
+    Args:
+        keys: what takes the place of keys of the block.
+    """
     with failures_end_the_process():
         config = _with_cluster(_read(path), arguments)
+        if isinstance(config[BLOCK], dict):
+            config[BLOCK] |= keys
         settings = read_block(config)
         find_modules_beside(script)
-        if settings is not None:
+        if settings is None:
+            if keys and os.environ.get("RANK", "0") == "0":
+                say_without_effect(keys)
+        else:
             # These imports come late, because megatron.core may lie beside the script.
             from ds_lgamp.integrations.megatron.loop.seams import check_seams, check_training_seams
 

@@ -122,6 +122,7 @@ TRAINING_LOOKUPS = {
     "megatron.training.training.evaluate": ("get_forward_backward_func",),
     "megatron.training.training.setup_model_and_optimizer": ("get_model", "load_checkpoint"),
     "megatron.training.training.train": (
+        "curr_iteration",
         "dummy_train_step",
         "get_forward_backward_func",
         "grad_sync_func",
@@ -130,7 +131,7 @@ TRAINING_LOOKUPS = {
     ),
 }
 """The names that each function of Megatron-LM must look up when it is called: ``install_training`` replaces the
-functions, and the executor takes the work of the hooks."""
+functions, and the executor takes the work of the hooks. A trace takes the number of the step."""
 VALIDATING = ("megatron.training.initialize.initialize_megatron", "megatron.training.arguments.parse_and_validate_args")
 """The function that looks up ``validate_args``: up to 0.17, and from 0.18 on."""
 

@@ -128,7 +128,7 @@ def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     command = torchrun("-m", "ds_lgamp", "run")
     completed = launch([*command, "--trace", "nowhere"], folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
     assert result_of(completed) == ("PipelineEngine", stock(4))
-    assert "ds_lgamp: --trace without effect: the engine has no enabled ds_lgamp block" in completed.stderr
+    assert "ds_lgamp: --trace without effect: no ds_lgamp block is enabled" in completed.stderr
 
 
 # torchrun then checks as rarely as deepspeed whether a rank has ended, so the other ranks can report what they know.

@@ -215,7 +215,6 @@ REFUSED = [
         {},
         "nonfinite is 'skip', but Megatron-LM has a check of its own; remove it, and set --check",
     ),
-    ({}, {"trace": "runs/x"}, {}, "trace is 'runs/x', but nothing records Megatron-LM's training loop; remove it"),
     (
         {},
         {"live_checkpoint": "live"},

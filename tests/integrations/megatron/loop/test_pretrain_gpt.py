@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from ds_lgamp.view.recording import read_recording
 from testing import ROOT
 from testing.pretraining import (
     EVALUATED_EVERY,
@@ -16,6 +17,7 @@ from testing.pretraining import (
     PLACES,
     STOCK_CHUNKS,
     Losses,
+    block_flag,
     megatron_tree,
     pretrain,
     pretrain_with_block,
@@ -135,6 +137,17 @@ def test_a_run_with_a_block_resumes_to_the_bit(with_block, saved_with_block, tmp
 def test_iterations_may_be_skipped(start, tmp_path):
     flags = f"{start} --iterations-to-skip 2 5"
     assert_close(pretrain_with_block("P1 x N4", flags, tmp_path), pretrain(1, flags))
+
+
+def test_a_trace_has_the_numbers_of_the_log(start, tmp_path):
+    """``start`` sets the iteration to 0, and a resumed run goes on with the numbers of the first one."""
+    ranks, flags = PLACES["P2 x N4"]
+    words = f"{flags} {block_flag(flags, tmp_path)} --save {tmp_path} --save-interval 2"
+    for first, load in ((2, start), (4, f"--load {tmp_path}")):
+        launcher = f"-m ds_lgamp run --trace {tmp_path / 'trace'} --trace-steps {first}:{first}"
+        pretrain(ranks, f"{words} {load} --exit-interval {first}", launcher)
+        recording = read_recording(tmp_path / "trace")
+        assert [[step.step for step in rank.steps] for rank in recording.ranks] == [[first]] * ranks
 
 
 def test_a_file_of_other_chunks_is_refused(start, tmp_path):

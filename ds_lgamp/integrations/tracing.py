@@ -3,13 +3,12 @@
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.view.recording import RankRecording
@@ -18,18 +17,16 @@ _traces: WeakValueDictionary[Path, Trace] = WeakValueDictionary()
 """Those of living engines, by folder."""
 
 
-def trace_if_asked(engine: Any) -> Trace | None:
-    """Returns the trace of an engine; None if its block has none. Collective over all ranks if it has.
+def trace_if_asked(settings: LgampConfig, pipeline_rank: int, data_rank: int, device: torch.device) -> Trace | None:
+    """Returns the trace for which a block asks; None if it asks for none. Collective over all ranks if it does.
 
     Raises ConfigError on every rank if one of them cannot write, or if another engine does.
     """
-    settings = engine.lgamp_settings
     if settings.trace is None:
         return None
     first, last = settings.traced_steps
-    device = engine.device
     words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    own = RankRecording(dist.get_rank(), engine.stage_id, engine.grid.data_parallel_id, socket.gethostname(), words)
+    own = RankRecording(dist.get_rank(), pipeline_rank, data_rank, socket.gethostname(), words)
     folder, trace, trouble = Path(settings.trace).resolve(), None, None
     if folder in _traces:
         trouble = "where another engine of the script records"
