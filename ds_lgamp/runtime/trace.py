@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -224,7 +224,9 @@ class _Step:
     def _intervals(self, clock: HostClock) -> Iterator[Interval]:
         for kind, action, begun, ended in self.blocks:
             lane = "compute" if kind in COMPUTE else "wait"
-            yield Interval(lane, kind if action is None else _name(action), clock.seconds(begun), clock.seconds(ended), kind)
+            yield Interval(
+                lane, kind if action is None else _name(action), clock.seconds(begun), clock.seconds(ended), kind
+            )
         for flight in self.flights:
             lane, begin = flight.lane, clock.seconds(flight.start)
             if flight.action is not None:
@@ -235,7 +237,7 @@ class _Step:
             yield Interval(lane, name, begin, max(begin, end), bytes=flight.moved)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(action: Action) -> str:
     """Returns the text form of an action. The next step has the same ones."""
     return str(action)
