@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -223,14 +224,23 @@ class _Step:
     def _intervals(self, clock: HostClock) -> Iterator[Interval]:
         for kind, action, begun, ended in self.blocks:
             lane = "compute" if kind in COMPUTE else "wait"
-            yield Interval(lane, str(action or kind), clock.seconds(begun), clock.seconds(ended), kind)
+            yield Interval(
+                lane, kind if action is None else _name(action), clock.seconds(begun), clock.seconds(ended), kind
+            )
         for flight in self.flights:
             lane, begin = flight.lane, clock.seconds(flight.start)
             if flight.action is not None:
                 kind = AWAITED.get(flight.action.kind, flight.action.kind)
                 lane = LANE_OF[kind] if kind in COLLECTIVES else lane
             end = clock.seconds(self.end if flight.over is None else flight.over)
-            yield Interval(lane, str(flight.action or lane), begin, max(begin, end), bytes=flight.moved)
+            name = lane if flight.action is None else _name(flight.action)
+            yield Interval(lane, name, begin, max(begin, end), bytes=flight.moved)
+
+
+@cache
+def _name(action: Action) -> str:
+    """Returns the text form of an action. The next step has the same ones."""
+    return str(action)
 
 
 def _write_all(steps: "deque[_Step]", output: "_Output", clock: HostClock) -> None:

@@ -21,6 +21,7 @@ VERSION = 1
 """Of the format."""
 LANES = ("compute", "wait", "gather", "reduce", "between nodes", "send", "load", "store", "host update")
 """What a rank does beside each other. Intervals of one rank do not overlap in the lane compute; in others they may."""
+_ORDER = {lane: number for number, lane in enumerate(LANES)}
 LANE_OF = {
     Kind.GATHER: "gather",
     Kind.REDUCE: "reduce",
@@ -186,7 +187,7 @@ def _waits(timeline: Timeline, rank: int, computes: Iterable[Interval]) -> Itera
 
 def in_order(intervals: Iterable[Interval]) -> list[Interval]:
     """Sorts intervals by lane, and in each lane by their start."""
-    return sorted(intervals, key=lambda each: (LANES.index(each.lane), each.start, each.end))
+    return sorted(intervals, key=lambda each: (_ORDER[each.lane], each.start, each.end))
 
 
 def write_recording(folder: Path, recording: Recording) -> None:
