@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
 # Installs ds_lgamp and the packages its tests need, and runs the checks: the default set of tests, with --all in front
-# all of them and three minutes of disturbed jobs. Passes other arguments on to pytest.
+# all of them and three minutes of disturbed jobs. With --some, an eighth of the slow ones, by the commit. Passes other
+# arguments on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
 install_ds_lgamp megatron,transformers,plot,test,dev
 
-all=
-if [ "${1:-}" = --all ]; then
-    all=1
+more= part=
+case "${1:-}" in
+    --all) more=1 ;;
+    --some)
+        commit=$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0)
+        more=1 part="--part=$((0x${commit::8} % 8))/8"
+        ;;
+esac
+if [ -n "$more" ]; then
     shift
 fi
 
@@ -22,9 +29,13 @@ in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
 failed=0
 # shellcheck disable=SC2086
 python -m pytest $in_two_processes "$@" || failed=$?
-if [ -n "$all" ]; then
+if [ -n "$more" ]; then
     # shellcheck disable=SC2086
-    python -m pytest $in_two_processes -m "slow and not timing" "$@" || failed=$?
+    python -m pytest $in_two_processes -m "slow and not timing" $part "$@" || failed=$?
+    if [ -n "$part" ]; then
+        # What a first GPU runs must always work.
+        python -m pytest -m slow -k does_every_parts_work tests/benchmarks/test_gpu_day.py "$@" || failed=$?
+    fi
     python -m pytest -m timing "$@" || failed=$?
     # Takes three minutes at most. A job that ends badly is printed, and can be repeated by itself.
     python -m testing.chaos --minutes 3 --seed 1 || failed=$?

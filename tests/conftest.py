@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.patched import other_versions, use_patched
+from tests.slow import in_part, read_part
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -21,6 +22,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--patched", action="store_true", help="run with copies of DeepSpeed and Megatron-core that patches/ changes"
     )
+    parser.addoption("--part", metavar="K/N", help="only the files in part K of N, which begin with 0")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--part"):
+        part = read_part(config.getoption("--part"))
+        by_part = {True: [], False: []}
+        for item in items:
+            by_part[in_part(item.path.relative_to(config.rootpath), part)].append(item)
+        items[:] = by_part[True]
+        config.hook.pytest_deselected(items=by_part[False])
 
 
 def pytest_configure(config):

@@ -1,7 +1,9 @@
 """Divides tests into those of the default set, slow ones, which ``launch/test.sh --all`` runs too, and the rest."""
 
+import zlib
 from collections.abc import Collection, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -24,3 +26,23 @@ def chosen(request: pytest.FixtureRequest, *parameters: str) -> set[Any]:
     those need."""
     calls = [item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     return {call.params[name] for call in calls for name in parameters if name in call.params}
+
+
+class Part(NamedTuple):
+    """One of several parts of the files of tests, by its number from 0."""
+
+    number: int
+    parts: int
+
+
+def read_part(text: str) -> Part:
+    """Reads a part such as "3/8". Raises UsageError if there is no such part."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise pytest.UsageError(f"--part is {text}; give a number from 0 and how many parts there are, such as 3/8")
+    return Part(int(number), int(parts))
+
+
+def in_part(file: Path, part: Part) -> bool:
+    """Whether the ``file``, relative to the repository, is in ``part``. It stays there when others come or go."""
+    return zlib.crc32(file.as_posix().encode()) % part.parts == part.number

@@ -1,0 +1,22 @@
+"""The slow tests are divided into parts."""
+
+from pathlib import Path
+
+import pytest
+
+from testing import ROOT
+from tests.slow import Part, in_part, read_part
+
+
+def test_every_file_is_in_one_part():
+    files = [path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py")]
+    parts = [[file for file in files if in_part(file, Part(number, 8))] for number in range(8)]
+    assert sorted(sum(parts, [])) == sorted(files)
+    assert all(parts)
+
+
+@pytest.mark.parametrize("text", ["8/8", "3", "-1/8", "a/b", "0/0"])
+def test_a_part_that_does_not_exist_is_refused(text):
+    assert read_part("7/8") == Part(7, 8)
+    with pytest.raises(pytest.UsageError, match=f"--part is {text}; give a number from 0"):
+        read_part(text)
