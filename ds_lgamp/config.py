@@ -126,7 +126,8 @@ class LgampConfig(BaseModel):
     """A folder on each node, for this job alone. Each step's state is copied there beside training, so that a job that
     dies loses one step at most: load_checkpoint then makes it a checkpoint, and goes on from it. In /dev/shm it is in
     memory, which outlives processes but no node. It takes two states, three where overlap_update or offloading update
-    ahead of the step. Nothing is copied by default."""
+    ahead of the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied by
+    default."""
 
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first

@@ -1,6 +1,7 @@
 """Tests run on the CPU and gloo on every machine."""
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -42,3 +43,15 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         use_patched(Path(folder.name))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a disk of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

@@ -9,6 +9,7 @@ it, there are three.
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
@@ -94,6 +95,8 @@ class LiveState:
         """The rest of the current step, once it is over."""
         self._is_open = False
         """Whether the first of the slots takes the current step."""
+        self.step: int | None = None
+        """The step of the newest state of this rank that is whole; None without one."""
         self._pieces = _Staging(device).pieces if device.type != "cpu" else _pieces
         for unit in units:
             unit.copier = self
@@ -136,9 +139,25 @@ class LiveState:
         """Drops what the slots hold, after another state was loaded."""
         self.wait()
         with self._lock:
-            self._copied, self._rest, self._is_open = set(), None, False
+            self._copied, self._rest, self._is_open, self.step = set(), None, False, None
             for contents in self._slots:
                 contents.slot.drop()
+
+    @property
+    def bytes_here(self) -> int:
+        """The bytes of the numbers of this run in the folder, as this rank sees it: of all ranks of its node."""
+        return sum(path.stat().st_size for path in self._own.glob("*.bin"))
+
+    def remove(self) -> None:
+        """Removes the files of this rank, which trains no more."""
+        with suppress(CheckpointError):
+            self.wait()
+        self.step = None
+        for contents in self._slots:
+            contents.slot.remove()
+        # Fails as long as other ranks of the node have files there.
+        with suppress(OSError):
+            self._own.rmdir()
 
     def _before_all(self) -> None:
         for unit in self._units:
@@ -247,6 +266,7 @@ class LiveState:
                 "rank_state": rest.rank_state,
             }
         )
+        self.step = rest.step
 
 
 class _Contents:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.buffers import Copy, first_copies, names_to_write
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.saver import Saver
-from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
+from ds_lgamp.checkpoint.shard import FlatShard, Ranges, ShardGroup
 from ds_lgamp.checkpoint.shares import Share, enter, merged
 from ds_lgamp.checkpoint.slot import RUN, Header, read_blobs, read_header
 from ds_lgamp.checkpoint.units import BUFFERS, rank_name
@@ -21,6 +22,8 @@ from ds_lgamp.checkpoint.whole import write_alone
 from ds_lgamp.partition.agreement import everyone
 
 logger = logging.getLogger(__name__)
+_BUFFER = f"{BUFFERS}/"
+"""How the names of buffers in a slot begin."""
 
 
 class Seen(NamedTuple):
@@ -79,7 +82,7 @@ def publish_newest(folder: Path, directory: Path, run: str, keep_last: int | Non
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = _slots_in(folder, rank)
-    published = everyone(everywhere(partial(_last_step, directory)))[0]
+    published = everyone(everywhere(partial(last_step, directory)))[0]
     for state in _whole_states(slot for seen in everyone(list(own)) for slot in seen if slot.run != run):
         if state.step <= published:
             return
@@ -142,8 +145,9 @@ def _whole_states(slots: Iterable[Seen]) -> Iterator[LiveSlots]:
     return iter(sorted(whole, key=lambda state: state.written, reverse=True))
 
 
-def _last_step(directory: Path) -> int:
-    """Returns the step of the last checkpoint in ``directory``; -1 if there is none that can be read."""
+def last_step(directory: Path) -> int:
+    """Returns the step of the last checkpoint in ``directory``; -1 if there is none that can be read. Only newer live
+    states become checkpoints there."""
     try:
         last = folders.read_latest(directory)
         return -1 if last is None else folders.read_state(directory / last)["counters"]["global_steps"]
@@ -156,8 +160,8 @@ def _read(slots: Mapping[Seen, Header]) -> dict[int, dict[str, list[FlatShard]]]
     return {slot.rank: read_blobs(Path(slot.path), header) for slot, header in slots.items()}
 
 
-def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapping[int, Header]) -> dict[str, Any]:
-    """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there: shards, or groups of them.
+def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapping[int, Header]) -> dict[str, Ranges]:
+    """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there.
 
     Args:
         headers: those of all ranks.
@@ -166,7 +170,7 @@ def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapp
     found: dict[str, list[FlatShard]] = {}
     for rank, shards in numbers.items():
         for name, own in shards.items():
-            key = names[rank].get(name) if name.startswith(f"{BUFFERS}/") else name
+            key = names[rank].get(name.removeprefix(_BUFFER)) if name.startswith(_BUFFER) else name
             if key is not None:
                 found.setdefault(key, []).extend(own)
         text = torch.frombuffer(bytearray(json.dumps(headers[rank].rank_state).encode()), dtype=torch.uint8)
@@ -175,20 +179,16 @@ def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapp
 
 
 def _buffer_names(headers: Mapping[int, Header]) -> dict[int, dict[str, str]]:
-    """Returns how a checkpoint names each rank's buffers, by the names in its slot. One that equals the first rank's
-    is left out."""
-    first: dict[str, str] = {}
-    found: dict[int, dict[str, str]] = {}
-    for rank, header in sorted(headers.items(), key=lambda item: (item[1].places[1], item[1].places)):
-        pipeline_rank, data_rank, tensor_rank = header.places
-        found[rank] = {}
-        for blob in header.blobs:
-            name = blob.held[0].name
-            if name.startswith(f"{BUFFERS}/"):
-                own = "0" if name not in first else f"{data_rank}-{pipeline_rank}-{tensor_rank}"
-                if first.setdefault(name, blob.checksum) != blob.checksum or own == "0":
-                    found[rank][name] = f"{BUFFERS}/{own}/{name.partition('/')[2]}"
-    return found
+    """Returns how a checkpoint names the buffers that it has of each rank, by the names of the buffers."""
+    ranks = sorted(headers, key=lambda rank: (headers[rank].places[1], headers[rank].places))
+    copies = {rank: _copies(headers[rank]) for rank in ranks}
+    first = first_copies(copies.values())
+    return {rank: names_to_write(own, first) for rank, own in copies.items()}
+
+
+def _copies(header: Header) -> dict[str, Copy]:
+    held = ((held.name, Copy(tuple(header.places), blob.checksum)) for blob in header.blobs for held in blob.held)
+    return {name.removeprefix(_BUFFER): copy for name, copy in held if name.startswith(_BUFFER)}
 
 
 def _state(headers: Mapping[int, Header]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
-from ds_lgamp.checkpoint.shard import FlatShard, staged
+from ds_lgamp.checkpoint.shard import FlatShard, Ranges, staged
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.whereabouts import here
@@ -63,7 +63,7 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(
-        self, directory: Path, tag: str, tensors: Mapping[str, FlatShard], state: dict[str, Any], publish_latest: bool
+        self, directory: Path, tag: str, tensors: Mapping[str, Ranges], state: dict[str, Any], publish_latest: bool
     ) -> None:
         """Writes the checkpoint ``directory/tag``. An older checkpoint with that tag stays until the new one is
         complete.
@@ -71,7 +71,8 @@ class Saver:
         Args:
             directory: folder of the checkpoints.
             tag: name of the checkpoint's folder in it.
-            tensors: this rank's range of each tensor, by name. All ranks together must hold every element exactly once.
+            tensors: what this rank has of each tensor, by name. All ranks together must hold every element exactly
+                once.
             state: everything but tensors, as JSON-compatible values. The first rank's state is written.
             publish_latest: whether to write the tag to the file ``latest``.
 
@@ -132,7 +133,7 @@ class Saver:
         self,
         group: dist.ProcessGroup,
         destination: Path,
-        tensors: Mapping[str, FlatShard],
+        tensors: Mapping[str, Ranges],
         publish: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:

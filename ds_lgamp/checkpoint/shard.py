@@ -1,6 +1,6 @@
 """Adapts this rank's range of a tensor to torch.distributed.checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -42,9 +42,9 @@ class FlatShard:
         for box in boxes(shape, start, start + values.numel()):
             self._boxes[tuple(map(sum, zip(self.slice_offsets, box.offsets)))] = box
 
-    def with_values(self, values: torch.Tensor) -> "FlatShard":
-        """The same range with other values."""
-        return FlatShard(self.shape, self.start, values, self.whole_shape, self.slice_offsets)
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "FlatShard":
+        """The same range with what ``function`` makes of the values."""
+        return FlatShard(self.shape, self.start, function(self.values), self.whole_shape, self.slice_offsets)
 
     def has_part(self, offsets: Sequence[int]) -> bool:
         """Whether a part of the range begins at ``offsets`` of the tensor."""
@@ -73,28 +73,15 @@ class FlatShard:
         return self.values[first : first + box.numel].view(box.sizes)
 
 
-def staged(shards: Mapping[str, FlatShard]) -> dict[str, FlatShard]:
-    """Copies the shards to host memory, pinned if they are on a device. The copies are complete on return."""
-    copies = {}
-    devices = set()
-    for name, shard in shards.items():
-        values = shard.values
-        on_device = values.device.type != "cpu"
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
-        copy.copy_(values, non_blocking=True)
-        copies[name] = shard.with_values(copy)
-        if on_device:
-            devices.add(values.device)
-    for device in devices:
-        torch.get_device_module(device).synchronize(device)
-    return copies
-
-
 class ShardGroup:
     """Several ranges of one tensor, which do not overlap; stands for them as :class:`FlatShard` does for one."""
 
     def __init__(self, shards: Sequence[FlatShard]) -> None:
         self.shards = shards
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ShardGroup":
+        """The same ranges with what ``function`` makes of the values of each."""
+        return ShardGroup([shard.mapped(function) for shard in self.shards])
 
     def __create_write_items__(self, name: str, group: "ShardGroup") -> list[WriteItem]:
         return [item for shard in self.shards for item in shard.__create_write_items__(name, shard)]
@@ -106,3 +93,25 @@ class ShardGroup:
         assert index.offset is not None, "parts are asked for by where they begin"
         shard = next(shard for shard in self.shards if shard.has_part(index.offset))
         return shard.__get_tensor_shard__(index)
+
+
+Ranges = FlatShard | ShardGroup
+"""What a rank has of a tensor."""
+
+
+def staged(tensors: Mapping[str, Ranges]) -> dict[str, Ranges]:
+    """Copies the ranges to host memory, pinned if they are on a device. The copies are complete on return."""
+    devices = set()
+
+    def copied(values: torch.Tensor) -> torch.Tensor:
+        on_device = values.device.type != "cpu"
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
+        copy.copy_(values, non_blocking=True)
+        if on_device:
+            devices.add(values.device)
+        return copy
+
+    copies = {name: ranges.mapped(copied) for name, ranges in tensors.items()}
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
+    return copies

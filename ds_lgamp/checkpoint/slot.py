@@ -11,8 +11,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -113,6 +112,7 @@ class Slot:
     def __init__(self, path: Path) -> None:
         self._data, self._header = path.with_suffix(".bin"), path.with_suffix(".json")
         self._file: int | None = None
+        self._close: Callable[[], object] | None = None
         self._end = 0
         self._places: dict[Any, tuple[int, int]] = {}
         """Position and length of every blob."""
@@ -123,12 +123,20 @@ class Slot:
         if self._file is None:
             self._data.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            weakref.finalize(self, os.close, self._file)
+            self._close = weakref.finalize(self, os.close, self._file)
 
     def drop(self) -> None:
         """Lets the state in the slot be none."""
-        with suppress(FileNotFoundError):
-            self._header.unlink()
+        self._header.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Removes the files."""
+        self.drop()
+        if self._close is not None:
+            # Memory stays in use as long as a file is open.
+            self._close()
+            self._file = self._close = None
+            self._data.unlink(missing_ok=True)
 
     def write(self, key: Any, dtype: torch.dtype, length: int, pieces: Iterable[memoryview], held: list[Any]) -> Any:
         """Writes a blob, where the one with the same ``key`` was if it has the same ``length``. Returns its entry in

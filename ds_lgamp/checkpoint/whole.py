@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
-from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.state import decode_text
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardSavePlanner
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
@@ -71,11 +71,11 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     write_alone(folder, _shards(tensors), encode(whole.state))
 
 
-def write_alone(folder: Path, tensors: Mapping[str, Any], state: dict[str, Any]) -> None:
+def write_alone(folder: Path, tensors: Mapping[str, Ranges], state: dict[str, Any]) -> None:
     """Writes the checkpoint ``folder`` in this process.
 
     Args:
-        tensors: shards that hold every element exactly once, by name.
+        tensors: ranges that hold every element exactly once, by the name of the tensor.
         state: everything else, encoded.
     """
     destination = folders.new_tensors(folder)

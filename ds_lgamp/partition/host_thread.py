@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 Work = Callable[[], Callable[[], None] | None]
 """What the thread calls. It may return what waiters call, such as the wait for a write to the disk: the thread goes on
@@ -13,14 +13,18 @@ with the next job meanwhile."""
 class Job:
     """Something that the thread does, or will do."""
 
-    def __init__(self, function: Work) -> None:
+    def __init__(self, function: Work, thread: Thread) -> None:
         self._function: Work | None = function
+        self._thread = thread
         self._settle: Callable[[], None] | None = None
         self._over = Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised."""
+        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised. The thread itself does
+        not block: garbage collection can run there and destroy an engine, which waits for its jobs."""
+        if current_thread() is self._thread:
+            return
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -52,14 +56,16 @@ class HostThread:
     def __init__(self, name: str = "ds_lgamp updates") -> None:
         self._name = name
         self._queue: SimpleQueue[Job | None] | None = None
+        self._thread: Thread | None = None
 
     def start(self, function: Work) -> Job:
         """Lets the thread call ``function`` when it has done the jobs so far."""
-        if self._queue is None:
+        if self._queue is None or self._thread is None:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None)
-            Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True).start()
-        job = Job(function)
+            self._thread = Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
+            self._thread.start()
+        job = Job(function, self._thread)
         self._queue.put(job)
         return job
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_lgamp.checkpoint.folder import read_latest
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
+from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks, started_ranks
@@ -91,6 +92,27 @@ def test_the_next_save_waits_and_the_file_has_the_state_of_the_call(tmp_path):
         assert first < SLOW and there == "step0"
         assert second > SLOW / 2 and between == ("step1", 1)
         assert waited > SLOW / 2 and last == 2
+
+
+def save_in_halves(directory):
+    """Saves two ranges of every tensor, and changes them before they are written."""
+    saver, tensors = Saver(asynchronous=True, keep_last=None), numbered_tensors(1)
+    groups = {}
+    for name, shard in tensors.items():
+        begin, end = shard.values.tensor_split(2)
+        middle = shard.start + begin.numel()
+        groups[name] = ShardGroup([FlatShard(shard.shape, shard.start, begin), FlatShard(shard.shape, middle, end)])
+    with pytest.MonkeyPatch.context() as patch:
+        write_slowly(patch)
+        saver.save(directory, "step1", groups, numbered_state(1), publish_latest=True)
+        for shard in tensors.values():
+            shard.values.fill_(-1)
+        saver.wait()
+    return number_of(directory / "step1")
+
+
+def test_a_rank_may_save_several_ranges_of_a_tensor(tmp_path):
+    assert run_on_ranks(2, save_in_halves, tmp_path) == [1, 1]
 
 
 class Copies(TorchDispatchMode):
@@ -172,12 +194,12 @@ ENDS = slow_except([], [("destroy", True), ("raise", True), ("return", False)], 
 
 
 @pytest.mark.parametrize(("end", "asynchronous"), ENDS)
-def test_an_unedited_script_leaves_whole_checkpoints(tmp_path, end, asynchronous):
+def test_an_unedited_script_leaves_whole_checkpoints_and_live_states_only_if_it_fails(tmp_path, end, asynchronous):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
-        "ds_lgamp": {"asynchronous_save": asynchronous},
+        "ds_lgamp": {"asynchronous_save": asynchronous, "live_checkpoint": str(tmp_path / "live")},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -191,6 +213,7 @@ def test_an_unedited_script_leaves_whole_checkpoints(tmp_path, end, asynchronous
     assert read_latest(tmp_path) == "global_step2"
     for tag in ("global_step1", "global_step2"):
         assert (tmp_path / tag / "state.json").exists() and "could not be saved" not in output
+    assert bool(list((tmp_path / "live").iterdir())) == (end == "raise")
 
 
 def test_two_savers_in_one_directory_take_turns(tmp_path):

@@ -138,18 +138,6 @@ FULL = (2051, 257)
 """A shape of tensors that do not fit on the small disk."""
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mounts a disk of 4 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this user may not mount")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 def files_below(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 

@@ -27,6 +27,18 @@ def test_a_waiter_waits_for_the_write_and_the_next_job_does_not():
     assert not waiting.is_alive() and order == ["next", "written"]
 
 
+def test_the_thread_does_not_wait_for_itself():
+    """Its garbage collection may delete an engine, which waits for its jobs."""
+    thread, queued, jobs = HostThread(), threading.Event(), []
+    jobs.append(thread.start(lambda: queued.wait(SECONDS) and jobs[1].wait()))
+    jobs.append(thread.start(lambda: None))
+    queued.set()
+    waiting = threading.Thread(target=jobs[1].wait, daemon=True)
+    waiting.start()
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
+
+
 def test_an_error_of_the_write_is_raised_by_every_waiter():
     def write():
         raise OSError("full")

@@ -1,4 +1,4 @@
-"""The buffers of the model: one copy of those that are alike on all ranks, and every other copy beside it."""
+"""The buffers of a run, which a checkpoint names as ``ds_lgamp.checkpoint.buffers`` says."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ds_lgamp.checkpoint.buffers import Copy, first_copies, name_of_first, name_of_own, names_to_write
 from ds_lgamp.checkpoint.errors import everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.units import BUFFERS
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers
 from ds_lgamp.partition.agreement import everyone
@@ -18,37 +17,18 @@ from ds_lgamp.partition.agreement import everyone
 _KINDS_OF_RANKS = ("pipeline_ranks", "data_ranks", "tensor_ranks")
 
 
-def first_copy(name: str) -> str:
-    """Returns the name in a checkpoint of the buffer ``name`` as the first rank has it."""
-    return f"{BUFFERS}/0/{name}"
-
-
 def buffers_to_write(run: Run) -> dict[str, FlatShard]:
     """Returns the buffers that this rank writes, by name in the checkpoint. Collective over all ranks, but digests
-    travel only between ranks that may have the same buffer.
-
-    The first rank that has a buffer writes it. Others write theirs if it differs from that, as running means do: under
-    the number of the data-parallel rank, or under all three where pipeline or tensor-parallel ranks have a copy each.
-    """
-    pipeline_rank, data_rank, tensor_rank = ranks_of(run)
-    own = everywhere(partial(_digests, run.placed))
-    model_group = run.grid.get_model_parallel_group()
-    first_of_data_rank: dict[str, tuple[int, str]] = {}
-    for rank, digests in zip(dist.get_process_group_ranks(model_group), everyone(own, model_group), strict=True):
-        for name, digest in digests.items():
-            first_of_data_rank.setdefault(name, (rank, digest))
-    mine = {name: first_of_data_rank[name][1] for name in own}
-    first = everyone(mine, run.grid.get_data_parallel_group())[0]
-    buffers = {}
-    for name, tensor in persistent_buffers(run.placed):
-        writer, digest = first_of_data_rank[name]
-        if writer == dist.get_rank():
-            key, is_known = f"{data_rank}", data_rank > 0 and own[name] == first[name]
-        else:
-            key, is_known = f"{data_rank}-{pipeline_rank}-{tensor_rank}", own[name] == digest
-        if not is_known:
-            buffers[f"{BUFFERS}/{key}/{name}"] = FlatShard(tensor.shape, 0, tensor.detach().reshape(-1))
-    return buffers
+    travel only between ranks that may have the same buffer."""
+    own = everywhere(partial(_copies, run))
+    of_data_rank = first_copies(everyone(own, run.grid.get_model_parallel_group()))
+    first = everyone({name: of_data_rank[name] for name in own}, run.grid.get_data_parallel_group())[0]
+    names = names_to_write(own, first)
+    return {
+        names[name]: FlatShard(tensor.shape, 0, tensor.detach().reshape(-1))
+        for name, tensor in persistent_buffers(run.placed)
+        if name in names
+    }
 
 
 def buffers_to_read(
@@ -61,16 +41,13 @@ def buffers_to_read(
         here, there: the layouts of the run and of the checkpoint.
         sizes: the tensors in the checkpoint.
     """
-    pipeline_rank, data_rank, tensor_rank = ranks_of(run)
-    keys = ["0"]
-    if all(here[kind] == there[kind] for kind in _KINDS_OF_RANKS):
-        keys = [f"{data_rank}-{pipeline_rank}-{tensor_rank}", f"{data_rank}", "0"]
+    has_own = all(here[kind] == there[kind] for kind in _KINDS_OF_RANKS)
     buffers = {}
     for name, tensor in persistent_buffers(run.placed):
-        written = next((key for key in keys if f"{BUFFERS}/{key}/{name}" in sizes), None)
-        if written is not None:
-            values = torch.empty(tensor.numel(), dtype=tensor.dtype)
-            buffers[f"{BUFFERS}/{written}/{name}"] = FlatShard(tensor.shape, 0, values)
+        own = name_of_own(name, ranks_of(run))
+        written = own if has_own and own in sizes else name_of_first(name)
+        if written in sizes:
+            buffers[written] = FlatShard(tensor.shape, 0, torch.empty(tensor.numel(), dtype=tensor.dtype))
     return buffers
 
 
@@ -82,8 +59,8 @@ def commit_buffers(module: PlacedModule, read: Mapping[str, FlatShard]) -> None:
             tensor.copy_(values[name].view(tensor.shape))
 
 
-def _digests(module: PlacedModule) -> dict[str, str]:
-    return {name: _digest(tensor) for name, tensor in persistent_buffers(module)}
+def _copies(run: Run) -> dict[str, Copy]:
+    return {name: Copy(ranks_of(run), _digest(tensor)) for name, tensor in persistent_buffers(run.placed)}
 
 
 def _digest(tensor: torch.Tensor) -> str:

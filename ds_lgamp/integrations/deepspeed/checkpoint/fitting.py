@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_lgamp.checkpoint.buffers import name_of_first
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.integrations.deepspeed.checkpoint.buffers import first_copy
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers
 
@@ -62,7 +62,7 @@ def _shape(parameters: dict[str, Any], name: str) -> str:
 
 def _check_buffers(folder: Path, module: PlacedModule, sizes: Mapping[str, torch.Size], strict: bool) -> None:
     for name, tensor in persistent_buffers(module):
-        size = sizes.get(first_copy(name))
+        size = sizes.get(name_of_first(name))
         # A buffer without elements is in no file.
         if size != tensor.shape and (size is not None or (strict and tensor.numel())):
             there = "absent" if size is None else list(size)

@@ -1,15 +1,17 @@
 """The live state of a training run: what it holds of each step, and how a run goes on from the last one's."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint.live import LiveState, Rest
-from ds_lgamp.checkpoint.live_states import publish_newest
+from ds_lgamp.checkpoint.live_states import last_step, publish_newest
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.cost.live import slots_of
 from ds_lgamp.integrations.deepspeed.checkpoint.description import describe
@@ -18,6 +20,15 @@ from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
 from ds_lgamp.integrations.deepspeed.checkpoint.saving import share_of
 from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
+
+logger = logging.getLogger(__name__)
+_alive: WeakSet["LiveCheckpoint"] = WeakSet()
+
+
+def end_all() -> None:
+    """Ends the live states of all engines of this process."""
+    for live in list(_alive):
+        live.end()
 
 
 class Engine(Run, Protocol):
@@ -45,6 +56,7 @@ class LiveCheckpoint:
         self._directory: str | None = None
         """Where the run saves and loads checkpoints; None if it has not yet."""
         optimizer = engine.optimizer
+        self._rank = dist.get_rank()
         self._state = LiveState(
             folder,
             self._run,
@@ -52,9 +64,11 @@ class LiveCheckpoint:
             optimizer.optimizer,
             engine.device,
             slots_of(engine.program_spec.updates),
-            {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
+            {"rank": self._rank, "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
             share_of(engine),
         )
+        self._is_over = False
+        _alive.add(self)
 
     def before_step(self) -> None:
         """Waits for the state of the last step, before the optimizer's step."""
@@ -81,8 +95,26 @@ class LiveCheckpoint:
         self._state.forget()
 
     def wait(self) -> None:
-        """Waits until the last step's state is in the folder. Raises CheckpointError if it cannot be written."""
+        """Waits until the state of the last step is in the folder, if no update of it is postponed. Raises
+        CheckpointError if it cannot be written."""
         self._state.wait()
+
+    def end(self) -> None:
+        """Ends the run, once, when nothing of it is under way any more. Removes its states if load_checkpoint would
+        take none of them, because a checkpoint is as new; else rank 0 tells where they are. Ranks need not end
+        together."""
+        step = self._state.step
+        if self._is_over or step is None:
+            return
+        self._is_over = True
+        if self._directory is not None and last_step(Path(self._directory)) >= step:
+            self._state.remove()
+        elif self._rank == 0:
+            logger.warning(
+                f"{self._folder} keeps the live state of step {step}, {self._state.bytes_here / 1e9:.3g} GB on this "
+                f"node: load_checkpoint goes on from it, and ds_lgamp checkpoint publish {self._folder} "
+                f"{self._directory or 'CHECKPOINTS'} makes it a checkpoint; if you need neither, remove the folder"
+            )
 
 
 def open_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from ds_lgamp.checkpoint.saver import wait_for_all
+from ds_lgamp.integrations.deepspeed.checkpoint.live import end_all
 
 
 class Gathering(Protocol):
@@ -22,8 +23,12 @@ def finish_at_the_end(engine: Gathering) -> None:
 
 
 def finish_engines() -> None:
-    """Waits for the gathers and saves that engines have under way. Collective over all ranks; raises CheckpointError
-    on every rank if a save failed."""
+    """Waits for the gathers and saves that engines have under way, and ends their live states. Collective over all
+    ranks; raises CheckpointError on every rank if a save failed."""
     for engine in _engines:
         engine.finish_gathers()
-    wait_for_all()
+    try:
+        wait_for_all()
+    finally:
+        # Where a save has failed, they are what there is to go on from.
+        end_all()

@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint import methods
@@ -366,14 +367,15 @@ class LgampEngine(PipelineEngine):
     def finish_gathers(self) -> None:
         """Waits until no parameters are on their way to this rank. Acts on a last batch that is not finite.
 
-        Raises HostUpdateError or OSError if an update on the host or its disk has failed, unless a batch has said so.
+        Raises HostUpdateError or OSError if an update on the host or its disk has failed, and CheckpointError if a live
+        state cannot be written, unless a batch has said so.
         """
         self.settle_nonfinite()
         try:
             self._partition.finish_gathers()
             if self.live is not None:
                 self.live.wait()
-        except (HostUpdateError, OSError):
+        except (HostUpdateError, OSError, CheckpointError):
             if not self.executor.links.broken:
                 raise
         get_accelerator().synchronize()
@@ -387,5 +389,7 @@ class LgampEngine(PipelineEngine):
             if hasattr(self, "saver"):
                 self.finish_gathers()
                 self.saver.wait()
+                if self.live is not None:
+                    self.live.end()
         finally:
             super().destroy()

@@ -3,9 +3,11 @@
 import itertools
 import logging
 import os
+import random
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_lgamp
@@ -22,16 +24,48 @@ from ds_lgamp.checkpoint.live_states import _slots_in
 from ds_lgamp.checkpoint.slot import Slot
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank, quiet
+from testing.ranks import shared_number, started_ranks
 from tests.integrations.deepspeed.linear import mean_square, whole_state
 
 DATA = list(zip(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(40, 6)))
 """An epoch ends in the fourth or fifth step."""
+HIDDEN = 12
+"""Width of hidden layers: shards begin in the middle of a row, and hold weights and biases."""
 FURTHER = 3
 """Steps after the restart."""
+SECONDS = 120
+
+
+def kill_all(ranks: int, steps: int, function, *arguments, done=None) -> int:
+    """Lets ranks call ``function(*arguments, done)``, and kills all of them at a random time after ``done`` has counted
+    ``steps`` more. Returns how many it has counted."""
+    done = shared_number() if done is None else done
+    target = done.value + steps
+    with started_ranks(ranks, function, *arguments, done) as (processes, results):
+        deadline = time.monotonic() + SECONDS
+        while done.value < target:
+            assert all(process.is_alive() for process in processes), results.get()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.2))
+        for process in processes:
+            process.kill()
+    return done.value
+
+
+@contextmanager
+def heard(logger: logging.Logger):
+    """Collects what ``logger`` says."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
 
 
 class Case(NamedTuple):
-    """How a run on two ranks trains."""
+    """How a run trains."""
 
     stage: int
     pipeline_ranks: int = 1
@@ -40,20 +74,28 @@ class Case(NamedTuple):
     more: dict = {}
     """More of ds_config.json."""
     zero: dict = {}
+    tied: bool = False
+    """Whether the first and the last layer share their weights."""
+    ranks: int = 2
 
 
 ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CLIPPED = {"gradient_clipping": 0.1}
+MUON = {"muon_lr": 0.01, "adam_lr": 0.01, "momentum": 0.9, "ns_method": "standard"}
 CASES = {
     "zero 0": Case(0),
     "zero 1, two pipeline ranks": Case(1, pipeline_ranks=2),
     "zero 2, bf16": Case(2, bf16=True),
     "zero 3": Case(3),
+    "zero 3, two pipeline ranks, tied": Case(3, pipeline_ranks=2, tied=True),
+    "zero 3, Muon": Case(3, more={"optimizer": {"type": "Muon", "params": MUON}}),
     "zero 3, LAMB": Case(3, more={"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}),
     "updates behind reductions": Case(3, bf16=True, block={"overlap_update": True}),
     "updates in the next step": Case(2, block={"overlap_update": True}, more=CLIPPED),
     "updates on the host": Case(3, bf16=True, zero=ON_HOST),
     "updates on the host, in the next step": Case(1, 2, zero={"offload_optimizer": {"device": "cpu"}}, more=CLIPPED),
+    "shards that nodes keep": Case(3, zero={"zero_hpz_partition_size": 2}, ranks=4),
+    "shards of each node, tied": Case(3, zero={"mics_shard_size": 2}, tied=True, ranks=4),
 }
 
 
@@ -67,10 +109,14 @@ class Run:
     def __init__(self, case: Case, live: Path | None = None, block: dict | None = None) -> None:
         torch.manual_seed(3 + dist.get_rank())
         ds_lgamp.install()
-        frozen = LayerSpec(nn.Linear, 8, 8)
+        square = LayerSpec(nn.Linear, HIDDEN, HIDDEN)
         norm = nn.LayerNorm if case.bf16 else nn.BatchNorm1d
-        layers = [LayerSpec(nn.Linear, 6, 8), LayerSpec(nn.Dropout, 0.2), LayerSpec(norm, 8), frozen]
-        layers += [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 6)]
+        first, last = LayerSpec(nn.Linear, 6, HIDDEN), LayerSpec(nn.Linear, HIDDEN, 6)
+        if case.tied:
+            first = TiedLayerSpec("ends", nn.Linear, 6, HIDDEN)
+            last = TiedLayerSpec("ends", nn.Linear, 6, HIDDEN, forward_fn=_transposed)
+        # The fourth is frozen.
+        layers = [first, LayerSpec(nn.Dropout, 0.2), LayerSpec(norm, HIDDEN), square, square, last]
         block = {"layers_per_chunk": 1, **case.block, **(block or {})}
         config = {
             "train_micro_batch_size_per_gpu": 2,
@@ -113,6 +159,10 @@ class Run:
 
 def _weights(run: Run) -> dict:
     return {name: value.tolist() for name, value in whole_state(run.engine.module).items()}
+
+
+def _transposed(layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    return inputs @ layer.weight
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -201,12 +251,9 @@ class Choices:
     def load(self, *damage: Path, checkpoints: Path | None = None, **options) -> Loaded:
         """Returns what is loaded when a byte of some files, named relative to ``live``, is another."""
         self._on_first_rank(lambda: self._prepare(damage))
-        run, said = Run(CASES["zero 3"], self._copy), []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())
-        live_states.logger.addHandler(handler)
-        path, client_state = run.engine.load_checkpoint(str(checkpoints or self.checkpoints), **options)
-        live_states.logger.removeHandler(handler)
+        run = Run(CASES["zero 3"], self._copy)
+        with heard(live_states.logger) as said:
+            path, client_state = run.engine.load_checkpoint(str(checkpoints or self.checkpoints), **options)
         return Loaded(run.engine.global_steps, path and Path(path).name, client_state, said)
 
     def slot(self, rank: int, step: int, suffix: str) -> Path:

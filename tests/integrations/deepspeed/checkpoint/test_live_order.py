@@ -1,5 +1,6 @@
 """What a live state waits for, and what waits for it, where its thread is slow."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -84,3 +85,14 @@ def test_a_slot_that_is_being_written_holds_no_state(tmp_path):
     assert list((tmp_path / "run").glob("*.json"))
     slot.open()
     assert not list((tmp_path / "run").glob("*.json"))
+
+
+def test_a_slot_that_is_removed_takes_no_memory(tmp_path):
+    slot = Slot(tmp_path / "run" / "0-0")
+    slot.open()
+    slot.seal({})
+    slot.remove()
+    assert not list((tmp_path / "run").iterdir())
+    # A file that is open keeps its memory without a name.
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not any(str(tmp_path) in path for path in opened)

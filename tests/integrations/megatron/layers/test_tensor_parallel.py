@@ -92,7 +92,8 @@ OPTIMIZERS = {
 }
 
 
-def engine_of(place: Place):
+def engine_of(place: Place, live: Path | None = None):
+    """Returns the engine of a run, with live states in the folder ``live`` if it is given."""
     from megatron.core.transformer import TransformerConfig
 
     from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
@@ -138,7 +139,7 @@ def engine_of(place: Place):
                 # Smaller than every norm, so all steps are clipped.
                 "gradient_clipping": 0.3,
                 "zero_optimization": {"stage": place.stage, **({place.nodes: 2} if place.nodes else {})},
-                "ds_lgamp": {"recompute": place.recompute},
+                "ds_lgamp": {"recompute": place.recompute} | ({} if live is None else {"live_checkpoint": str(live)}),
             },
         )[0]
 

@@ -1,0 +1,163 @@
+"""What becomes of live states when their run ends, and what a full disk does to them."""
+
+import errno
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from ds_lgamp.integrations.deepspeed.checkpoint import live
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.runtime.executor import ActionError
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run, heard
+
+STEPS = 3
+
+
+class End(NamedTuple):
+    """How a run of ``STEPS`` steps ends."""
+
+    saved: int | None
+    """The step after which it saves a checkpoint."""
+    destroyed: bool = False
+    """Whether the script destroys the engine, before the end of the process group."""
+    case: str = "zero 3"
+
+
+ENDS = {
+    "saved": End(STEPS),
+    "saved and destroyed": End(STEPS, destroyed=True),
+    "saved before": End(STEPS - 1, destroyed=True),
+    "never saved": End(None),
+    "never saved, updates in the next step": End(None, case="updates in the next step"),
+}
+
+
+class Ended(NamedTuple):
+    """What a run has left."""
+
+    files: list[str]
+    said: list[str]
+    begun: int
+    """The step at which the next run goes on."""
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("live-*/*"))
+
+
+def end(folder: Path, ended: End) -> Ended:
+    run = Run(CASES[ended.case], folder / "live")
+    for step in range(1, STEPS + 1):
+        run.step()
+        if step == ended.saved:
+            run.engine.save_checkpoint(str(folder / "checkpoints"))
+    with heard(live.logger) as said:
+        if ended.destroyed:
+            run.engine.destroy()
+        # What the end of the process group does, and the end of the process does again.
+        finish_engines()
+        finish_engines()
+    dist.barrier()
+    files = files_in(folder / "live")
+    dist.barrier()
+    return Ended(files, said, Run(CASES[ended.case], folder / "live").load(folder / "checkpoints"))
+
+
+def end_all(folder: Path) -> dict[str, Ended]:
+    prepare_rank()
+    return {name: end(folder / name, ended) for name, ended in ENDS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ends")
+
+
+@pytest.fixture(scope="module")
+def ended(folder):
+    return run_on_ranks(2, end_all, folder)
+
+
+@pytest.mark.parametrize("name", ["saved", "saved and destroyed"])
+def test_nothing_is_left_if_a_checkpoint_is_as_new(ended, folder, name):
+    for rank in ended:
+        assert rank[name] == ([], [], STEPS)
+    assert not list((folder / name / "live").iterdir())
+
+
+@pytest.mark.parametrize("name", ["saved before", "never saved", "never saved, updates in the next step"])
+def test_else_the_states_stay_and_the_next_run_goes_on_from_the_last_step(ended, name):
+    for rank in ended:
+        assert {f"{number}-{slot}.{kind}" for number in (0, 1) for slot in (0, 1) for kind in ("bin", "json")} == {
+            *rank[name].files
+        }
+        assert rank[name].begun == STEPS
+
+
+@pytest.mark.parametrize(("name", "target"), [("saved before", None), ("never saved", "CHECKPOINTS")])
+def test_rank_0_tells_once_where_they_are_and_what_to_do(ended, folder, name, target):
+    states = folder / name / "live"
+    (said,), silent = (rank[name].said for rank in ended)
+    publish = f"ds_lgamp checkpoint publish {states} {target or folder / name / 'checkpoints'} makes it a checkpoint"
+    assert said.startswith(f"{states} keeps the live state of step {STEPS}, ") and not silent
+    assert f": load_checkpoint goes on from it, and {publish}; if you need neither, remove the folder" in said
+    (gigabytes,) = re.findall(r", (\S+) GB on this node", said)
+    assert 1e-6 < float(gigabytes) < 1e-3
+
+
+def fill(disk: Path) -> None:
+    """Leaves no page of ``disk`` free."""
+    with open(disk / "rest", "wb", buffering=0) as file, pytest.raises(OSError) as full:
+        while True:
+            file.write(bytes(4096))
+    assert full.value.errno == errno.ENOSPC
+
+
+class Full(NamedTuple):
+    """What a run on a full disk tells, and leaves."""
+
+    error: str
+    said: list[str]
+    files: list[str]
+    begun: int
+
+
+def train_on_a_full_disk(disk: Path, checkpoints: Path, saves: bool) -> Full:
+    """Fills the disk after the first step. The error comes in the third."""
+    prepare_rank()
+    run = Run(CASES["zero 3"], disk / "live")
+    run.step()
+    run.engine.live.wait()
+    fill(disk)
+    run.step()
+    with pytest.raises(ActionError) as full:
+        run.step()
+    if saves:
+        run.engine.save_checkpoint(str(checkpoints))
+    with heard(live.logger) as said:
+        # The step has said what is wrong. The end does not say so again.
+        run.engine.destroy()
+    files = files_in(disk / "live")
+    (disk / "rest").unlink()
+    return Full(str(full.value), said, files, Run(CASES["zero 3"], disk / "live").load(checkpoints))
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence_and_keeps_the_state_before(small_disk, tmp_path):
+    (found,) = run_on_ranks(1, train_on_a_full_disk, small_disk, tmp_path / "checkpoints", False)
+    sentence = (
+        f"the live state in {small_disk / 'live'} cannot be written (No space left on device); make room there, or "
+        "remove live_checkpoint"
+    )
+    assert sentence in found.error
+    (said,) = found.said
+    assert said.startswith(f"{small_disk / 'live'} keeps the live state of step 1, ") and found.begun == 1
+
+
+def test_a_run_on_a_full_disk_that_saves_leaves_nothing_there(small_disk, tmp_path):
+    (found,) = run_on_ranks(1, train_on_a_full_disk, small_disk, tmp_path / "checkpoints", True)
+    assert (found.said, found.files, found.begun) == ([], [], 2)
