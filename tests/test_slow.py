@@ -1,7 +1,5 @@
 """The slow tests are divided into parts."""
 
-from pathlib import Path
-
 import pytest
 
 from testing import ROOT
