@@ -15,7 +15,9 @@ from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported, refuse_whole_models
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.ring import posts_on_arrival
+from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -34,7 +36,10 @@ class ForwardBackward:
 
     def __init__(self, settings: LgampConfig, zero_stage: int, iteration: Callable[[], int] | None = None) -> None:
         self._settings, self._zero_stage = settings, zero_stage
-        self._iteration, self._trained = iteration, 0
+        self._trained = 0
+        """Batches for training."""
+        self._iteration = iteration if iteration is not None else lambda: self._trained
+        self._trace: Trace | None = None
         self._program = lru_cache(maxsize=16)(self._build_program)
         self._pipelines: dict[dist.ProcessGroup, Pipeline] = {}
 
@@ -89,19 +94,20 @@ class ForwardBackward:
         return batch.reports
 
     def close(self) -> None:
-        """Writes what is left of traces."""
-        for pipeline in self._pipelines.values():
-            pipeline.close()
+        """Writes what is left of a trace."""
+        if self._trace is not None:
+            self._trace.close()
 
     def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
         spec, program = self._program(
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
+        if not self._pipelines:
+            self._trace = trace_if_asked(self._settings, batch.rank, batch.groups.dp_cp.rank(), batch.device)
         if batch.groups.pp not in self._pipelines:
-            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings)
+            self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings.patience, self._trace)
         self._trained += not batch.forward_only
-        number = self._trained if self._iteration is None else self._iteration()
-        self._pipelines[batch.groups.pp].run(batch, spec, program, shapes, number)
+        self._pipelines[batch.groups.pp].run(batch, spec, program, shapes, self._iteration)
 
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool

@@ -1,24 +1,23 @@
 """A rank's place in one of Megatron-core's pipelines: its links and its executor, for all batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
 from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
-from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -35,19 +34,17 @@ class Pipeline:
     Args:
         first: the first batch.
         shapes: the values that determine the shapes of tensors.
-        settings: the block.
-
-    Raises ConfigError if the block asks for a trace that cannot be written.
+        patience: how many seconds ranks may wait for one that stands still.
+        trace: records training steps; None if nobody has asked for it.
     """
 
-    def __init__(self, first: Batch, shapes: Any, settings: LgampConfig) -> None:
+    def __init__(self, first: Batch, shapes: Any, patience: float, trace: Trace | None) -> None:
         lifeline.start()
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()
         self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
-        self._trace = trace_if_asked(settings, first.rank, first.groups.dp_cp.rank(), first.device)
-        self._shapes, self._patience = shapes, settings.patience
+        self._shapes, self._patience, self._trace = shapes, patience, trace
         self._data: DistributedData | ShardedData = DistributedData()
         if partition_of(first.models) is not None:
             self._data = ShardedData()
@@ -56,14 +53,16 @@ class Pipeline:
         self._executors: dict[int, Executor] = {}
         """By the number of chunks per rank."""
 
-    def run(self, batch: Batch, spec: ProgramSpec, program: Sequence[Action], shapes: Any, number: int) -> None:
+    def run(
+        self, batch: Batch, spec: ProgramSpec, program: Sequence[Action], shapes: Any, iteration: Callable[[], int]
+    ) -> None:
         """Runs ``batch``.
 
         Args:
             spec: that of the program of all ranks.
             program: the actions of this rank.
             shapes: the values that determine the shapes of tensors. If they changed, the links forget all shapes.
-            number: that of the training step, for the trace.
+            iteration: returns the number of the training step. It is not called in evaluations, which may have none.
 
         Raises ActionError, which names rank and action, if an action fails.
         """
@@ -77,18 +76,13 @@ class Pipeline:
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:
-                    self._trace.begin(number, executor, lambda: spec)
+                    self._trace.begin(iteration(), executor, lambda: spec)
                 self._data.begin(batch)
                 executor.run(program)
                 self._data.end()
         finally:
             self._batch = self._timing.timers = None
             self._data.forget()
-
-    def close(self) -> None:
-        """Writes what is left of the trace."""
-        if self._trace is not None:
-            self._trace.close()
 
     def _executor_of(self, batch: Batch) -> Executor:
         if len(batch.models) not in self._executors:

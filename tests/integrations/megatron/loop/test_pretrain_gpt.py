@@ -150,6 +150,13 @@ def test_a_trace_has_the_numbers_of_the_log(start, tmp_path):
         assert [[step.step for step in rank.steps] for rank in recording.ranks] == [[first]] * ranks
 
 
+def test_training_may_be_skipped(start, tmp_path):
+    """Megatron-LM then evaluates, and counts no iteration."""
+    flags = f"{start} --skip-train --eval-iters 2"
+    block = block_flag("", tmp_path)
+    assert pretrain(1, f"{flags} {block}", "-m ds_lgamp run").training == {}
+
+
 def test_a_file_of_other_chunks_is_refused(start, tmp_path):
     """Otherwise Megatron-LM would renumber the layers of a chunk and load layers with the same number."""
     files = f"--ckpt-format torch --load {tmp_path / 'saved'}"
