@@ -49,6 +49,8 @@ _FAREWELL = 1.0
 """Seconds to wait for others to take note of a goodbye."""
 _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
+_BACKLOG = 0.1
+"""Seconds to hear of what happened before SIGTERM came."""
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
 _HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
@@ -133,7 +135,6 @@ class Lifeline:
             self._stalls.finish()
             self._serve(lambda: len(self._neighbours) < 2, _STAY)
         finally:
-            self._termination.release()
             self._say_goodbye()
             self._serve(lambda: not self._neighbours, _FAREWELL)
             self.let_go()
@@ -274,7 +275,8 @@ class Lifeline:
         if source is not None:
             self._watched.discard(source)
         self._spread(kind, verdict)
-        if kind == _VERDICT and not self._leaving.is_set():
+        # Whoever refuses says so itself, unless SIGTERM is about to end this rank.
+        if (kind == _VERDICT or self._terminated) and not self._leaving.is_set():
             say(self._last_words())
         self._judged.set()
         # Nothing is left to say before SIGTERM ends this rank.
@@ -284,12 +286,15 @@ class Lifeline:
 
     def _terminate(self, termination: Termination) -> None:
         """Ends this rank, because SIGTERM has come. A verdict that comes within a moment tells why, and others have it
-        from this rank. Deaths from before SIGTERM have been heard: the system tells events in their order."""
-        if not termination.has_come() or self._terminated:
+        from this rank."""
+        if not termination.has_come():
             return
-        self._terminated = True
-        for neighbour in self._watched:
+        self._selector.unregister(termination)
+        for neighbour in list(self._watched):
             neighbour.send(_TERMINATED)
+        # A neighbour that ended before is to blame, even if SIGTERM has ended it.
+        self._serve(lambda: False, _BACKLOG)
+        self._terminated = True
         self._serve(lambda: False, NEWS)
         say(f"ds_lgamp: this rank, {self._own.rank} on {self._own.host}, was terminated (SIGTERM) {here}\n")
         termination.end()

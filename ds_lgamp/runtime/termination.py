@@ -5,8 +5,9 @@ main thread waits in C code. The lifeline's thread reads there, says what it kno
 default action. Until then the main thread stands still, if it runs Python code. Forked processes have the default
 action.
 
-What the script does with SIGTERM has precedence, be it set earlier or later. The thread needs the interpreter: where
-the main thread keeps it, SIGTERM ends the process once it is given away, or its launcher kills it.
+A handler that the script sets in Python has precedence, be it set earlier or later. The thread needs the interpreter:
+where the main thread keeps it, SIGTERM ends the process once it is given away, or its launcher kills it. The same holds
+if the script later lets signals be written to another file: a main thread that waits in C code then learns of none.
 """
 
 import ctypes
@@ -67,7 +68,8 @@ class Termination:
         if os.getpid() != self._process:
             # This one was forked, and what it would read here is its parent's.
             return False
-        with suppress(BlockingIOError):
+        # Nothing is left to read, or this one is closed.
+        with suppress(OSError):
             while True:
                 numbers, [(_, _, sender)], _, _ = self._bell.recvmsg(64, socket.CMSG_SPACE(_SENDER.size))
                 is_own = _SENDER.unpack(sender)[0] == self._process
@@ -97,7 +99,7 @@ class Termination:
         """Ends this process by the default action of SIGTERM."""
         _set_default_action()
         os.kill(os.getpid(), signal.SIGTERM)
-        # The first process of a container outlives that.
+        # The first process of a container outlives that, and one that blocks SIGTERM.
         os._exit(128 + signal.SIGTERM)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:

@@ -6,11 +6,14 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
 
 from ds_lgamp.runtime import lifeline
+from ds_lgamp.runtime.termination import Termination
 from testing.ranks import run_on_ranks, started_ranks
 from tests.runtime.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
@@ -36,7 +39,9 @@ def await_ready(folder, count):
 
 def terminate(ranks, *which):
     for rank in which:
-        os.kill(ranks[rank].pid, signal.SIGTERM)
+        # It may have ended.
+        with suppress(ProcessLookupError):
+            os.kill(ranks[rank].pid, signal.SIGTERM)
 
 
 def assert_terminated(ranks, folder, among, words="was terminated (SIGTERM) outside of a batch"):
@@ -107,6 +112,16 @@ def test_sigterm_ends_a_rank_at_once_that_has_spoken(tmp_path):
         terminate(ranks, 1)
         ranks[1].join(1)
         assert_ended(ranks, tmp_path, died(0), [1], -signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_sigterm_that_comes_again_does_not_delay_the_end(tmp_path):
+    with started_ranks(2, waits, tmp_path) as (ranks, _):
+        await_ready(tmp_path, 2)
+        for _ in range(5):
+            terminate(ranks, 0, 1)
+            time.sleep(0.4)
+        assert [rank.exitcode for rank in ranks] == [-signal.SIGTERM] * 2
 
 
 def calls_the_handler_before():
@@ -197,32 +212,34 @@ def set_handler_of_a_library():
 
 
 def keeps(set_it, first):
-    """Returns the actions of SIGTERM that Python knows after the start and after the end of the lifeline. In between
-    SIGTERM comes."""
+    """SIGTERM comes while there is a lifeline, and afterwards. Returns whether Python knows the script's handler then,
+    and how often that was called."""
     if first:
         set_it()
     lifeline.start()
     dist.barrier()
     if not first:
         set_it()
-    after_start = signal.getsignal(signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(1.5)
-    dist.barrier()
-    lifeline.leave()
-    return [action == take_note for action in (after_start, signal.getsignal(signal.SIGTERM))], len(handled)
+    is_known = []
+    for _ in range(2):
+        is_known.append(signal.getsignal(signal.SIGTERM) == take_note)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)
+        dist.barrier()
+        lifeline.leave()
+    return is_known, len(handled)
 
 
 @pytest.mark.parametrize(
-    ("set_it", "first", "kept"),
+    ("set_it", "first", "calls"),
     slow_except(
-        [(set_handler, True, 1)],
-        [(set_handler, True, 1), (set_handler, False, 1), (set_handler_of_a_library, True, 0)],
+        [(set_handler, False, 2)],
+        [(set_handler, True, 2), (set_handler, False, 2), (set_handler_of_a_library, True, 0)],
         several=True,
     ),
 )
-def test_a_handler_of_the_script_stays_and_alone_decides(set_it, first, kept):
-    assert run_on_ranks(2, keeps, set_it, first) == [([bool(kept)] * 2, kept)] * 2
+def test_a_handler_of_the_script_stays_and_alone_decides(set_it, first, calls):
+    assert run_on_ranks(2, keeps, set_it, first) == [([calls > 0] * 2, calls)] * 2
 
 
 def writes_signals_to_its_own_file(first):
@@ -246,20 +263,21 @@ def test_a_file_of_the_script_for_signals_stays(first):
 
 
 def with_a_child(fork):
-    """Terminates a child. Returns its end, and lives on for longer than a rank does that is terminated."""
+    """Terminates a child. Returns how it ends within the time that a rank takes to end, and lives on itself."""
     lifeline.start()
     dist.barrier()
+    ready, telling = os.pipe()
     child = fork()
     if child == 0:
+        os.write(telling, b"!")
         wait_for_ever()
-    time.sleep(0.2)
+    os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
-    time.sleep(0.3)
-    _, end = os.waitpid(child, os.WNOHANG)
-    if end == 0:
+    time.sleep(1.5)
+    ended, end = os.waitpid(child, os.WNOHANG)
+    if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    time.sleep(1.5)
     dist.barrier()
     lifeline.leave()
     return end
@@ -293,3 +311,45 @@ def test_a_rank_that_has_left_has_the_default_action(tmp_path):
         await_ready(tmp_path, 2)
         terminate(ranks, 0, 1)
         assert_terminated(ranks, tmp_path, [0, 1], words="")
+
+
+def exit_status_of(act):
+    """Returns the exit status of a forked process that does no more than this."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(act())
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def has_come_to_the_parent_alone():
+    termination = Termination()
+    noticed = []
+    for _ in range(2):
+        termination._alarm.send(bytes([0]))
+        noticed += exit_status_of(termination.has_come), termination.has_come()
+    return noticed == [False, True] * 2
+
+
+def test_a_forked_process_takes_no_note_of_what_came_to_its_parent():
+    assert exit_status_of(has_come_to_the_parent_alone) == 1
+
+
+def test_another_thread_than_the_main_one_changes_nothing():
+    termination = Termination()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(termination.catch).result()
+    assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == (signal.SIG_DFL, -1)
+    termination.close()
+
+
+def outlives_sigterm():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    Termination().end()
+
+
+def test_a_process_that_outlives_sigterm_ends_all_the_same():
+    """As the first one of a container does."""
+    assert exit_status_of(outlives_sigterm) == 128 + signal.SIGTERM
