@@ -146,17 +146,22 @@ class LiveState:
     @property
     def bytes_here(self) -> int:
         """The bytes of the numbers of this run in the folder, as this rank sees it: of all ranks of its node."""
-        return sum(path.stat().st_size for path in self._own.glob("*.bin"))
+        size = 0
+        for path in self._own.glob("*.bin"):
+            # Another rank may be removing its own.
+            with suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
 
     def remove(self) -> None:
         """Removes the files of this rank, which trains no more."""
         with suppress(CheckpointError):
             self.wait()
         self.step = None
-        for contents in self._slots:
-            contents.slot.remove()
-        # Fails as long as other ranks of the node have files there.
+        # The folder stays as long as other ranks of the node have files there. The next run removes what stays.
         with suppress(OSError):
+            for contents in self._slots:
+                contents.slot.remove()
             self._own.rmdir()
 
     def _before_all(self) -> None:

@@ -111,6 +111,8 @@ class Slot:
 
     def __init__(self, path: Path) -> None:
         self._data, self._header = path.with_suffix(".bin"), path.with_suffix(".json")
+        self._fresh = path.with_suffix(".partial")
+        """The next header."""
         self._file: int | None = None
         self._close: Callable[[], object] | None = None
         self._end = 0
@@ -132,6 +134,8 @@ class Slot:
     def remove(self) -> None:
         """Removes the files."""
         self.drop()
+        # A full disk may have left it.
+        self._fresh.unlink(missing_ok=True)
         if self._close is not None:
             # Memory stays in use as long as a file is open.
             self._close()
@@ -170,9 +174,8 @@ class Slot:
         os.fdatasync(self._file)
         whole = {"format": FORMAT, "written": time.time(), **header}
         text = json.dumps(whole)
-        fresh = self._header.with_suffix(".partial")
-        write_synced(fresh, f"{checksum_of(text.encode())}\n{text}")
-        os.replace(fresh, self._header)
+        write_synced(self._fresh, f"{checksum_of(text.encode())}\n{text}")
+        os.replace(self._fresh, self._header)
         sync_folder(self._header.parent)
 
 

@@ -67,7 +67,7 @@ class LiveCheckpoint:
             {"rank": self._rank, "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
             share_of(engine),
         )
-        self._is_over = False
+        self._has_saved = self._is_over = False
         _alive.add(self)
 
     def before_step(self) -> None:
@@ -82,7 +82,11 @@ class LiveCheckpoint:
         self._state.end_step(Rest(engine.global_steps, self._directory, state, own, buffers))
 
     def saves_in(self, directory: Path) -> None:
-        """Notes where the run's checkpoints are."""
+        """Notes where the run saves a checkpoint."""
+        self._directory, self._has_saved = str(directory.absolute()), True
+
+    def loads_from(self, directory: Path) -> None:
+        """Notes where the run loads a checkpoint, and will probably save."""
         self._directory = str(directory.absolute())
 
     def publish(self, directory: Path) -> None:
@@ -100,14 +104,13 @@ class LiveCheckpoint:
         self._state.wait()
 
     def end(self) -> None:
-        """Ends the run, once, when nothing of it is under way any more. Removes its states if load_checkpoint would
-        take none of them, because a checkpoint is as new; else rank 0 tells where they are. Ranks need not end
-        together."""
+        """Ends the run, once, when nothing of it is under way any more. Removes its states if a checkpoint that it has
+        saved is as new; else rank 0 tells where they are. Ranks need not end together."""
         step = self._state.step
         if self._is_over or step is None:
             return
         self._is_over = True
-        if self._directory is not None and last_step(Path(self._directory)) >= step:
+        if self._has_saved and self._directory is not None and last_step(Path(self._directory)) >= step:
             self._state.remove()
         elif self._rank == 0:
             logger.warning(

@@ -83,7 +83,7 @@ def load_checkpoint(
     wait_for_all()
     live = None if load_module_only else engine.live
     if live is not None:
-        live.saves_in(Path(load_dir))
+        live.loads_from(Path(load_dir))
         if tag is None:
             live.publish(Path(load_dir))
     candidates = find_checkpoints(Path(load_dir), tag)

@@ -68,9 +68,26 @@ def end(folder: Path, ended: End) -> Ended:
     return Ended(files, said, Run(CASES[ended.case], folder / "live").load(folder / "checkpoints"))
 
 
+def goes_back(folder: Path) -> Ended:
+    """A run saves twice. Another one goes on from the older checkpoint, and saves nothing."""
+    saved = folder / "checkpoints"
+    run = Run(CASES["zero 3"], folder / "first")
+    for _ in range(STEPS):
+        run.step()
+        run.engine.save_checkpoint(str(saved))
+    run.engine.destroy()
+    run = Run(CASES["zero 3"], folder / "live")
+    run.engine.load_checkpoint(str(saved), tag="global_step1")
+    run.step()
+    with heard(live.logger) as said:
+        run.engine.destroy()
+    return Ended(files_in(folder / "live"), said, run.engine.global_steps)
+
+
 def end_all(folder: Path) -> dict[str, Ended]:
     prepare_rank()
-    return {name: end(folder / name, ended) for name, ended in ENDS.items()}
+    ends = {name: end(folder / name, ended) for name, ended in ENDS.items()}
+    return {**ends, "went back": goes_back(folder / "went back")}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +105,12 @@ def test_nothing_is_left_if_a_checkpoint_is_as_new(ended, folder, name):
     for rank in ended:
         assert rank[name] == ([], [], STEPS)
     assert not list((folder / name / "live").iterdir())
+
+
+def test_states_stay_that_are_older_than_a_checkpoint_of_another_run(ended):
+    for number, rank in enumerate(ended):
+        assert f"{number}-0.bin" in rank["went back"].files and rank["went back"].begun < STEPS
+    assert "keeps the live state of step 2" in "".join(ended[0]["went back"].said)
 
 
 @pytest.mark.parametrize("name", ["saved before", "never saved", "never saved, updates in the next step"])
