@@ -3,8 +3,8 @@
 A small model trains on nodes of two ranks, which are torchrun's agents on this machine, and saves every other step. A
 rank is killed, a node is killed with all its ranks, a node joins: then all ranks start again. The time counts from the
 end of the last step before to the end of the first step that had not been made before. Most of it is the start of
-Python and its packages, and the seconds for which agents wait for more nodes. Steps since the newest checkpoint are
-made again.
+Python and its packages, and the seconds for which agents wait for more nodes. Steps since the newest whole checkpoint
+are made again.
 """
 
 import tempfile
@@ -57,7 +57,8 @@ def run(turns: int = TURNS) -> Record:
         seconds, again = map(list, zip(*costs))
         record.add(OURS, {"event": event}, "until training goes on", seconds, "s")
         record.add(OURS, {"event": event}, "steps made again", again, "steps")
-        record.aim(f"most steps made again, {event}", max(again), SAVED_EVERY)
+        # The last save may be under way in the background. It ends before the next one begins, but no earlier for sure.
+        record.aim(f"most steps made again, {event}", max(again), 2 * SAVED_EVERY)
     return record
 
 
