@@ -1,15 +1,10 @@
-"""What works where little else in this process does: last words, the system's clock, the device library's record."""
+"""What works where nothing in this process does: the system's clock ends it, and the device library's own record."""
 
 import faulthandler
 import os
-import sys
 import tempfile
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +14,6 @@ _LATER = 10.0
 set anew after half of them."""
 _LONGEST = 1e6
 """Seconds; Python's timer takes no more than some thousand times as many."""
-_RECORDER = 5.0
-"""Seconds to wait for the record of NCCL."""
-_FAILED = 1
 _later, _cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
 
 
@@ -74,28 +66,3 @@ def dump_flight_recorder(rank: int) -> Path | None:
     file = Path(f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', default)}{rank}")
     file.write_bytes(dump())
     return file
-
-
-def end(sentence: str, rank: int) -> NoReturn:
-    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
-    say(sentence)
-    for last, seconds in ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER)):
-        _try(last, seconds)
-    os._exit(_FAILED)
-
-
-def say(text: str) -> None:
-    """Writes to standard error, but does not wait for who reads there."""
-    _try(lambda: os.write(2, text.encode()), 1.0)
-
-
-def _try(act: Callable[[], Any], seconds: float) -> None:
-    """Acts, but does not wait for longer than ``seconds``."""
-
-    def attempt() -> None:
-        with suppress(Exception):
-            act()
-
-    actor = threading.Thread(target=attempt, daemon=True)
-    actor.start()
-    actor.join(seconds)
