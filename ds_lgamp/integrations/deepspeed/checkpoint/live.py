@@ -55,6 +55,8 @@ class LiveCheckpoint:
         self._run = everyone(uuid4().hex[:8])[0]
         self._directory: str | None = None
         """Where the run saves and loads checkpoints; None if it has not yet."""
+        self._saved_in: Path | None = None
+        """Where it has saved one; None if it has not yet."""
         optimizer = engine.optimizer
         self._rank = dist.get_rank()
         self._state = LiveState(
@@ -67,7 +69,7 @@ class LiveCheckpoint:
             {"rank": self._rank, "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
             share_of(engine),
         )
-        self._has_saved = self._is_over = False
+        self._is_over = False
         _alive.add(self)
 
     def before_step(self) -> None:
@@ -83,7 +85,8 @@ class LiveCheckpoint:
 
     def saves_in(self, directory: Path) -> None:
         """Notes where the run saves a checkpoint."""
-        self._directory, self._has_saved = str(directory.absolute()), True
+        self._saved_in = directory.absolute()
+        self._directory = str(self._saved_in)
 
     def loads_from(self, directory: Path) -> None:
         """Notes where the run loads a checkpoint, and will probably save."""
@@ -110,7 +113,7 @@ class LiveCheckpoint:
         if self._is_over or step is None:
             return
         self._is_over = True
-        if self._has_saved and self._directory is not None and last_step(Path(self._directory)) >= step:
+        if self._saved_in is not None and last_step(self._saved_in) >= step:
             self._state.remove()
         elif self._rank == 0:
             logger.warning(
