@@ -3,6 +3,7 @@
 import faulthandler
 import math
 import os
+import statistics
 import threading
 import time
 from contextlib import contextmanager
@@ -227,43 +228,36 @@ def test_calls_of_torch_say_for_which_ranks_they_wait():
     ]
 
 
-class Clock:
-    """Adds up the processor time of what it wraps."""
-
-    def __init__(self):
-        self.seconds, self.calls = 0.0, 0
-
-    def around(self, function):
-        def timed(*arguments, **options):
-            begin = time.thread_time()
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.seconds += time.thread_time() - begin
-                self.calls += 1
-
-        return timed
-
-
 def looks_at_itself():
-    """Returns the processor time of a look at a rank that trains, in seconds: the mean over some."""
+    """Returns the processor time of looks at a rank that gets on, in seconds."""
     lifeline.start()
-    talk, clock = lifeline._current._stalls, Clock()
-    talk.look = clock.around(talk.look)
+    talk, look, seconds = lifeline._current._stalls, lifeline._current._stalls.look, []
+
+    def timed(*arguments):
+        begin = time.thread_time()
+        look(*arguments)
+        seconds.append(time.thread_time() - begin)
+
+    talk.look = timed
     executor = running("F1.0", "forward")
     with here.in_batch(executor, "step 5", True, LIMIT):
         here.place = Place.BATCH
-        time.sleep(8 * TICK)
-    return clock.seconds / clock.calls
+        for step in range(80):
+            executor.row = step % len(executor.program)
+            time.sleep(TICK / 10)
+    return seconds
 
 
 SHARE = 1e-3
 
 
-def test_a_look_at_this_rank_costs_less_than_a_thousandth_of_the_second_between_two():
+@pytest.mark.timing
+def test_a_look_at_a_rank_that_gets_on_costs_less_than_a_thousandth_of_the_second_between_two():
     for seconds in run_on_ranks(2, looks_at_itself):
-        print(f"{1e6 * seconds:.0f} us")
-        assert seconds < SHARE * TICK, f"{1e6 * seconds:.0f} us"
+        # Not their mean: the first one loads code, and another process may have the caches for a while.
+        look = statistics.median(seconds)
+        print(f"{1e6 * look:.0f} us")
+        assert look < SHARE * TICK
 
 
 def dumps_the_record(folder):
