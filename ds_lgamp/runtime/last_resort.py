@@ -1,10 +1,16 @@
-"""What works where nothing in this process does: the system's clock ends it, and the device library's own record."""
+"""What works where little else in this process does: last words, the system's clock, the device library's record."""
 
 import faulthandler
+import math
 import os
+import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +20,9 @@ _LATER = 10.0
 set anew after half of them."""
 _LONGEST = 1e6
 """Seconds; Python's timer takes no more than some thousand times as many."""
+_RECORDER = 5.0
+"""Seconds to wait for the record of NCCL."""
+_FAILED = 1
 _later, _cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
 
 
@@ -31,8 +40,12 @@ class LastResort:
         self._stand_ins = self._take, self._give_back
 
     def arm(self, limit: float, now: float) -> None:
-        """Ends the process shortly after ``limit``, in seconds from ``now``, unless this is called again before."""
+        """Ends the process shortly after ``limit``, in seconds from ``now``, unless this is called again before. An
+        infinite limit ends nothing."""
         faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = self._stand_ins
+        if math.isinf(limit):
+            self._unset()
+            return
         is_set = self._armed is not None and now < self._armed[0] + _LATER / 2 and limit == self._armed[1]
         if not self._taken and not is_set:
             self._armed = now, limit
@@ -42,8 +55,12 @@ class LastResort:
         """Ends nothing any more."""
         if (faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later) == self._stand_ins:
             faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = _later, _cancel
+        self._unset()
+
+    def _unset(self) -> None:
         if self._armed is not None and not self._taken:
             _cancel()
+        self._armed = None
 
     def _take(self, *arguments: Any, **options: Any) -> None:
         self._taken = True
@@ -66,3 +83,28 @@ def dump_flight_recorder(rank: int) -> Path | None:
     file = Path(f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', default)}{rank}")
     file.write_bytes(dump())
     return file
+
+
+def end(sentence: str, rank: int) -> NoReturn:
+    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
+    say(sentence)
+    for last, seconds in ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER)):
+        _try(last, seconds)
+    os._exit(_FAILED)
+
+
+def say(text: str) -> None:
+    """Writes to standard error, but does not wait for who reads there."""
+    _try(lambda: os.write(2, text.encode()), 1.0)
+
+
+def _try(act: Callable[[], Any], seconds: float) -> None:
+    """Acts, but does not wait for longer than ``seconds``."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            act()
+
+    actor = threading.Thread(target=attempt, daemon=True)
+    actor.start()
+    actor.join(seconds)

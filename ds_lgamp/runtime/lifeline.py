@@ -8,7 +8,8 @@ that is left. Every second, the thread also looks whether its rank stands still 
 otherwise it sleeps until something happens.
 
 The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever,
-a timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`).
+a timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that is terminated speaks first
+(:mod:`ds_lgamp.runtime.termination`).
 """
 
 import json
@@ -24,7 +25,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_lgamp.runtime.before_init import attempt
-from ds_lgamp.runtime.last_resort import dump_flight_recorder
+from ds_lgamp.runtime.last_resort import end, say
 from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join, listen, own_address
 from ds_lgamp.runtime.stalls import TICK, StallTalk
+from ds_lgamp.runtime.termination import NEWS, Termination
 from ds_lgamp.runtime.whereabouts import here
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,11 @@ _FAREWELL = 1.0
 """Seconds to wait for others to take note of a goodbye."""
 _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
+_BACKLOG = 0.1
+"""Seconds to hear of what happened before SIGTERM came."""
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
-_RECORDER = 5.0
-"""Seconds to wait for the record of NCCL."""
-_FAILED = 1
-_HERE, _GOODBYE, _VERDICT, _REFUSAL = "here", "goodbye", "verdict", "refusal"
+_HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
 
 
 class Lifeline:
@@ -71,18 +71,22 @@ class Lifeline:
         self._neighbours: dict[Connection, Member] = {}
         self._watched: set[Connection] = set()
         """The neighbours that have not said goodbye."""
+        self._ending: set[Connection] = set()
+        """The neighbours that SIGTERM ends."""
         self._hub: Connection | None = None
         """The connection to the hub; None if this rank is the hub."""
-        self._stalls = StallTalk(own, world, _say, self._stalled)
+        self._stalls = StallTalk(own, world, say, self._stalled)
         self._newcomers: dict[Connection, float] = {}
         """Connections that have not shown the token, and when they began."""
         self._verdict: str | None = None
         self._judged, self._leaving = threading.Event(), threading.Event()
         self._said, self._speaking = False, threading.Lock()
+        self._termination, self._terminated = Termination(), False
         self._alarm, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._await(listener, self._accept)
         self._await(self._bell, lambda bell: bell.recv(1))
+        self._await(self._termination, self._terminate)
         self.ending: Any = None
         self._thread = threading.Thread(target=self._watch, name="ds_lgamp lifeline", daemon=True)
 
@@ -91,9 +95,11 @@ class Lifeline:
         if hub is not None:
             self._join(hub)
         self._thread.start()
+        self._termination.catch()
 
     def leave(self) -> None:
         """Says goodbye. From now on, the end of this rank ends no other, and no other's end ends this rank."""
+        self._termination.release()
         self._leaving.set()
         with suppress(OSError):
             self._alarm.send(b"!")
@@ -116,8 +122,9 @@ class Lifeline:
         """Closes what this process has of the connections. A forked process must not keep them open."""
         for connection in (*self._neighbours, *self._newcomers):
             connection.close()
-        for end in (self._listener, self._alarm, self._bell):
-            end.close()
+        for left in (self._listener, self._alarm, self._bell):
+            left.close()
+        self._termination.close()
         self._selector.close()
 
     # What the thread does
@@ -196,6 +203,8 @@ class Lifeline:
                 self._watched.add(neighbour)
             elif kind in (_VERDICT, _REFUSAL):
                 self._judge(content, neighbour, kind)
+            elif kind == _TERMINATED:
+                self._ending.add(neighbour)
             elif kind == _GOODBYE:
                 self._stalls.note_goodbye(self._neighbours[neighbour])
                 self._drop(neighbour)
@@ -204,7 +213,9 @@ class Lifeline:
             else:
                 self._stalls.hear(kind, content, neighbour)
         if ended:
-            died, member = neighbour in self._watched, self._neighbours[neighbour]
+            member = self._neighbours[neighbour]
+            # What terminates this rank, too, is to blame rather than a neighbour that it ends first.
+            died = neighbour in self._watched and not (self._terminated and neighbour in self._ending)
             self._drop(neighbour)
             if died:
                 self._judge(f"{member.name} died", neighbour)
@@ -213,6 +224,7 @@ class Lifeline:
         self._selector.unregister(neighbour)
         del self._neighbours[neighbour]
         self._watched.discard(neighbour)
+        self._ending.discard(neighbour)
         if neighbour is self._hub:
             self._hub = None
         neighbour.close()
@@ -251,7 +263,7 @@ class Lifeline:
     def _stalled(self, verdict: str, stack: str) -> None:
         """Ends the job, because a rank stands still."""
         if stack:
-            _say(f"ds_lgamp: the last calls of the rank that stands still:\n{stack}")
+            say(f"ds_lgamp: the last calls of the rank that stands still:\n{stack}")
         self._judge(verdict, None)
 
     def _judge(self, verdict: str, source: Connection | None, kind: str = _VERDICT) -> None:
@@ -263,11 +275,29 @@ class Lifeline:
         if source is not None:
             self._watched.discard(source)
         self._spread(kind, verdict)
-        if kind == _VERDICT and not self._leaving.is_set():
-            _say(self._last_words())
+        # Whoever refuses says so itself, unless SIGTERM is about to end this rank.
+        if (kind == _VERDICT or self._terminated) and not self._leaving.is_set():
+            say(self._last_words())
         self._judged.set()
+        # Nothing is left to say before SIGTERM ends this rank.
+        self._termination.release()
         if not self._leaving.wait(_GRACE):
-            _end(self._last_words(), self._own.rank)
+            end(self._last_words(), self._own.rank)
+
+    def _terminate(self, termination: Termination) -> None:
+        """Ends this rank, because SIGTERM has come. A verdict that comes within a moment tells why, and others have it
+        from this rank."""
+        if not termination.has_come():
+            return
+        self._selector.unregister(termination)
+        for neighbour in list(self._watched):
+            neighbour.send(_TERMINATED)
+        # A neighbour that ended before is to blame, even if SIGTERM has ended it.
+        self._serve(lambda: False, _BACKLOG)
+        self._terminated = True
+        self._serve(lambda: False, NEWS)
+        say(f"ds_lgamp: this rank, {self._own.rank} on {self._own.host}, was terminated (SIGTERM) {here}\n")
+        termination.end()
 
     def _spread(self, kind: str, verdict: str) -> None:
         for neighbour in list(self._watched):
@@ -283,30 +313,6 @@ class Lifeline:
 
     def _sentence(self) -> str:
         return f"ds_lgamp: {self._verdict}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"
-
-
-def _end(sentence: str, rank: int) -> None:
-    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
-    _say(sentence)
-    for last, seconds in ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER)):
-        _try(last, seconds)
-    os._exit(_FAILED)
-
-
-def _say(text: str) -> None:
-    _try(lambda: os.write(2, text.encode()), 1.0)
-
-
-def _try(act: Callable[[], Any], seconds: float) -> None:
-    """Acts, but does not wait for longer than ``seconds``."""
-
-    def attempt() -> None:
-        with suppress(Exception):
-            act()
-
-    actor = threading.Thread(target=attempt, daemon=True)
-    actor.start()
-    actor.join(seconds)
 
 
 # The one lifeline of a process

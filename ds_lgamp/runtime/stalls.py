@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from ds_lgamp.runtime.last_resort import LastResort
 from ds_lgamp.runtime.neighbours import Connection, Member
 from ds_lgamp.runtime.watch import Asking, Rounds, Said, stalls
-from ds_lgamp.runtime.whereabouts import Observer
+from ds_lgamp.runtime.whereabouts import Observer, here
 from ds_lgamp.schedule.culprit import Silent
 from ds_lgamp.schedule.standing import Standing
 
@@ -35,6 +35,7 @@ class StallTalk:
         self._left: dict[int, tuple[float, str]] = {}
         """By rank, when it said goodbye: by this process's clock, and for people."""
         self._last_resort = LastResort()
+        here.on_new_limit = lambda limit: self._last_resort.arm(limit, time.monotonic())
 
     def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> None:
         """Looks at this rank, and does what is due.
@@ -45,8 +46,7 @@ class StallTalk:
         """
         now = time.monotonic()
         own = self._observer.look(now)
-        if math.isfinite(own.limit):
-            self._last_resort.arm(own.limit, now)
+        self._last_resort.arm(own.limit, now)
         if hub is not None:
             self._call(own, hub, neighbours[hub].rank, now)
         else:
@@ -67,6 +67,7 @@ class StallTalk:
 
     def finish(self) -> None:
         """Judges nobody any more."""
+        here.on_new_limit = None
         self._last_resort.disarm()
 
     def _call(self, own: Standing, hub: Connection, rank: int, now: float) -> None:

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from linecache import getline
@@ -55,12 +55,26 @@ class Whereabouts:
         """How many batches this process has begun, whatever the engine."""
         self.label = ""
         self.place = Place.SCRIPT
-        self.limit = math.inf
-        """How many seconds the rank may stand still."""
+        self._limit = math.inf
+        self.on_new_limit: Callable[[float], None] | None = None
+        """Called in the main thread with a limit that differs from the one before. From then on the main thread may
+        keep the interpreter, so that no other thread sees the limit."""
         self.awaited = ""
         """What the main thread waits for that another thread does with all ranks; "" if nothing."""
         self._executor: weakref.ref[Running] | None = None
         self.thread = threading.main_thread().ident
+
+    @property
+    def limit(self) -> float:
+        """How many seconds the rank may stand still."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, seconds: float) -> None:
+        if seconds != self._limit:
+            self._limit = seconds
+            if self.on_new_limit is not None:
+                self.on_new_limit(seconds)
 
     @property
     def executor(self) -> Running | None:

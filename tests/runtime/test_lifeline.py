@@ -1,6 +1,5 @@
 """Ranks that die while the others wait in C code that no broken connection ends, as kernels of NCCL do."""
 
-import ctypes
 import logging
 import os
 import signal
@@ -17,26 +16,10 @@ from ds_lgamp.runtime import lifeline, neighbours
 from ds_lgamp.runtime.lifeline import Lifeline
 from ds_lgamp.runtime.neighbours import Member
 from testing.ranks import run_on_ranks, shared_number, started_ranks
+from tests.runtime.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
 
-HOST = socket.gethostname()
-SECONDS = 30
-"""The time in which a dead rank must have ended the others."""
 TOKEN = "0f" * 16
-
-
-def wait_for_ever():
-    """Waits as a call of CUDA does: in C, without the interpreter."""
-    ctypes.CDLL(None).pause()
-
-
-def begin(folder):
-    """Starts the lifeline and writes standard error to a file of this rank. Returns the rank."""
-    rank = dist.get_rank()
-    os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
-    lifeline.start()
-    dist.barrier()
-    return rank
 
 
 def kill():
@@ -60,21 +43,6 @@ def know(ranks):
     """Waits until this rank holds connections to ``ranks`` and no others."""
     while {member.rank for member in list(lifeline._current._neighbours.values())} != ranks:
         time.sleep(0.02)
-
-
-def died(*ranks):
-    return [f"rank {rank} on {HOST} died" for rank in ranks]
-
-
-def assert_ended(ranks, folder, verdicts, among):
-    """Checks that the ranks ``among`` end, and that each reports one of the ``verdicts`` once."""
-    deadline = time.monotonic() + SECONDS
-    for rank in among:
-        ranks[rank].join(max(0, deadline - time.monotonic()))
-        assert ranks[rank].exitcode == 1, f"rank {rank} ends with {ranks[rank].exitcode}"
-        lines = (folder / str(rank)).read_text().splitlines()
-        said = [line for line in lines if f"; this rank, {rank} on {HOST}, ends " in line]
-        assert len(said) == 1 and any(said[0].startswith(f"ds_lgamp: {verdict};") for verdict in verdicts), lines
 
 
 def some_are_killed(folder, killed):

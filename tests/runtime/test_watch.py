@@ -1,5 +1,6 @@
 """When ranks ask, warn and end, by an invented clock; and where a rank stands, as another thread sees it."""
 
+import ctypes
 import faulthandler
 import math
 import os
@@ -22,7 +23,7 @@ from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.standing import Neighbours, Standing, Wait
-from testing.ranks import run_on_ranks
+from testing.ranks import run_on_ranks, started_ranks
 
 LIMIT = 120.0
 MESSAGE = Wait((1,), "the activation that rank 1 sends after F0.0", "SEND_F", 1)
@@ -178,6 +179,15 @@ def test_the_first_batch_may_take_longer_and_the_first_evaluation_too():
     assert limits == [FIRST_BATCH * LIMIT, LIMIT, FIRST_BATCH * LIMIT, LIMIT]
 
 
+def test_a_new_limit_is_told_before_the_batch_begins():
+    whereabouts, executor, told = Whereabouts(), running("F1.0", ""), []
+    whereabouts.on_new_limit = told.append
+    for _ in range(2):
+        with whereabouts.in_batch(executor, "", True, LIMIT):
+            told.append("batch")
+    assert told == [FIRST_BATCH * LIMIT, "batch", LIMIT, "batch"]
+
+
 def test_an_engine_that_is_gone_is_not_kept_alive():
     whereabouts, executor = Whereabouts(), running("F1.0", "")
     with whereabouts.in_batch(executor, "step 5", True, LIMIT):
@@ -288,6 +298,33 @@ def test_the_timer_of_faulthandler_is_left_alone_while_the_script_uses_it(monkey
     faulthandler.cancel_dump_traceback_later()
     own.arm(LIMIT, 13.0)
     own.disarm()
+    own.disarm()
     set_by_us = ((LIMIT + 10,), True)
     assert calls == [set_by_us, set_by_us, ((30,), False), "cancelled", set_by_us, "cancelled"]
     assert faulthandler.dump_traceback_later is last_resort._later
+
+
+def test_a_limit_that_ends_unsets_the_timer(monkeypatch):
+    calls = []
+    monkeypatch.setattr(last_resort, "_later", lambda seconds, **options: calls.append(seconds))
+    monkeypatch.setattr(last_resort, "_cancel", lambda: calls.append("cancelled"))
+    own = LastResort()
+    for now, limit in enumerate((math.inf, LIMIT, LIMIT, math.inf, math.inf, LIMIT)):
+        own.arm(limit, float(now))
+    own.disarm()
+    assert calls == [LIMIT + 10, "cancelled", LIMIT + 10, "cancelled"]
+
+
+def keeps_the_interpreter():
+    """Does so from the first batch on, before any thread could look at it. Returns if nothing ends it."""
+    last_resort._LATER = 1.0
+    lifeline.start()
+    with here.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
+        ctypes.PyDLL(None).sleep(20)
+
+
+def test_a_rank_that_keeps_the_interpreter_from_its_first_batch_on_ends():
+    with started_ranks(2, keeps_the_interpreter) as (ranks, _):
+        for rank in ranks:
+            rank.join(60)
+            assert rank.exitcode == 1

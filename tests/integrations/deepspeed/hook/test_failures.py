@@ -142,12 +142,9 @@ def test_a_rank_that_breaks_ends_the_job_and_is_named(launcher, fault, engine, t
     assert outcome.seconds < (STALL if fault in STALLS else DEATH), outcome.output
     assert not outcome.left
     for rank in range(RANKS - 1):
-        # A survivor may notice by itself that a connection ended, and then says where.
+        # The launcher may have terminated this one at once.
         own = rf"; this rank, {rank} on {HOST}, ends (in|at|between|where|outside)\b.* step \d"
-        failed = rf"rank {rank} \(pipeline rank \d\) failed at [^:]* of step 3: "
-        named = re.search(rf"ds_lgamp: {SAYS[fault]}{own}", outcome.output)
-        assert named or (fault not in STALLS and re.search(failed, outcome.output)), outcome.output
-    assert re.search(rf"ds_lgamp: {SAYS[fault]}; this rank, ", outcome.output) or fault == "raises", outcome.output
+        assert re.search(rf"ds_lgamp: {SAYS[fault]}{own}", outcome.output), outcome.output
 
 
 @pytest.mark.parametrize("engine", slow_except([], ["pipeline", "plain"], slow=["pipeline"]))
