@@ -4,28 +4,11 @@ The script runs, unedited and in one process, up to ``deepspeed.initialize``; th
 own functions compute what would have followed.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
-from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.disk import OnDisk, disk_use, host_beside_disk
-from ds_lgamp.cost.live import LiveUse, live_use
-from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes
-from ds_lgamp.cost.traffic import (
-    Traffic,
-    bus_bytes,
-    bytes_between_nodes,
-    collective_bytes,
-    hop_bytes,
-    predict_traffic,
-)
 from ds_lgamp.integrations.deepspeed.config.offload import on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
@@ -35,12 +18,12 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     measure_activations,
 )
 from ds_lgamp.integrations.deepspeed.explain.element_bytes import element_bytes, optimizer_facts
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
-from ds_lgamp.integrations.deepspeed.explain.update_traffic import Rule, rule_of, update_memory, update_traffic
+from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
+from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.selective import refuse_unless_offered
-from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks, split_automatic
@@ -80,8 +63,6 @@ def explain(
     model = ModelSizes(module, layout)
     if settings.recompute == "selective":
         refuse_unless_offered(model.offers_selective)
-    data_ranks = module.topology().get_dim("data")
-    tensor_ranks = module.topology().get_dim("model") or 1
     activations, unknown = None, None
     try:
         samples = config_class.train_micro_batch_size_per_gpu
@@ -91,20 +72,25 @@ def explain(
         )
     except UnknownActivations as reason:
         unknown = str(reason)
-    rule = rule_of(optimizer, config_class)
-    on_disk = on_disk_of(config_class, settings)
-    place = spec, data_ranks, tensor_ranks
-    live = None if settings.live_checkpoint is None else partial(live_use, updates=spec.updates)
-    ranks = [
-        _rank_facts(model, rank, actions, *place, size, activations, settings.reproducible, rule, on_disk, live)
-        for rank, actions in enumerate(program)
-    ]
+    step = Step(
+        model=model,
+        spec=spec,
+        data_ranks=module.topology().get_dim("data"),
+        tensor_ranks=module.topology().get_dim("model") or 1,
+        size=size,
+        activations=activations,
+        in_rank_order=settings.reproducible,
+        rule=rule_of(optimizer, config_class),
+        on_disk=on_disk_of(config_class, settings),
+        leaves_live_states=settings.live_checkpoint is not None,
+    )
+    ranks = [step.facts(rank, actions) for rank, actions in enumerate(program)]
     chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
-    repeats = spec.zero_stage == 3 and data_ranks > 1
+    repeats = spec.zero_stage == 3 and step.data_ranks > 1
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
-        data_ranks=data_ranks,
-        tensor_ranks=tensor_ranks,
+        data_ranks=step.data_ranks,
+        tensor_ranks=step.tensor_ranks,
         schedule=spec.schedule,
         placement=_placement_name(settings),
         zero_stage=spec.zero_stage,
@@ -138,83 +124,6 @@ def enabled_block(config: dict[str, Any]) -> LgampConfig:
     if settings is None:
         raise ConfigError(f'there is no enabled {BLOCK} block, stock DeepSpeed would run; add "{BLOCK}": {{}}')
     return settings
-
-
-def _rank_facts(
-    model: ModelSizes,
-    rank: int,
-    actions: Sequence[Action],
-    spec: ProgramSpec,
-    data_ranks: int,
-    tensor_ranks: int,
-    size: ElementBytes,
-    activations: ActivationBytes | None,
-    in_rank_order: bool,
-    rule: Rule,
-    on_disk: OnDisk,
-    live: Callable[..., LiveUse] | None,
-) -> RankFacts:
-    """Returns what a pipeline rank holds and does in a step, its ``actions``. ``live`` predicts what live states take;
-    None without them."""
-    chunks, tied, units = model.chunks(rank), model.tied(rank), model.units(rank)
-    if activations is not None:
-        chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
-    training = [unit for unit in units if not unit.frozen]
-    traffic = predict_traffic(
-        actions,
-        spec.zero_stage,
-        [chunk for unit in training if not unit.tied for chunk in unit.chunks],
-        [unit.chunks for unit in training if unit.tied],
-        [unit.chunks for unit in units if unit.frozen],
-    )
-    replicated = spec.hierarchy is not None and spec.hierarchy.replicated
-    sharing = spec.hierarchy.node_ranks if replicated and spec.hierarchy is not None else data_ranks
-    update = update_traffic(model, rank, rule, spec.zero_stage, sharing, in_rank_order)
-    if data_ranks == 1:
-        traffic = Traffic(sends=traffic.sends, receives=traffic.receives)
-    hierarchy, loaded, stored = spec.hierarchy, None, None
-    if spec.offload is not None:
-        loaded, stored = bus_bytes(actions, units, spec.offload, spec.zero_stage, data_ranks, size)
-    memory = rank_memory(
-        actions,
-        units,
-        spec.zero_stage,
-        data_ranks,
-        size,
-        all_to_all=in_rank_order or get_accelerator().communication_backend_name() == "gloo",
-        activation_bytes=activations,
-        in_rank_order=in_rank_order,
-        hierarchy=hierarchy,
-        step=update_memory(model, rank, rule, spec.zero_stage, sharing) if tensor_ranks == 1 else None,
-        offload=spec.offload,
-    )
-    disk = None
-    if any(on_disk):
-        disk = disk_use(actions, units, spec.offload, on_disk, spec.zero_stage, data_ranks, size, activations)
-        if memory.host is not None:
-            memory = replace(memory, host=host_beside_disk(memory.host, on_disk, size, disk.buffers))
-    return RankFacts(
-        pipeline_rank=rank,
-        chunks=chunks,
-        tied=tied,
-        parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in tied),
-        traffic=traffic,
-        tied_sums=sum(unit.copies > 1 for unit in units),
-        collective_bytes_sent=sum(
-            collective_bytes(actions, unit, spec.zero_stage, data_ranks, size, hierarchy) for unit in units
-        ),
-        bytes_between_nodes=None
-        if hierarchy is None
-        else sum(bytes_between_nodes(actions, unit, data_ranks, size, hierarchy) for unit in units),
-        update_collectives=update.collectives,
-        update_bytes_sent=update.sent,
-        memory=memory,
-        bus_bytes_loaded=loaded,
-        bus_bytes_stored=stored,
-        disk=disk,
-        live=None if live is None else live(units, spec.zero_stage, data_ranks, size, hierarchy),
-        hop_bytes=None if activations is None else hop_bytes(rank, spec.placement, spec.micro_batches, activations),
-    )
 
 
 def _costs(spec: ProgramSpec, layout: Layout, settings: LgampConfig, module: PipelineModule) -> Costs:

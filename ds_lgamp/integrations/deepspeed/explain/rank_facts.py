@@ -1,0 +1,153 @@
+"""Computes what a pipeline rank would hold and do in a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_lgamp.cost.activations import ActivationBytes
+from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk
+from ds_lgamp.cost.live import LiveUse, live_use
+from ds_lgamp.cost.memory import Memory, rank_memory
+from ds_lgamp.cost.state import ElementBytes, UnitSize
+from ds_lgamp.cost.traffic import (
+    Traffic,
+    bus_bytes,
+    bytes_between_nodes,
+    collective_bytes,
+    hop_bytes,
+    predict_traffic,
+)
+from ds_lgamp.integrations.deepspeed.explain.facts import RankFacts
+from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
+from ds_lgamp.integrations.deepspeed.explain.update_traffic import Rule, UpdateTraffic, update_memory, update_traffic
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.spec import ProgramSpec
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of an imagined engine, on the data-parallel ranks with the most micro-batches."""
+
+    model: ModelSizes
+    spec: ProgramSpec
+    data_ranks: int
+    tensor_ranks: int
+    size: ElementBytes
+    activations: ActivationBytes | None
+    """None if they are unknown."""
+    in_rank_order: bool
+    """Whether sums over data-parallel ranks are taken in the order of the ranks."""
+    rule: Rule
+    on_disk: OnDisk
+    leaves_live_states: bool
+
+    def facts(self, rank: int, actions: Sequence[Action]) -> RankFacts:
+        """Returns what a pipeline rank holds, and does in a step, its ``actions``."""
+        chunks, tied, units = self.model.chunks(rank), self.model.tied(rank), self.model.units(rank)
+        if self.activations is not None:
+            chunks = [replace(facts, forward_flops=self.activations.flops[facts.chunk]) for facts in chunks]
+        memory, disk = self._memory_and_disk(rank, actions, units)
+        update = self._update_traffic(rank)
+        loaded, stored = self._bus_bytes(actions, units)
+        return RankFacts(
+            pipeline_rank=rank,
+            chunks=chunks,
+            tied=tied,
+            parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in tied),
+            traffic=self._traffic(actions, units),
+            tied_sums=sum(unit.copies > 1 for unit in units),
+            collective_bytes_sent=self._collective_bytes(actions, units),
+            bytes_between_nodes=self._bytes_between_nodes(actions, units),
+            update_collectives=update.collectives,
+            update_bytes_sent=update.sent,
+            memory=memory,
+            bus_bytes_loaded=loaded,
+            bus_bytes_stored=stored,
+            disk=disk,
+            live=self._live(units),
+            hop_bytes=self._hop_bytes(rank),
+        )
+
+    @property
+    def _sharing_ranks(self) -> int:
+        """How many data-parallel ranks share one copy of the state."""
+        hierarchy = self.spec.hierarchy
+        return hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
+
+    def _traffic(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> Traffic:
+        training = [unit for unit in units if not unit.frozen]
+        traffic = predict_traffic(
+            actions,
+            self.spec.zero_stage,
+            [chunk for unit in training if not unit.tied for chunk in unit.chunks],
+            [unit.chunks for unit in training if unit.tied],
+            [unit.chunks for unit in units if unit.frozen],
+        )
+        return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
+
+    def _update_traffic(self, rank: int) -> UpdateTraffic:
+        stage, sharing = self.spec.zero_stage, self._sharing_ranks
+        return update_traffic(self.model, rank, self.rule, stage, sharing, self.in_rank_order)
+
+    def _collective_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int:
+        stage, hierarchy = self.spec.zero_stage, self.spec.hierarchy
+        return sum(collective_bytes(actions, unit, stage, self.data_ranks, self.size, hierarchy) for unit in units)
+
+    def _bytes_between_nodes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int | None:
+        hierarchy = self.spec.hierarchy
+        if hierarchy is None:
+            return None
+        return sum(bytes_between_nodes(actions, unit, self.data_ranks, self.size, hierarchy) for unit in units)
+
+    def _bus_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> tuple[int | None, int | None]:
+        """Returns the bytes that are loaded and stored; None without offloading."""
+        if self.spec.offload is None:
+            return None, None
+        return bus_bytes(actions, units, self.spec.offload, self.spec.zero_stage, self.data_ranks, self.size)
+
+    def _memory_and_disk(
+        self, rank: int, actions: Sequence[Action], units: Sequence[UnitSize]
+    ) -> tuple[Memory, DiskUse | None]:
+        spec, step = self.spec, None
+        if self.tensor_ranks == 1:
+            step = update_memory(self.model, rank, self.rule, spec.zero_stage, self._sharing_ranks)
+        memory = rank_memory(
+            actions,
+            units,
+            spec.zero_stage,
+            self.data_ranks,
+            self.size,
+            all_to_all=self.in_rank_order or get_accelerator().communication_backend_name() == "gloo",
+            activation_bytes=self.activations,
+            in_rank_order=self.in_rank_order,
+            hierarchy=spec.hierarchy,
+            step=step,
+            offload=spec.offload,
+        )
+        if not any(self.on_disk):
+            return memory, None
+        disk = disk_use(
+            actions,
+            units,
+            spec.offload,
+            self.on_disk,
+            spec.zero_stage,
+            self.data_ranks,
+            self.size,
+            self.activations,
+        )
+        if memory.host is not None:
+            memory = replace(memory, host=host_beside_disk(memory.host, self.on_disk, self.size, disk.buffers))
+        return memory, disk
+
+    def _live(self, units: Sequence[UnitSize]) -> LiveUse | None:
+        if not self.leaves_live_states:
+            return None
+        spec = self.spec
+        return live_use(units, spec.zero_stage, self.data_ranks, self.size, spec.hierarchy, spec.updates)
+
+    def _hop_bytes(self, rank: int) -> int | None:
+        if self.activations is None:
+            return None
+        return hop_bytes(rank, self.spec.placement, self.spec.micro_batches, self.activations)
