@@ -108,13 +108,6 @@ def install_training(job: Job) -> None:
         checkpointing._load_base_checkpoint,
     )
 
-    @wraps(stock_validate)
-    def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Namespace:  # noqa: B006 as stock's
-        unread = validate_with_block(args, job, lambda: stock_validate(args, defaults))
-        if unread and args.rank == 0:
-            print(f"ds_lgamp: Megatron-LM's flags replace these keys: {', '.join(unread)}")
-        return args
-
     handshaken = False
 
     def begin_building() -> None:
@@ -140,10 +133,41 @@ def install_training(job: Job) -> None:
             raise ConfigError(f"Megatron-LM built {len(models)} chunks instead of {chunks}; use release {TESTED}")
         return models
 
-    @wraps(stock_skip)
+    load, read = guarded(into_shards(stock_load) if job.zero_stage > 1 else stock_load, stock_read)
+    install_schedules(job, lambda: training.get_args().curr_iteration + 1)
+    found: dict[Callable[..., Any], Callable[..., Any]] = {
+        stock_validate: _validating(stock_validate, job),
+        stock_get_model: get_model,
+        stock_skip: _skipping(stock_skip, training),
+        stock_load: load,
+        stock_read: read,
+        **builder_replacements(begin_building, job.zero_stage),
+        **(training_replacements() if job.zero_stage > 1 else {}),
+    }
+    for stock, replacement in found.items():
+        _replace(stock, replacement)
+
+
+def _validating(stock: Callable[..., Namespace], job: Job) -> Callable[..., Namespace]:
+    """Returns what checks Megatron-LM's arguments and sets those for chunks."""
+
+    @wraps(stock)
+    def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Namespace:  # noqa: B006 as stock's
+        unread = validate_with_block(args, job, lambda: stock(args, defaults))
+        if unread and args.rank == 0:
+            print(f"ds_lgamp: Megatron-LM's flags replace these keys: {', '.join(unread)}")
+        return args
+
+    return validate_args
+
+
+def _skipping(stock: Callable[[Any], None], training: Any) -> Callable[[Any], None]:
+    """Returns what passes over the data of a step that is not made, for any number of chunks."""
+
+    @wraps(stock)
     def dummy_train_step(data_iterator: Any) -> None:
         if not isinstance(data_iterator, list):
-            stock_skip(data_iterator)
+            stock(data_iterator)
             return
         # A chunk has an iterator of its own, or none.
         iterators = [iterator for iterator in data_iterator if iterator is not None]
@@ -153,19 +177,7 @@ def install_training(job: Job) -> None:
                 for _ in range(training.get_num_microbatches()):
                     next(iterator)
 
-    load, read = guarded(into_shards(stock_load) if job.zero_stage > 1 else stock_load, stock_read)
-    install_schedules(job, lambda: training.get_args().curr_iteration + 1)
-    found: dict[Callable[..., Any], Callable[..., Any]] = {
-        stock_validate: validate_args,
-        stock_get_model: get_model,
-        stock_skip: dummy_train_step,
-        stock_load: load,
-        stock_read: read,
-        **builder_replacements(begin_building, job.zero_stage),
-        **(training_replacements() if job.zero_stage > 1 else {}),
-    }
-    for stock, replacement in found.items():
-        _replace(stock, replacement)
+    return dummy_train_step
 
 
 def uninstall() -> None:
