@@ -79,7 +79,7 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
 
 def _publish(options: argparse.Namespace, output: TextIO) -> None:
     with at_work(f"reading {options.source}"):
-        target = publish_alone(options.source, partial(_new, options.target))
+        target = publish_alone(options.source, partial(_inside, options.target))
         folders.write_latest(target.parent, target.name)
     _tell(options, output, f"wrote {target}", folder=str(target))
 
@@ -161,6 +161,14 @@ def _new(target: Path, tag: str) -> Path:
     if folder.exists():
         raise CheckpointError(f"{folder} exists; remove it or name another folder")
     return folder
+
+
+def _inside(directory: Path, tag: str) -> Path:
+    """Returns ``tag`` in a directory of checkpoints. Raises CheckpointError if that exists, or if ``directory`` is a
+    checkpoint itself."""
+    if _is_checkpoint(directory):
+        raise CheckpointError(f"{directory} is a checkpoint; name the directory that holds it")
+    return _new(directory / tag, tag)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -29,9 +29,9 @@ EXAMPLES = {
     "checkpoint verify": ("ds_lgamp checkpoint verify runs/checkpoints/global_step100",),
     "checkpoint export": (
         "ds_lgamp checkpoint export runs/checkpoints weights",
-        "ds_lgamp checkpoint export runs/checkpoints stock --format deepspeed --pipeline-ranks 2 --data-ranks 4",
+        "ds_lgamp checkpoint export runs/checkpoints stock/start --format deepspeed --pipeline-ranks 2 --data-ranks 4",
     ),
-    "checkpoint import": ("ds_lgamp checkpoint import model.safetensors runs/checkpoints",),
+    "checkpoint import": ("ds_lgamp checkpoint import model.safetensors runs/checkpoints/start",),
     "checkpoint publish": ("ds_lgamp checkpoint publish /dev/shm/live runs/checkpoints",),
     "cluster detect": ("torchrun --nnodes 4 --nproc_per_node 8 -m ds_lgamp cluster detect cluster.json",),
     "env": ("ds_lgamp env --json",),

@@ -121,7 +121,7 @@ def _add_checkpoint_command(commands) -> None:
         "target",
         type=Path,
         metavar="DIR/TAG",
-        help="a new folder, or an existing one, to which the source's name is added",
+        help="a new folder, or an existing directory of checkpoints, where the source's name is the tag",
     )
     publishing = actions.add_parser(
         "publish",
@@ -132,7 +132,7 @@ def _add_checkpoint_command(commands) -> None:
         "source", type=Path, metavar="FOLDER", help="the folder of live_checkpoint, with the files of all ranks"
     )
     publishing.add_argument(
-        "target", type=Path, metavar="DIR/TAG", help="a new folder, or an existing one, to which the step is added"
+        "target", type=Path, metavar="DIR", help="the directory of checkpoints, which gets DIR/global_stepN"
     )
     for action in (info, verify, export, importing, publishing):
         action.add_argument("--json", action="store_true", help="print JSON")

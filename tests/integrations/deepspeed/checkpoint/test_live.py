@@ -153,9 +153,12 @@ def test_a_live_state_becomes_what_save_checkpoint_writes(choices, tmp_path):
 def test_one_rank_goes_on_from_the_state_of_two_which_a_command_can_publish(choices, tmp_path, capfd):
     folder, ranks = choices
     states = tmp_path / "checkpoints"
-    states.mkdir()
-    assert main(["checkpoint", "publish", str(folder / "copy"), str(states)]) == 0
+    publish = ["checkpoint", "publish", str(folder / "copy")]
+    assert main([*publish, str(states)]) == 0
     assert capfd.readouterr().out == f"wrote {states / 'global_step4'}\n"
+    assert (states / "latest").read_text() == "global_step4"
+    assert main([*publish, str(states / "global_step4")]) == 1
+    assert "is a checkpoint; name the directory that holds it" in capfd.readouterr().err
     made = read_whole(states / "global_step4")
     shutil.rmtree(folder / "checkpoints")
     ((begun, weights),) = run_on_ranks(1, go_on_alone, folder)
