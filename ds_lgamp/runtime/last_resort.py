@@ -44,7 +44,7 @@ class LastResort:
         infinite limit ends nothing."""
         faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = self._stand_ins
         if math.isinf(limit):
-            self._unset()
+            self.unset()
             return
         is_set = self._armed is not None and now < self._armed[0] + _LATER / 2 and limit == self._armed[1]
         if not self._taken and not is_set:
@@ -55,9 +55,10 @@ class LastResort:
         """Ends nothing any more."""
         if (faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later) == self._stand_ins:
             faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = _later, _cancel
-        self._unset()
+        self.unset()
 
-    def _unset(self) -> None:
+    def unset(self) -> None:
+        """Ends nothing until it is armed again."""
         if self._armed is not None and not self._taken:
             _cancel()
         self._armed = None

@@ -75,7 +75,7 @@ class Lifeline:
         """The neighbours that SIGTERM ends."""
         self._hub: Connection | None = None
         """The connection to the hub; None if this rank is the hub."""
-        self._stalls = StallTalk(own, world, say, self._stalled)
+        self.stalls = StallTalk(own, world, say, self._stalled)
         self._newcomers: dict[Connection, float] = {}
         """Connections that have not shown the token, and when they began."""
         self._verdict: str | None = None
@@ -94,6 +94,7 @@ class Lifeline:
         """Begins to watch. Raises OSError if the ``hub`` cannot be reached. The hub itself has none."""
         if hub is not None:
             self._join(hub)
+        self.stalls.begin()
         self._thread.start()
         self._termination.catch()
 
@@ -131,8 +132,11 @@ class Lifeline:
 
     def _watch(self) -> None:
         try:
-            self._serve(self._leaving.is_set, looks=True)
-            self._stalls.finish()
+            try:
+                self._serve(self._leaving.is_set, looks=True)
+            finally:
+                # A timer that nobody sets anew would end this process.
+                self.stalls.finish()
             self._serve(lambda: len(self._neighbours) < 2, _STAY)
         finally:
             self._say_goodbye()
@@ -157,7 +161,7 @@ class Lifeline:
 
     def _look(self) -> None:
         try:
-            self._stalls.look(self._neighbours, self._hub)
+            self.stalls.look(self._neighbours, self._hub)
         except Exception:
             # A fault there must not take with it what watches for deaths.
             logger.exception(f"ds_lgamp: {self._own.name} cannot tell whether ranks stand still")
@@ -206,12 +210,12 @@ class Lifeline:
             elif kind == _TERMINATED:
                 self._ending.add(neighbour)
             elif kind == _GOODBYE:
-                self._stalls.note_goodbye(self._neighbours[neighbour])
+                self.stalls.note_goodbye(self._neighbours[neighbour])
                 self._drop(neighbour)
                 self._follow([Member(*heir) for heir in json.loads(content)])
                 return
             else:
-                self._stalls.hear(kind, content, neighbour)
+                self.stalls.hear(kind, content, neighbour)
         if ended:
             member = self._neighbours[neighbour]
             # What terminates this rank, too, is to blame rather than a neighbour that it ends first.
@@ -389,4 +393,14 @@ def _let_go() -> None:
         left.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go)
+def _before_fork() -> None:
+    if _current is not None:
+        _current.stalls.before_fork()
+
+
+def _after_fork() -> None:
+    if _current is not None:
+        _current.stalls.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_let_go)

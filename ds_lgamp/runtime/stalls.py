@@ -35,7 +35,10 @@ class StallTalk:
         self._left: dict[int, tuple[float, str]] = {}
         """By rank, when it said goodbye: by this process's clock, and for people."""
         self._last_resort = LastResort()
-        here.on_new_limit = lambda limit: self._last_resort.arm(limit, time.monotonic())
+
+    def begin(self) -> None:
+        """From now on the timer of the last resort is set, and :meth:`look` sets it anew."""
+        here.on_new_limit = self._arm
 
     def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> None:
         """Looks at this rank, and does what is due.
@@ -44,9 +47,10 @@ class StallTalk:
             neighbours: the ranks at the other ends of connections.
             hub: the connection to the hub; None if this rank is the hub.
         """
+        # Ahead of what could fail: a timer that nobody sets anew would end this process.
+        self._arm(here.limit)
         now = time.monotonic()
         own = self._observer.look(now)
-        self._last_resort.arm(own.limit, now)
         if hub is not None:
             self._call(own, hub, neighbours[hub].rank, now)
         else:
@@ -69,6 +73,16 @@ class StallTalk:
         """Judges nobody any more."""
         here.on_new_limit = None
         self._last_resort.disarm()
+
+    def before_fork(self) -> None:
+        """Unsets the timer. Its thread would not exist in a forked process, whose end waits for it."""
+        self._last_resort.unset()
+
+    def after_fork(self) -> None:
+        self._arm(here.limit)
+
+    def _arm(self, limit: float) -> None:
+        self._last_resort.arm(limit, time.monotonic())
 
     def _call(self, own: Standing, hub: Connection, rank: int, now: float) -> None:
         """Lets the hub know that this rank waits."""

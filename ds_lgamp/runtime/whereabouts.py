@@ -73,8 +73,10 @@ class Whereabouts:
     def limit(self, seconds: float) -> None:
         if seconds != self._limit:
             self._limit = seconds
-            if self.on_new_limit is not None:
-                self.on_new_limit(seconds)
+            # Another thread may take it away.
+            tell = self.on_new_limit
+            if tell is not None:
+                tell(seconds)
 
     @property
     def executor(self) -> Running | None:

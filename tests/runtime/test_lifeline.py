@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ds_lgamp.runtime import lifeline, neighbours
+from ds_lgamp.runtime import last_resort, lifeline, neighbours
 from ds_lgamp.runtime.lifeline import Lifeline
 from ds_lgamp.runtime.neighbours import Member
+from ds_lgamp.runtime.whereabouts import here
 from testing.ranks import run_on_ranks, shared_number, started_ranks
 from tests.runtime.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
@@ -177,8 +178,15 @@ def test_ranks_may_start_their_lifeline_again(restarted, tmp_path):
         assert_ended(ranks, tmp_path, died(1), [0, 2])
 
 
+class Executor:
+    program, row, doing, current = (), 0, "", None
+
+    def __init__(self):
+        self.begun = set()
+
+
 def works_without():
-    """Returns the warnings of a rank that cannot reach the hub."""
+    """Returns the warnings of a rank that cannot reach the hub, after two batches and more time than one may take."""
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -186,6 +194,11 @@ def works_without():
     lifeline.own_address = lambda store: "nowhere.invalid"
     for _ in range(2):
         lifeline.start()
+    last_resort._LATER, executor = 1.0, Executor()
+    for _ in range(2):
+        with here.in_batch(executor, "a step", True, 3.0):
+            pass
+    time.sleep(5.5)
     dist.barrier()
     return warnings
 

@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import math
 import os
+import signal
 import statistics
 import threading
 import time
@@ -241,7 +242,7 @@ def test_calls_of_torch_say_for_which_ranks_they_wait():
 def looks_at_itself():
     """Returns the processor time of looks at a rank that gets on, in seconds."""
     lifeline.start()
-    talk, look, seconds = lifeline._current._stalls, lifeline._current._stalls.look, []
+    talk, look, seconds = lifeline._current.stalls, lifeline._current.stalls.look, []
 
     def timed(*arguments):
         begin = time.thread_time()
@@ -319,6 +320,7 @@ def keeps_the_interpreter():
     """Does so from the first batch on, before any thread could look at it. Returns if nothing ends it."""
     last_resort._LATER = 1.0
     lifeline.start()
+    dist.barrier()
     with here.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
         ctypes.PyDLL(None).sleep(20)
 
@@ -328,3 +330,24 @@ def test_a_rank_that_keeps_the_interpreter_from_its_first_batch_on_ends():
         for rank in ranks:
             rank.join(60)
             assert rank.exitcode == 1
+
+
+def forks():
+    """Returns whether a forked process can cancel the timer, as the end of the interpreter does, and whether it is set
+    in this one."""
+    lifeline.start()
+    with here.in_batch(running("F1.0", ""), "step 1", True, LIMIT):
+        child = os.fork()
+        if child == 0:
+            faulthandler.cancel_dump_traceback_later()
+            os._exit(0)
+        deadline = time.monotonic() + 10
+        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        return ended == child, lifeline._current.stalls._last_resort._armed is not None
+
+
+def test_a_forked_process_has_no_timer_for_which_its_end_would_wait():
+    assert run_on_ranks(2, forks) == [(True, True)] * 2
