@@ -54,7 +54,7 @@ class LiveState:
     """Keeps the state of the last whole step in a folder; implements :class:`ds_lgamp.partition.unit.Copier`.
 
     Args:
-        folder: of the live states. Those of other runs are removed when the first step is over.
+        folder: of the live states. Those of other runs are removed in the first step, ahead of the first copy.
         run: a number of this run, alike on all ranks.
         units: all units of this rank.
         optimizer: has their state.

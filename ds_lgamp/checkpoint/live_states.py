@@ -71,14 +71,12 @@ class LiveSlots(NamedTuple):
         return [seen[rank][process] for rank, reader in readers.items() if reader == process]
 
 
-def publish_newest(folder: Path, directory: Path, run: str, keep_last: int | None) -> None:
-    """Makes the newest whole live state in ``folder`` a checkpoint in ``directory``, unless that has one as new.
-    Collective over all ranks, each of which looks at the folder on its node. Raises CheckpointError on all if the
-    checkpoint cannot be written.
+def publish_newest(folder: Path, directory: Path, run: str) -> None:
+    """Makes the newest whole live state in ``folder``, but for those of ``run``, a checkpoint in ``directory``, unless
+    that has one as new. Collective over all ranks, each of which looks at the folder on its node. Raises
+    CheckpointError on all if the checkpoint cannot be written.
 
-    Args:
-        run: whose states are left out.
-        keep_last: how many checkpoints to keep in the directory; None keeps all.
+    It removes no other checkpoint there: the earlier run may have loaded them without saving any itself.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = _slots_in(folder, rank)
@@ -99,7 +97,7 @@ def publish_newest(folder: Path, directory: Path, run: str, keep_last: int | Non
         headers = {slot.rank: header for each in everyone({s: own[s] for s in read}) for slot, header in each.items()}
         tensors, whole = _tensors(numbers, headers), _state(headers)
         _warn(f"{directory} goes on from the live state of step {state.step} in {folder}")
-        Saver(False, keep_last).save(directory, state.tag, tensors, whole, publish_latest=True)
+        Saver(asynchronous=False, keep_last=None).save(directory, state.tag, tensors, whole, publish_latest=True)
         return
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,7 +60,7 @@ class Trace:
         ranks: the number of all ranks.
         device: what computes.
 
-    Raises OSError if ``folder`` cannot be made.
+    Raises OSError if ``folder`` cannot be made or written.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class Trace:
         device: torch.device,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
         self._first, self._last = first, last
         self._output = _Output(folder, rank, ranks)
         self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)

@@ -33,13 +33,17 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the tests with the versions that ``words`` name. Returns 1 if a test fails, else 0."""
     options, tests = parse(sys.argv[1:] if words is None else words)
     chosen = [Versions(python, torch, options.deepspeed) for torch in options.torch for python in options.pythons]
-    runs = []
-    for versions in chosen:
-        python = environment(versions, options.folder, os.environ.get("TORCH_INDEX_URL"))
-        if not options.prepare:
-            runs.append(run_tests(python, tests, python.parents[1]))
-            add(runs[-1], options.json)
-            print(f"{versions.name}: {runs[-1]}", file=sys.stderr, flush=True)
+    runs: list[TestRun] = []
+    try:
+        for versions in chosen:
+            python = environment(versions, options.folder, os.environ.get("TORCH_INDEX_URL"))
+            if not options.prepare:
+                runs.append(run_tests(python, tests, python.parents[1]))
+                print(f"{versions.name}: {runs[-1]}", file=sys.stderr, flush=True)
+    finally:
+        # Not before, because tests compare the record with the page that is made of it.
+        for run in runs:
+            add(run, options.json)
     print(markdown(runs))
     return int(any(run.failed for run in runs))
 

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from testing.versions import __main__ as versions
 from testing.versions.__main__ import outcomes, parse
 from testing.versions.environments import interpreter, requirements_of_tests
 from testing.versions.record import TORCHES, TestRun, add, page_block, read
@@ -94,3 +95,20 @@ def test_the_page_shows_failures_and_what_was_not_run(tmp_path):
 def test_a_part_of_the_tests_is_no_run_of_the_default_set(tmp_path):
     add(replace(RUN, tests="tests/cost"), tmp_path / "record.json")
     assert "torch 2.9 with 3.10, 3.11, 3.12, 3.13" in page_block(tmp_path / "record.json")
+
+
+def test_what_has_run_is_recorded_once_nothing_tests_the_tree_any_more(tmp_path, monkeypatch):
+    record, ran = tmp_path / "record.json", []
+
+    def run(*_):
+        assert not record.exists()
+        ran.append(replace(RUN, torch=f"2.{len(ran)}"))
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return ran[-1]
+
+    monkeypatch.setattr(versions, "environment", lambda *_: tmp_path / "bin" / "python")
+    monkeypatch.setattr(versions, "run_tests", run)
+    with pytest.raises(KeyboardInterrupt):
+        versions.main(["--pythons", "3.12", "--torch", "2.0", "2.1", "2.2", "--json", str(record)])
+    assert read(record) == ran[:2]

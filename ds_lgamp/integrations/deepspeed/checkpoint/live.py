@@ -1,8 +1,9 @@
 """The live state of a training run: what it holds of each step, and how a run goes on from the last one's."""
 
 import logging
-import os
+import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 from uuid import uuid4
 from weakref import WeakSet
@@ -47,11 +48,10 @@ class LiveCheckpoint:
     Args:
         engine: with all its parameters.
         folder: of the live states.
-        keep_last: how many checkpoints to keep in a directory; None keeps all.
     """
 
-    def __init__(self, engine: Engine, folder: Path, keep_last: int | None) -> None:
-        self._folder, self._keep_last = folder, keep_last
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._folder = folder
         self._run = everyone(uuid4().hex[:8])[0]
         self._directory: str | None = None
         """Where the run saves and loads checkpoints; None if it has not yet."""
@@ -95,7 +95,7 @@ class LiveCheckpoint:
     def publish(self, directory: Path) -> None:
         """Makes the newest whole state of an earlier run a checkpoint in ``directory``, unless that has one as new.
         Collective over all ranks; raises CheckpointError on all."""
-        publish_newest(self._folder, directory, self._run, self._keep_last)
+        publish_newest(self._folder, directory, self._run)
 
     def forget(self) -> None:
         """Drops the states of this run, after it has loaded another one."""
@@ -106,14 +106,18 @@ class LiveCheckpoint:
         CheckpointError if it cannot be written."""
         self._state.wait()
 
+    def uses(self, folder: Path) -> bool:
+        """Whether the run goes on, and has its states in ``folder``."""
+        return not self._is_over and self._folder.absolute() == folder.absolute()
+
     def end(self) -> None:
         """Ends the run, once, when nothing of it is under way any more. Removes its states if a checkpoint that it has
-        saved is as new; else rank 0 tells where they are. Ranks need not end together."""
-        step = self._state.step
-        if self._is_over or step is None:
+        saved or loaded is as new; else rank 0 tells where they are. Ranks need not end together."""
+        if self._is_over:
             return
         self._is_over = True
-        if self._saved_in is not None and last_step(self._saved_in) >= step:
+        step = self._state.step
+        if step is None or (self._saved_in is not None and last_step(self._saved_in) >= step):
             self._state.remove()
         elif self._rank == 0:
             logger.warning(
@@ -125,16 +129,33 @@ class LiveCheckpoint:
 
 def open_folder(folder: Path) -> None:
     """Makes the ``folder`` of live states. Collective over all ranks; raises ConfigError on every rank if one cannot
-    write there."""
+    write there, if another engine does, or if transformers' Trainer trains."""
     raise_everywhere(_complaint_about(folder), ConfigError)
 
 
 def _complaint_about(folder: Path) -> str | None:
     """Returns why this rank cannot use ``folder``; None if it can."""
+    if _trainer_is_there():
+        return (
+            f"{BLOCK}.live_checkpoint is {str(folder)!r}, but transformers' Trainer counts steps and data in its own "
+            "checkpoints, and would repeat those of a live state; remove it, and set save_steps"
+        )
+    if any(live.uses(folder) for live in _alive):
+        return (
+            f"{BLOCK}.live_checkpoint is {str(folder)!r}, where another engine of the script has its states; name "
+            "another folder, or destroy that engine first"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
     except OSError as error:
-        return f"{BLOCK}.live_checkpoint is {str(folder)!r}, which is no folder ({error.strerror}); name one"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{BLOCK}.live_checkpoint is {str(folder)!r}, where this user may not write; name another folder"
-    return None
+        trouble = f"which cannot be written ({error.strerror})"
+        return f"{BLOCK}.live_checkpoint is {str(folder)!r}, {trouble}; name another folder"
+
+
+def _trainer_is_there() -> bool:
+    """Whether the script has made the arguments of a Trainer that uses DeepSpeed."""
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    made = getattr(module, "_hf_deepspeed_config_weak_ref", None)
+    return made is not None and isinstance(made(), getattr(module, "HfTrainerDeepSpeedConfig", ()))

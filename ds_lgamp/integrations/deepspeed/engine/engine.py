@@ -144,7 +144,7 @@ class LgampEngine(PipelineEngine):
         complete_own_data(self)
         self._step_monitor = monitor_if_asked(self, self._loader, self._stopwatch)
         if self._live_folder is not None:
-            self.live = LiveCheckpoint(self, self._live_folder, self.lgamp_settings.keep_last)
+            self.live = LiveCheckpoint(self, self._live_folder)
         self.live_client_state: dict[Any, Any] = {}
         """The client_state of the states in ``live_checkpoint``: what load_checkpoint returns with one."""
 

@@ -254,6 +254,7 @@ class Choices:
         run = Run(CASES["zero 3"], self._copy)
         with heard(live_states.logger) as said:
             path, client_state = run.engine.load_checkpoint(str(checkpoints or self.checkpoints), **options)
+        run.engine.destroy()
         return Loaded(run.engine.global_steps, path and Path(path).name, client_state, said)
 
     def slot(self, rank: int, step: int, suffix: str) -> Path:

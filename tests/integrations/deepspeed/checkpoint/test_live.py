@@ -130,7 +130,8 @@ def test_a_checkpoint_that_is_as_new_is_loaded_as_it_is(choices):
 def test_a_file_in_the_place_of_the_folder_is_refused(choices):
     folder, ranks = choices
     said = (
-        f"ds_lgamp.live_checkpoint is '{folder / 'checkpoints' / 'latest'}', which is no folder (File exists); name one"
+        f"ds_lgamp.live_checkpoint is '{folder / 'checkpoints' / 'latest'}', which cannot be written (File exists); "
+        "name another folder"
     )
     assert [rank["no folder"] for rank in ranks] == [said] * 2
 

@@ -2,12 +2,15 @@
 
 import errno
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint import live
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.runtime.executor import ActionError
@@ -23,6 +26,8 @@ class End(NamedTuple):
 
     saved: int | None
     """The step after which it saves a checkpoint."""
+    loaded: bool = False
+    """Whether it then loads that checkpoint, at its end."""
     destroyed: bool = False
     """Whether the script destroys the engine, before the end of the process group."""
     case: str = "zero 3"
@@ -31,6 +36,7 @@ class End(NamedTuple):
 ENDS = {
     "saved": End(STEPS),
     "saved and destroyed": End(STEPS, destroyed=True),
+    "saved and loaded": End(STEPS - 1, loaded=True),
     "saved before": End(STEPS - 1, destroyed=True),
     "never saved": End(None),
     "never saved, updates in the next step": End(None, case="updates in the next step"),
@@ -56,6 +62,8 @@ def end(folder: Path, ended: End) -> Ended:
         run.step()
         if step == ended.saved:
             run.engine.save_checkpoint(str(folder / "checkpoints"))
+    if ended.loaded:
+        run.load(folder / "checkpoints", tag=f"global_step{ended.saved}")
     with heard(live.logger) as said:
         if ended.destroyed:
             run.engine.destroy()
@@ -100,10 +108,10 @@ def ended(folder):
     return run_on_ranks(2, end_all, folder)
 
 
-@pytest.mark.parametrize("name", ["saved", "saved and destroyed"])
+@pytest.mark.parametrize("name", ["saved", "saved and destroyed", "saved and loaded"])
 def test_nothing_is_left_if_a_checkpoint_is_as_new(ended, folder, name):
     for rank in ended:
-        assert rank[name] == ([], [], STEPS)
+        assert rank[name] == ([], [], ENDS[name].saved)
     assert not list((folder / name / "live").iterdir())
 
 
@@ -184,3 +192,55 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_keeps_the_state_before(sma
 def test_a_run_on_a_full_disk_that_saves_leaves_nothing_there(small_disk, tmp_path):
     (found,) = run_on_ranks(1, train_on_a_full_disk, small_disk, tmp_path / "checkpoints", True)
     assert (found.said, found.files, found.begun) == ([], [], 2)
+
+
+def publishes_beside_what_it_loaded(folder: Path) -> list[str]:
+    """A run loads what another one has saved, and dies before it saves anything itself."""
+    prepare_rank()
+    case, saved = CASES["zero 0"]._replace(block={"keep_last": 1}), folder / "saved"
+    other = Run(case)
+    other.step()
+    other.engine.save_checkpoint(str(saved))
+    run = Run(case, folder / "live")
+    run.load(saved)
+    run.step()
+    run.engine.live.wait()
+    shutil.copytree(folder / "live", folder / "copy")
+    next_run = Run(case, folder / "copy")
+    assert next_run.load(saved) == 2
+    return sorted(path.name for path in saved.iterdir() if path.is_dir())
+
+
+def test_a_published_state_removes_no_checkpoint_that_its_run_has_not_saved(tmp_path):
+    assert run_on_ranks(1, publishes_beside_what_it_loaded, tmp_path) == [["global_step1", "global_step2"]]
+
+
+def refused(folder: Path) -> list[str]:
+    """Returns why engines are refused: a second one in the folder of a living one, and one of a Trainer."""
+    prepare_rank()
+    case, sentences = CASES["zero 0"], []
+    first = Run(case, folder)
+    first.step()
+    with pytest.raises(ConfigError) as error:
+        Run(case, folder)
+    sentences.append(str(error.value))
+    first.engine.destroy()
+    Run(case, folder).engine.destroy()
+    trainer = HfTrainerDeepSpeedConfig({"train_batch_size": 1})
+    with pytest.raises(ConfigError) as error:
+        Run(case, folder)
+    del trainer
+    Run(case, folder)
+    return [*sentences, str(error.value)]
+
+
+def test_two_engines_in_one_folder_and_engines_of_a_trainer_are_refused(tmp_path):
+    for two, trainer in run_on_ranks(2, refused, tmp_path):
+        own = f"ds_lgamp.live_checkpoint is '{tmp_path}', "
+        assert two == (
+            f"{own}where another engine of the script has its states; name another folder, or destroy that engine first"
+        )
+        assert trainer == (
+            f"{own}but transformers' Trainer counts steps and data in its own checkpoints, and would repeat those of a "
+            "live state; remove it, and set save_steps"
+        )

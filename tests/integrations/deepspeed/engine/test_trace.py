@@ -48,6 +48,8 @@ def train_all(folder):
     told["none"] = train_untraced()
     (folder / "file").write_text("")
     told["refused"] = refusal(lambda: engine_of(2, 1, block={"trace": str(folder / "file")}))
+    # Nobody makes files there, whoever it is.
+    told["unwritable"] = refusal(lambda: engine_of(2, 1, block={"trace": "/proc"}))
     first = engine_of(2, 1, block={"trace": str(folder / "twice")})
     told["twice"] = refusal(lambda: engine_of(2, 1, block={"trace": str(folder / "twice")}))
     first.destroy()
@@ -208,10 +210,14 @@ def test_without_the_key_nobody_listens(told):
     assert [rank["none"] for rank in told[1]] == [(None, None)] * 4
 
 
-def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(told):
+UNWRITABLE = "ds_lgamp.trace is '/proc', which cannot be written ("
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_refused_on_every_rank(told):
     folder, by_rank = told
     words = f"ds_lgamp.trace is '{folder / 'file'}', which cannot be written (File exists); use another folder"
     assert {rank["refused"] for rank in by_rank} == {words}
+    assert {rank["unwritable"][: len(UNWRITABLE)] for rank in by_rank} == {UNWRITABLE}
 
 
 def test_two_engines_do_not_record_in_one_folder(told):
