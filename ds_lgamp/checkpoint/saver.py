@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +19,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges, staged
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.whereabouts import here
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ THREADS = "ds_lgamp checkpoint"
 """Prefix of the names of writing threads."""
 REST = 9
 """Rest time per busy time of the writing thread. It then uses a tenth of a core and of the memory bandwidth."""
+_LOOK = 1.0
+"""Seconds after which a thread that rests looks whether a rank fails."""
 _savers: list["Saver"] = []
 """Savers that are writing, in the order they began."""
 
@@ -40,6 +44,11 @@ def wait_for_all() -> None:
             failures.append(failure)
     if failures:
         raise failures[0]
+
+
+def is_writing() -> bool:
+    """Whether a save is in progress."""
+    return bool(_savers)
 
 
 class Saver:
@@ -167,8 +176,11 @@ class Saver:
 
     def _rest(self, seconds: float) -> None:
         """Rests after ``seconds`` of work, to leave cores and memory bandwidth to training. Returns early if training
-        waits."""
-        self._awaited.wait(seconds * REST)
+        waits, here or on a rank that fails."""
+        end = time.monotonic() + seconds * REST
+        while (left := end - time.monotonic()) > 0 and not lifeline.a_rank_fails():
+            if self._awaited.wait(min(left, _LOOK)):
+                return
 
     def _follow(self, directory: Path, tag: str, publish_latest: bool) -> None:
         """Updates ``latest`` and removes old checkpoints after a checkpoint is published."""

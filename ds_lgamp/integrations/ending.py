@@ -72,9 +72,7 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
     except Exception as error:
         if stock_refusal is not None and stock_refusal in str(error):
             _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED, error)
-        message = traceback.format_exc() + hint
-        _finish_checkpoints()
-        _leave(message, _FAILED, error)
+        _fail(traceback.format_exc() + hint, error)
 
 
 def await_gloo_threads() -> None:
@@ -123,8 +121,7 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
         # The message is written in one piece, because other ranks may print at the same time.
         with redirect_stderr(StringIO()) as printed:
             previous(kind, error, trace)
-        _finish_checkpoints()
-        _leave(printed.getvalue(), _FAILED, error)
+        _fail(printed.getvalue(), error)
 
     def take_back() -> None:
         nonlocal installed
@@ -155,13 +152,19 @@ def _has_peers() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _finish_checkpoints() -> None:
-    """Waits for checkpoints that threads still write. Leaving would end these threads."""
+def _fail(message: str, error: BaseException) -> NoReturn:
+    """Ends the process because of ``error``, once no thread writes a checkpoint any more. Says so before: the others
+    then write their part without a pause, and blame nobody else meanwhile."""
     from ds_lgamp.checkpoint.errors import CheckpointError
-    from ds_lgamp.checkpoint.saver import wait_for_all
+    from ds_lgamp.checkpoint.saver import is_writing, wait_for_all
 
-    with suppress(CheckpointError):
-        wait_for_all()
+    if is_writing():
+        _print(message)
+        message = ""
+        lifeline.announce(_cause(error))
+        with suppress(CheckpointError):
+            wait_for_all()
+    _leave(message, _FAILED, error)
 
 
 def _is_of_a_checkpoint(error: BaseException) -> bool:
@@ -179,16 +182,23 @@ def _sentence(error: ConfigError) -> str:
 def _leave(message: str, status: int, error: BaseException | None = None) -> NoReturn:
     """Ends the process with ``message``. The other ranks learn the ``error`` that ends it."""
     sys.stdout.flush()
+    _print(message)
+    if error is not None:
+        shared = status == _REFUSED or _is_of_a_checkpoint(error)
+        reason = lifeline.fail(_cause(error), shared)
+        # A refusal is a sentence already, and other ranks refuse the same.
+        if not shared:
+            _print(reason)
+    os._exit(status)
+
+
+def _print(text: str) -> None:
     # torch's hook may have called this module's. It collects in memory what others print, and leaving would lose that.
     stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
     if stream is not None:
-        stream.write(message)
+        stream.write(text)
         stream.flush()
-    if error is not None:
-        shared = status == _REFUSED or _is_of_a_checkpoint(error)
-        reason = lifeline.fail(f"{type(error).__name__}: {error}".splitlines()[0], shared)
-        # A refusal is a sentence already, and other ranks refuse the same.
-        if not shared and stream is not None:
-            stream.write(reason)
-            stream.flush()
-    os._exit(status)
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -54,6 +54,7 @@ _BACKLOG = 0.1
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
 _HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
+_FAILS = "fails"
 
 
 class Lifeline:
@@ -78,6 +79,8 @@ class Lifeline:
         self.stalls = StallTalk(own, world, say, self._stalled)
         self._newcomers: dict[Connection, float] = {}
         """Connections that have not shown the token, and when they began."""
+        self.a_rank_fails = False
+        """Whether a rank fails, but completes a checkpoint first."""
         self._verdict: str | None = None
         self._judged, self._leaving = threading.Event(), threading.Event()
         self._said, self._speaking = False, threading.Lock()
@@ -118,6 +121,10 @@ class Lifeline:
             return self._last_words()
         self._spread(_REFUSAL if refused else _VERDICT, f"{self._own.name} failed ({cause})")
         return ""
+
+    def announce(self, cause: str) -> None:
+        """Tells the others that this rank fails, but completes a checkpoint with them first."""
+        self._note_failing(f"{self._own.name} failed ({cause}) and completes a checkpoint")
 
     def let_go(self) -> None:
         """Closes what this process has of the connections. A forked process must not keep them open."""
@@ -209,6 +216,8 @@ class Lifeline:
                 self._judge(content, neighbour, kind)
             elif kind == _TERMINATED:
                 self._ending.add(neighbour)
+            elif kind == _FAILS:
+                self._note_failing(content, neighbour)
             elif kind == _GOODBYE:
                 self.stalls.note_goodbye(self._neighbours[neighbour])
                 self._drop(neighbour)
@@ -287,6 +296,14 @@ class Lifeline:
         self._termination.release()
         if not self._leaving.wait(_GRACE):
             end(self._last_words(), self._own.rank)
+
+    def _note_failing(self, sentence: str, source: Connection | None = None) -> None:
+        """Passes on that a rank fails. Waits for it then have a reason, and checkpoints are written in haste."""
+        self.stalls.note_failing(sentence)
+        self.a_rank_fails = True
+        for neighbour in list(self._watched):
+            if neighbour is not source:
+                neighbour.send(f"{_FAILS} {sentence}")
 
     def _terminate(self, termination: Termination) -> None:
         """Ends this rank, because SIGTERM has come. A verdict that comes within a moment tells why, and others have it
@@ -375,6 +392,17 @@ def leave() -> None:
 def fail(cause: str, refused: bool = False) -> str:
     """See :meth:`Lifeline.fail`. Returns "" without a lifeline."""
     return "" if _current is None else _current.fail(cause, refused)
+
+
+def announce(cause: str) -> None:
+    """See :meth:`Lifeline.announce`. Does nothing without a lifeline."""
+    if _current is not None:
+        _current.announce(cause)
+
+
+def a_rank_fails() -> bool:
+    """Whether a rank fails, but completes a checkpoint with the others first."""
+    return _current is not None and _current.a_rank_fails
 
 
 def _leave() -> None:

@@ -34,6 +34,8 @@ class StallTalk:
         self._rounds, self._asking = Rounds(), Asking()
         self._left: dict[int, tuple[float, str]] = {}
         """By rank, when it said goodbye: by this process's clock, and for people."""
+        self._failing = ""
+        """Which rank fails, but completes a checkpoint first; "" if none does."""
         self._last_resort = LastResort()
 
     def begin(self) -> None:
@@ -65,6 +67,10 @@ class StallTalk:
             self._rounds.want()
         elif kind == _STANDS:
             self._rounds.hear(Standing.from_line(content))
+
+    def note_failing(self, sentence: str) -> None:
+        """Takes why others will wait for a while: a rank fails."""
+        self._failing = self._failing or sentence
 
     def note_goodbye(self, member: Member) -> None:
         self._left[member.rank] = time.monotonic(), time.strftime("%H:%M:%S")
@@ -114,8 +120,9 @@ class StallTalk:
     def _tell(self, said: Said | None) -> None:
         if said is None:
             return
+        sentence = self._failing or said.stall.sentence
         if said.is_over:
-            self._end(said.stall.sentence, said.stall.stack)
+            self._end(sentence, "" if self._failing else said.stall.stack)
         else:
             left = said.stall.limit - said.stall.seconds
-            self._say(f"ds_lgamp: {said.stall.sentence}; if that lasts, the job ends in {left:.0f} s\n")
+            self._say(f"ds_lgamp: {sentence}; if that lasts, the job ends in {left:.0f} s\n")

@@ -13,13 +13,17 @@ import pytest
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_lgamp.checkpoint import saver as saver_module
 from ds_lgamp.checkpoint.folder import read_latest
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
+from ds_lgamp.integrations.ending import failures_end_the_process
+from ds_lgamp.runtime.whereabouts import FIRST_BATCH, here
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks, started_ranks
 from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
+from tests.runtime.ends import HOST, Idle, assert_ended, begin, wait_for_ever
 from tests.slow import slow_except
 
 SCRIPT = SCRIPTS / "saves_and_ends.py"
@@ -163,6 +167,48 @@ def test_a_process_ends_when_its_checkpoint_is_on_the_disk(tmp_path, end):
             process.join(timeout=60)
             assert process.exitcode == 0
     assert read_latest(tmp_path) == "step1" and number_of(tmp_path / "step1") == 1
+
+
+def fail_during_a_save(directory, stuck):
+    """Rank 1 fails while threads rest that nobody waits for. Rank 0 waits for rank 1 in C code, as in a batch; where
+    it is ``stuck``, its thread writes nothing."""
+    begin(directory)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(saver_module, "REST", 1e9)
+    if stuck and dist.get_rank() == 0:
+        patch.setattr(ChecksummedWriter, "write_data", lambda *_: wait_for_ever())
+    saver = Saver(asynchronous=True, keep_last=None)
+    save(saver, directory, 1)
+    executor = Idle()
+    with failures_end_the_process(), here.in_batch(executor, "step 1", True, LIMIT / FIRST_BATCH):
+        if dist.get_rank() == 1:
+            raise ArithmeticError("in a batch")
+        with here.waiting_for("a message"):
+            wait_for_ever()
+
+
+LIMIT = 8.0
+FAILED = f"ds_lgamp: rank 1 on {HOST} failed (ArithmeticError: in a batch)"
+
+
+def test_a_rank_that_fails_says_so_first_and_the_others_complete_its_checkpoint_in_haste(tmp_path):
+    with started_ranks(2, fail_during_a_save, tmp_path, False) as (ranks, _):
+        assert_ended(ranks, tmp_path, [FAILED.removeprefix("ds_lgamp: ")], [0], seconds=30)
+        ranks[1].join(30)
+        assert ranks[1].exitcode == 1
+    assert "ArithmeticError: in a batch" in (tmp_path / "1").read_text()
+    assert read_latest(tmp_path) == "step1" and number_of(tmp_path / "step1") == 1
+
+
+def test_a_rank_that_fails_is_named_though_its_checkpoint_does_not_end(tmp_path):
+    with started_ranks(2, fail_during_a_save, tmp_path, True) as (ranks, _):
+        for process in ranks:
+            process.join(LIMIT + 30)
+            assert process.exitcode == 1
+    first, second = (tmp_path.joinpath(str(rank)).read_text() for rank in range(2))
+    assert f"{FAILED} and completes a checkpoint; this rank, 0 on {HOST}, ends" in first
+    assert second.startswith("Traceback") and "ArithmeticError: in a batch" in second
+    assert read_latest(tmp_path) is None
 
 
 def save_until_one_dies(directory):

@@ -14,6 +14,15 @@ SECONDS = 30
 """The time in which a dead rank must have ended the others."""
 
 
+class Idle:
+    """An executor without a program."""
+
+    program, row, doing, current = (), 0, "", None
+
+    def __init__(self):
+        self.begun = set()
+
+
 def wait_for_ever():
     """Waits as a call of CUDA does: in C, without the interpreter, whatever signals come."""
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)

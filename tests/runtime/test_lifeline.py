@@ -17,7 +17,7 @@ from ds_lgamp.runtime.lifeline import Lifeline
 from ds_lgamp.runtime.neighbours import Member
 from ds_lgamp.runtime.whereabouts import here
 from testing.ranks import run_on_ranks, shared_number, started_ranks
-from tests.runtime.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
+from tests.runtime.ends import HOST, SECONDS, Idle, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
 
 TOKEN = "0f" * 16
@@ -178,13 +178,6 @@ def test_ranks_may_start_their_lifeline_again(restarted, tmp_path):
         assert_ended(ranks, tmp_path, died(1), [0, 2])
 
 
-class Executor:
-    program, row, doing, current = (), 0, "", None
-
-    def __init__(self):
-        self.begun = set()
-
-
 def works_without():
     """Returns the warnings of a rank that cannot reach the hub, after two batches and more time than one may take."""
     warnings = []
@@ -194,7 +187,7 @@ def works_without():
     lifeline.own_address = lambda store: "nowhere.invalid"
     for _ in range(2):
         lifeline.start()
-    last_resort._LATER, executor = 1.0, Executor()
+    last_resort._LATER, executor = 1.0, Idle()
     for _ in range(2):
         with here.in_batch(executor, "a step", True, 3.0):
             pass
