@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ds_lgamp.runtime import last_resort, lifeline, neighbours
-from ds_lgamp.runtime.lifeline import Lifeline
+from ds_lgamp.runtime.connections import Lifeline
 from ds_lgamp.runtime.neighbours import Member
 from ds_lgamp.runtime.whereabouts import here
 from testing.ranks import run_on_ranks, shared_number, started_ranks

@@ -1,0 +1,327 @@
+"""The connections of a rank to others, and the thread that waits for them to end.
+
+gloo notices a dead rank, because its connections end. Kernels of NCCL wait for it for ever, and so does their host.
+Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
+without a goodbye, its rank is dead. The hub tells all others which rank it was, so they end after two hops, in a job of
+any size. When the hub itself dies, all see it. A hub that leaves well hands its connections over to the lowest rank
+that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.runtime.stalls`), and
+otherwise it sleeps until something happens.
+
+The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever,
+a timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that is terminated speaks first
+(:mod:`ds_lgamp.runtime.termination`).
+"""
+
+import json
+import logging
+import math
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ds_lgamp.runtime.last_resort import end, say
+from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join
+from ds_lgamp.runtime.stalls import TICK, StallTalk
+from ds_lgamp.runtime.termination import NEWS, Termination
+from ds_lgamp.runtime.whereabouts import here
+
+logger = logging.getLogger(__name__)
+_GRACE = 3.0
+"""Seconds that a rank has to fail by itself after another died, with an error that says more."""
+_NEWS = 0.5
+"""Seconds to wait, at an error, for the news that it follows from another rank's end."""
+_STAY = 2.0
+"""Seconds that a hub waits for others to leave too, before it hands its connections over."""
+_FAREWELL = 1.0
+"""Seconds to wait for others to take note of a goodbye."""
+_HEIRS = 16
+"""How many ranks a hub that leaves names, in case the first ones leave too."""
+_BACKLOG = 0.1
+"""Seconds to hear of what happened before SIGTERM came."""
+_LONGEST_GREETING = 4096
+"""Bytes that a stranger may send without ending a line."""
+_HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
+_FAILS = "fails"
+
+
+class Lifeline:
+    """The connections of this rank, and the thread that watches them.
+
+    Args:
+        own: this rank.
+        listener: takes the connections of other ranks.
+        token: what a rank must present.
+        world: the number of ranks.
+    """
+
+    def __init__(self, own: Member, listener: socket.socket, token: str, world: int) -> None:
+        self._own, self._listener, self._token = own, listener, token
+        self._neighbours: dict[Connection, Member] = {}
+        self._watched: set[Connection] = set()
+        """The neighbours that have not said goodbye."""
+        self._ending: set[Connection] = set()
+        """The neighbours that SIGTERM ends."""
+        self._hub: Connection | None = None
+        """The connection to the hub; None if this rank is the hub."""
+        self.stalls = StallTalk(own, world, say, self._stalled)
+        self._newcomers: dict[Connection, float] = {}
+        """Connections that have not shown the token, and when they began."""
+        self.a_rank_fails = False
+        """Whether a rank fails, but completes a checkpoint first."""
+        self._verdict: str | None = None
+        self._judged, self._leaving = threading.Event(), threading.Event()
+        self._said, self._speaking = False, threading.Lock()
+        self._termination, self._terminated = Termination(), False
+        self._alarm, self._bell = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._await(listener, self._accept)
+        self._await(self._bell, lambda bell: bell.recv(1))
+        self._await(self._termination, self._terminate)
+        self.ending: Any = None
+        self._thread = threading.Thread(target=self._watch, name="ds_lgamp lifeline", daemon=True)
+
+    def start(self, hub: Member | None) -> None:
+        """Begins to watch. Raises OSError if the ``hub`` cannot be reached. The hub itself has none."""
+        if hub is not None:
+            self._join(hub)
+        self.stalls.begin()
+        self._thread.start()
+        self._termination.catch()
+
+    def leave(self) -> None:
+        """Says goodbye. From now on, the end of this rank ends no other, and no other's end ends this rank."""
+        self._termination.release()
+        self._leaving.set()
+        with suppress(OSError):
+            self._alarm.send(b"!")
+        self._thread.join(_STAY + _FAREWELL + PATIENCE)
+
+    def fail(self, cause: str, refused: bool = False) -> str:
+        """Tells the others why this rank is about to end, unless another rank's end is known to be the reason.
+
+        Args:
+            refused: whether the others are about to refuse the same, and need not be told why.
+
+        Returns the sentence that names the other rank; "" if there is none, or if it was said already.
+        """
+        if self._judged.wait(_NEWS):
+            return self._last_words()
+        self._spread(_REFUSAL if refused else _VERDICT, f"{self._own.name} failed ({cause})")
+        return ""
+
+    def announce(self, cause: str) -> None:
+        """Tells the others that this rank fails, but completes a checkpoint with them first."""
+        self._note_failing(f"{self._own.name} failed ({cause}) and completes a checkpoint")
+
+    def let_go(self) -> None:
+        """Closes what this process has of the connections. A forked process must not keep them open."""
+        for connection in (*self._neighbours, *self._newcomers):
+            connection.close()
+        for left in (self._listener, self._alarm, self._bell):
+            left.close()
+        self._termination.close()
+        self._selector.close()
+
+    # What the thread does
+
+    def _watch(self) -> None:
+        try:
+            try:
+                self._serve(self._leaving.is_set, looks=True)
+            finally:
+                # A timer that nobody sets anew would end this process.
+                self.stalls.finish()
+            self._serve(lambda: len(self._neighbours) < 2, _STAY)
+        finally:
+            self._say_goodbye()
+            self._serve(lambda: not self._neighbours, _FAREWELL)
+            self.let_go()
+
+    def _serve(self, over: Callable[[], bool], seconds: float = math.inf, looks: bool = False) -> None:
+        """Answers what happens until ``over``, for ``seconds`` at most. ``looks`` whether this rank stands still."""
+        deadline, next_look = time.monotonic() + seconds, time.monotonic()
+        while not over():
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if looks and now >= next_look:
+                self._look()
+                next_look = now + TICK
+            left = min(deadline, next_look if looks else math.inf) - now
+            for key, _ in self._selector.select(max(0.0, left)):
+                # What an earlier event did may have closed this one's connection.
+                if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
+                    key.data(key.fileobj)
+
+    def _look(self) -> None:
+        try:
+            self.stalls.look(self._neighbours, self._hub)
+        except Exception:
+            # A fault there must not take with it what watches for deaths.
+            logger.exception(f"ds_lgamp: {self._own.name} cannot tell whether ranks stand still")
+
+    def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, answer)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            newcomer = Connection(listener.accept()[0])
+        except OSError as error:
+            # Such as too many open files. What waits at the listener would wake this thread without end.
+            self._selector.unregister(listener)
+            logger.warning(f"ds_lgamp: {self._own.name} takes no more connections of other ranks: {error}")
+            return
+        now = time.monotonic()
+        for silent in [other for other, since in self._newcomers.items() if now - since > PATIENCE]:
+            self._refuse(silent)
+        self._newcomers[newcomer] = now
+        self._await(newcomer, self._admit)
+
+    def _admit(self, newcomer: Connection) -> None:
+        lines, ended = newcomer.receive()
+        member = admitted(lines[0], self._token) if lines else None
+        if member is not None and not self._leaving.is_set():
+            del self._newcomers[newcomer]
+            self._neighbours[newcomer] = member
+            self._selector.modify(newcomer, selectors.EVENT_READ, self._hear)
+            newcomer.send(WELCOME)
+        elif lines or ended or newcomer.unfinished > _LONGEST_GREETING:
+            self._refuse(newcomer)
+
+    def _refuse(self, newcomer: Connection) -> None:
+        del self._newcomers[newcomer]
+        self._selector.unregister(newcomer)
+        newcomer.close()
+
+    def _hear(self, neighbour: Connection) -> None:
+        lines, ended = neighbour.receive()
+        for line in lines:
+            kind, _, content = line.partition(" ")
+            if kind == _HERE:
+                self._watched.add(neighbour)
+            elif kind in (_VERDICT, _REFUSAL):
+                self._judge(content, neighbour, kind)
+            elif kind == _TERMINATED:
+                self._ending.add(neighbour)
+            elif kind == _FAILS:
+                self._note_failing(content, neighbour)
+            elif kind == _GOODBYE:
+                self.stalls.note_goodbye(self._neighbours[neighbour])
+                self._drop(neighbour)
+                self._follow([Member(*heir) for heir in json.loads(content)])
+                return
+            else:
+                self.stalls.hear(kind, content, neighbour)
+        if ended:
+            member = self._neighbours[neighbour]
+            # What terminates this rank, too, is to blame rather than a neighbour that it ends first.
+            died = neighbour in self._watched and not (self._terminated and neighbour in self._ending)
+            self._drop(neighbour)
+            if died:
+                self._judge(f"{member.name} died", neighbour)
+
+    def _drop(self, neighbour: Connection) -> None:
+        self._selector.unregister(neighbour)
+        del self._neighbours[neighbour]
+        self._watched.discard(neighbour)
+        self._ending.discard(neighbour)
+        if neighbour is self._hub:
+            self._hub = None
+        neighbour.close()
+
+    def _join(self, member: Member) -> None:
+        """Becomes a neighbour of ``member``. Raises OSError if that is impossible."""
+        neighbour = join(member, self._token, self._own)
+        # The other side watches from now on: had this rank lost patience before, it would not have died.
+        neighbour.send(_HERE)
+        self._neighbours[neighbour] = member
+        self._watched.add(neighbour)
+        self._hub = neighbour
+        self._await(neighbour, self._hear)
+
+    def _follow(self, heirs: list[Member]) -> None:
+        """Joins the first of ``heirs`` that has not left. If that is this rank, the others come."""
+        for heir in heirs:
+            if heir == self._own or heir in self._neighbours.values() or self._leaving.is_set():
+                return
+            try:
+                self._join(heir)
+                return
+            except OSError:
+                # It left at the same time. Had it died before, the old hub would have said so.
+                continue
+
+    def _say_goodbye(self) -> None:
+        heirs = sorted(self._neighbours.values())[:_HEIRS]
+        for neighbour in list(self._neighbours):
+            neighbour.send(f"{_GOODBYE} {json.dumps(heirs)}")
+            neighbour.finish()
+        self._watched.clear()
+
+    # The end
+
+    def _stalled(self, verdict: str, stack: str) -> None:
+        """Ends the job, because a rank stands still."""
+        if stack:
+            say(f"ds_lgamp: the last calls of the rank that stands still:\n{stack}")
+        self._judge(verdict, None)
+
+    def _judge(self, verdict: str, source: Connection | None, kind: str = _VERDICT) -> None:
+        """Passes the first ``verdict`` on, and ends this rank soon, unless it leaves. Says so at once, because a
+        launcher may be faster; a rank that is about to refuse the same has a moment to do so itself."""
+        if self._verdict is not None:
+            return
+        self._verdict = verdict
+        if source is not None:
+            self._watched.discard(source)
+        self._spread(kind, verdict)
+        # Whoever refuses says so itself, unless SIGTERM is about to end this rank.
+        if (kind == _VERDICT or self._terminated) and not self._leaving.is_set():
+            say(self._last_words())
+        self._judged.set()
+        # Nothing is left to say before SIGTERM ends this rank.
+        self._termination.release()
+        if not self._leaving.wait(_GRACE):
+            end(self._last_words(), self._own.rank)
+
+    def _note_failing(self, sentence: str, source: Connection | None = None) -> None:
+        """Passes on that a rank fails. Waits for it then have a reason, and checkpoints are written in haste."""
+        self.stalls.note_failing(sentence)
+        self.a_rank_fails = True
+        for neighbour in list(self._watched):
+            if neighbour is not source:
+                neighbour.send(f"{_FAILS} {sentence}")
+
+    def _terminate(self, termination: Termination) -> None:
+        """Ends this rank, because SIGTERM has come. A verdict that comes within a moment tells why, and others have it
+        from this rank."""
+        if not termination.has_come():
+            return
+        self._selector.unregister(termination)
+        for neighbour in list(self._watched):
+            neighbour.send(_TERMINATED)
+        # A neighbour that ended before is to blame, even if SIGTERM has ended it.
+        self._serve(lambda: False, _BACKLOG)
+        self._terminated = True
+        self._serve(lambda: False, NEWS)
+        say(f"ds_lgamp: this rank, {self._own.rank} on {self._own.host}, was terminated (SIGTERM) {here}\n")
+        termination.end()
+
+    def _spread(self, kind: str, verdict: str) -> None:
+        for neighbour in list(self._watched):
+            neighbour.send(f"{kind} {verdict}")
+        # Whoever knows the verdict ends too, without a goodbye.
+        self._watched.clear()
+
+    def _last_words(self) -> str:
+        """Returns the sentence with which this rank ends; "" from the second time on."""
+        with self._speaking:
+            said, self._said = self._said, True
+        return "" if said else self._sentence()
+
+    def _sentence(self) -> str:
+        return f"ds_lgamp: {self._verdict}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"
