@@ -175,20 +175,19 @@ def _move_piece(move: Move, file: "_File", memory: torch.Tensor, start: int) -> 
 
 
 class _Threads:
-    """Move pieces, each when one of them is free. They begin with the first piece and end with the object.
+    """Move pieces, each when one of them is free. They begin and end with the object.
 
-    A ThreadPoolExecutor would refuse the last updates of a script: they are awaited when the process is about to end.
+    The last updates of a script are awaited when the process is about to end. A ThreadPoolExecutor would refuse them,
+    and Python 3.12 starts no thread then.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Job | None] | None = None
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        for _ in range(PIECES):
+            weakref.finalize(self, self._queue.put, None)
+            Thread(target=_serve, args=(self._queue,), name="ds_lgamp disk", daemon=True).start()
 
     def start(self, move: Callable[[], None]) -> "Future[None]":
-        if self._queue is None:
-            self._queue = SimpleQueue()
-            for _ in range(PIECES):
-                weakref.finalize(self, self._queue.put, None)
-                Thread(target=_serve, args=(self._queue,), name="ds_lgamp disk", daemon=True).start()
         over: Future[None] = Future()
         self._queue.put((move, over))
         return over

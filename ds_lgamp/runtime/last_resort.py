@@ -107,5 +107,10 @@ def _try(act: Callable[[], Any], seconds: float) -> None:
             act()
 
     actor = threading.Thread(target=attempt, daemon=True)
-    actor.start()
-    actor.join(seconds)
+    try:
+        actor.start()
+    except RuntimeError:
+        # From Python 3.12 on, none starts once the interpreter shuts down.
+        attempt()
+    else:
+        actor.join(seconds)

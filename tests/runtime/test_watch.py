@@ -351,3 +351,12 @@ def forks():
 
 def test_a_forked_process_has_no_timer_for_which_its_end_would_wait():
     assert run_on_ranks(2, forks) == [(True, True)] * 2
+
+
+def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, capfd):
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    last_resort.say("last words")
+    assert capfd.readouterr().err == "last words"
