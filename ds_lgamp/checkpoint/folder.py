@@ -109,6 +109,12 @@ def newest_first(directory: Path, tag: str) -> list[Path]:
     return sorted(found, key=lambda folder: (folder / STATE).stat().st_mtime_ns, reverse=True)
 
 
+def unfinished(directory: Path) -> list[str]:
+    """Returns the names of the folders in ``directory`` in which a save has begun, and none was completed."""
+    begun = {tensors.parent for tensors in directory.glob(f"*/{TENSORS}*")}
+    return sorted(folder.name for folder in begun if not (folder / STATE).exists())
+
+
 def _is_own(directory: Path, folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint below ``directory`` and no part of its path is a link."""
     between = [folder, *folder.parents][: len(folder.relative_to(directory).parts)]

@@ -14,6 +14,7 @@ from ds_lgamp.checkpoint.folder import (
     publish,
     read_latest,
     read_state,
+    unfinished,
     write_latest,
 )
 from ds_lgamp.checkpoint.whole import read_whole, write_whole
@@ -32,7 +33,9 @@ def test_a_checkpoint_is_there_once_it_is_published_and_not_before(tmp_path):
         path.rename(tensors / path.name)
     with pytest.raises(CheckpointError, match="tag is no checkpoint of ds_lgamp; its save was interrupted: load anoth"):
         read_whole(folder)
+    assert unfinished(tmp_path) == ["tag"]
     publish(folder, tensors, example_state())
+    assert unfinished(tmp_path) == []
     assert content(read_whole(folder)) == content(example())
     assert names(folder) == ["state.json", tensors.name]
 

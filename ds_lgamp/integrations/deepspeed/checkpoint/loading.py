@@ -38,7 +38,11 @@ def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
         return [directory / str(tag)]
     found = everyone(everywhere(partial(_last_and_others, directory)))[0]
     if not found:
-        logger.warning(f"{directory} has no file '{folders.LATEST}'; pass a tag, or save a checkpoint first")
+        begun = everyone(everywhere(partial(folders.unfinished, directory)))[0]
+        hint = "pass a tag, or save a checkpoint first"
+        if begun:
+            hint = f"the save in {', '.join(begun)} was not finished; remove {directory}, and go on from one that was"
+        logger.warning(f"{directory} has no file '{folders.LATEST}'; {hint}")
     return found
 
 

@@ -55,7 +55,10 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
         raise_everywhere(complaint_about_history(optimizer), ConfigError)
     elif optimizer is None:
         if config.optimizer_name is None:
-            raise ConfigError("there is no optimizer; pass one to deepspeed.initialize or name one in the JSON")
+            raise ConfigError(
+                "there is no optimizer; pass one to deepspeed.initialize or name one in the JSON, or set "
+                f"{BLOCK}.enabled to false for an engine that only evaluates"
+            )
         check_optimizer_type(config.optimizer_name, config.zero_allow_untested_optimizer)
         _try_optimizer(config.optimizer_name, config.optimizer_params or {}, device)
     if config.scheduler_name is not None:

@@ -97,8 +97,8 @@ class BatchLoader:
         if self._needs_inputs:
             self.tokens += integer_elements(inputs)
         return (
-            _to_device(inputs, self._device, self._inputs_dtype) if self._needs_inputs else None,
-            _to_device(labels, self._device) if self._needs_labels else None,
+            to_device(inputs, self._device, self._inputs_dtype) if self._needs_inputs else None,
+            to_device(labels, self._device) if self._needs_labels else None,
         )
 
 
@@ -117,7 +117,7 @@ def integer_elements(inputs: Any) -> int:
     return first.numel() if integers else 0
 
 
-def _to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Returns ``value`` with its tensors on ``device`` and the floating-point ones in ``dtype``. Lists become tuples,
     as everywhere in a pipeline. A copy from the host starts in page-locked memory. From any other memory, the host
     would wait until the device has done all earlier work."""
@@ -126,5 +126,5 @@ def _to_device(value: Any, device: torch.device, dtype: torch.dtype | None = Non
         start = get_accelerator().pin_memory(value) if from_host else value
         return start.to(device, dtype=dtype if value.is_floating_point() else None, non_blocking=from_host)
     if isinstance(value, (list, tuple)):
-        return tuple(_to_device(member, device, dtype) for member in value)
+        return tuple(to_device(member, device, dtype) for member in value)
     return value

@@ -70,6 +70,8 @@ class LgampEngine(PipelineEngine):
     def __init__(self, settings: LgampConfig, partition_method: str, **arguments: Any) -> None:
         module, config, optimizer = arguments["model"], arguments["config_class"], arguments.get("optimizer")
         self._lgamp_initialising = True
+        self._lr_kwargs: Any = None
+        """What the script gives the scheduler's next step."""
         self.own_data: OwnData | None = None
         """Micro-batches of ``training_data``, on the ranks that need some."""
         self.zero_stage = int(config.zero_optimization_stage)
@@ -350,7 +352,7 @@ class LgampEngine(PipelineEngine):
         with self.executor.timing.time("reduce"):
             self._partition.finish_gradients()
         with self.executor.timing.time("step"):
-            self._exec_optimizer_step()
+            self._exec_optimizer_step(self._lr_kwargs)
             self._partition.after_update()
 
     def _aggregate_total_loss(self) -> torch.Tensor:

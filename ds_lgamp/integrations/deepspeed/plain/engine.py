@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
 from ds_lgamp.integrations.deepspeed.engine.casting import cast_and_move
-from ds_lgamp.integrations.deepspeed.engine.data import integer_elements
+from ds_lgamp.integrations.deepspeed.engine.data import integer_elements, to_device
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
@@ -64,10 +65,11 @@ class ModelEngine(LgampEngine):
         cast_and_move(self)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
+        self._input_dtype = input_dtype(self._config)
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
         self._kept: list[Arguments] = []
         """The calls since the last step."""
-        self._told = ToldLosses()
+        self._told = ToldLosses(self.gradient_accumulation_steps)
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
         self._shapes: list[Any] = []
@@ -98,6 +100,8 @@ class ModelEngine(LgampEngine):
         """
         if self._waiting is not None:
             raise ConfigError("engine(...) is called after a complete batch; call engine.backward and engine.step")
+        if self._input_dtype is not None:
+            positional = to_device(positional, self.device, self._input_dtype)
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
@@ -111,7 +115,8 @@ class ModelEngine(LgampEngine):
         return self._told.backward(loss, factor, retain_graph)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Steps the optimizer if the batch is complete."""
+        """Steps the optimizer if the batch is complete, and the scheduler with ``lr_kwargs``."""
+        self._lr_kwargs = lr_kwargs
         completes = self.is_gradient_accumulation_boundary()
         if completes:
             if self._waiting is None:
@@ -166,7 +171,7 @@ class ModelEngine(LgampEngine):
         if self.inside_no_sync_ctxt:
             return False
         accelerate = sys.modules.get("accelerate.state")
-        if accelerate is not None and accelerate.GradientState._shared_state:
+        if accelerate is not None and _drives_deepspeed(accelerate):
             # Accelerate tells the engine in backward only. It knows before the forward.
             return accelerate.GradientState().sync_gradients
         return self.is_gradient_accumulation_boundary()
@@ -254,6 +259,12 @@ class ModelEngine(LgampEngine):
 
     # The calls of the script have returned the losses already.
     _step = LgampEngine._step_optimizer
+
+
+def _drives_deepspeed(accelerate: Any) -> bool:
+    """Whether Accelerate says when a batch is complete. Its loaders alone make a GradientState, too."""
+    state = accelerate.AcceleratorState._shared_state
+    return bool(accelerate.GradientState._shared_state) and state.get("distributed_type") == "DEEPSPEED"
 
 
 _NO_PIPELINE = (

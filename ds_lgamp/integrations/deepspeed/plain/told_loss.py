@@ -12,9 +12,16 @@ from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 
 
 class ToldLosses:
-    """The losses that the engine told since the last step, and the factors by which the script multiplied them."""
+    """The losses that the engine told since the last step, and the factors by which the script multiplied them.
 
-    def __init__(self) -> None:
+    Args:
+        accumulation: returns by what the engine divides losses, also those whose ``loss.backward()`` the script calls
+            itself.
+    """
+
+    def __init__(self, accumulation: Callable[[], int]) -> None:
+        self._accumulation = accumulation
+        self._through_engine = False
         self._factors: list[Tensor | float] = []
         self._last: Any = None
         """The node of the last loss in autograd's graph."""
@@ -24,7 +31,7 @@ class ToldLosses:
         script has multiplied it."""
         with torch.enable_grad():
             start = torch.zeros((), device=value.device, requires_grad=True)
-            loss = _Told.apply(start, value.detach(), self._factors.append)
+            loss = _Told.apply(start, value.detach(), self._note)
         self._last = loss.grad_fn
         return loss
 
@@ -40,8 +47,15 @@ class ToldLosses:
                 "also for a model of from_pretrained, which returns it in evaluation mode"
             )
         loss = loss * factor
-        loss.backward(retain_graph=retain_graph)
+        self._through_engine = True
+        try:
+            loss.backward(retain_graph=retain_graph)
+        finally:
+            self._through_engine = False
         return loss
+
+    def _note(self, gradient: Tensor) -> None:
+        self._factors.append(gradient if self._through_engine else gradient / self._accumulation())
 
     def common_factor(self, losses: int) -> float:
         """Returns by what the script multiplied each of the ``losses`` that it was told, times their number: the factor

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_lgamp.integrations.deepspeed.engine.data import _to_device
+from ds_lgamp.integrations.deepspeed.engine.data import to_device
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import batches, build, engine_of, linears
@@ -47,7 +47,7 @@ class Copies(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def to_device(tensor):
+def to_meta(tensor):
     return tensor.to(torch.device("meta"))
 
 
@@ -105,13 +105,13 @@ def test_a_step_waits_for_the_device_only_where_the_host_decides_to_skip_it(call
 def test_a_micro_batch_moves_to_its_device_while_the_host_goes_on():
     calls = Counter()
     with Copies(calls):
-        (moved,) = _to_device([torch.ones(2)], torch.device("meta"))
+        (moved,) = to_device([torch.ones(2)], torch.device("meta"))
     assert moved.device.type == "meta" and not calls
 
 
 @pytest.mark.parametrize(
     "call",
-    [torch.Tensor.item, bool, float, int, torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.nonzero, to_device],
+    [torch.Tensor.item, bool, float, int, torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.nonzero, to_meta],
 )
 def test_what_would_wait_is_counted(call):
     calls = Counter()

@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import GradientState
 from torch import nn
 
 import ds_lgamp
@@ -102,8 +103,12 @@ def pairs(step: int, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.randn(2, 6, generator=generator), torch.randn(2, 6, generator=generator)
 
 
-def train_sequential(pipeline_ranks: int, factor: float) -> list[float]:
-    """Trains an nn.Sequential, with a loss that the script multiplies. Returns the sums of its losses by step."""
+def train_sequential(pipeline_ranks: int, factor: float, through_engine: bool) -> list[float]:
+    """Trains an nn.Sequential, with a loss that the script multiplies. Returns the sums of its losses by step.
+
+    Args:
+        through_engine: whether it calls ``engine.backward(loss)`` rather than ``loss.backward()``.
+    """
     prepare_rank()
     ds_lgamp.install()
     engine = initialize(sequential(), configuration(2, {"pipeline_ranks": pipeline_ranks}))
@@ -115,9 +120,48 @@ def train_sequential(pipeline_ranks: int, factor: float) -> list[float]:
             sums[-1] += loss.item()
             # In place, as the Trainer does.
             loss *= factor
-            engine.backward(loss)
+            (engine.backward if through_engine else torch.Tensor.backward)(loss)
             engine.step()
     return sums
+
+
+def step_on_a_plateau(pipeline_ranks: int) -> list[float]:
+    """Gives the scheduler what the script has measured. Returns the learning rates, by step."""
+    prepare_rank()
+    ds_lgamp.install()
+    # What a loader of Accelerate makes, whoever iterates over it. The script completes batches as DeepSpeed counts.
+    GradientState()
+    model = sequential()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    with quiet():
+        engine = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=configuration(1, {"pipeline_ranks": pipeline_ranks}),
+        )[0]
+    rates = []
+    for step, measured in enumerate((3.0, 2.0, 2.0, 1.0)):
+        for number in range(MICRO_BATCHES):
+            engine.backward(engine(*pairs(step, dist.get_rank(), number)))
+            engine.step(lr_kwargs={"metrics": measured})
+        rates.append(engine.get_lr()[0])
+    return rates
+
+
+def train_on_cast_inputs(pipeline_ranks: int) -> list[str]:
+    """Returns the data types in which the first module sees fp32 inputs under ``fp16.auto_cast``."""
+    prepare_rank()
+    ds_lgamp.install()
+    model, seen = sequential(), []
+    model[0].register_forward_pre_hook(lambda _, given: seen.extend(str(each.dtype) for each in given[0]))
+    config = configuration(1, {"pipeline_ranks": pipeline_ranks})
+    engine = initialize(model, {**config, "fp16": {"enabled": True, "auto_cast": True, "loss_scale": 1.0}})
+    for number in range(MICRO_BATCHES):
+        engine.backward(engine(*pairs(0, dist.get_rank(), number)))
+        engine.step()
+    return sorted(set(seen))
 
 
 def train_without_sync(pipeline_ranks: int) -> list[float]:

@@ -46,9 +46,9 @@ def test_lengths_may_differ_between_ranks_micro_batches_and_steps():
             assert course[step] == pytest.approx([0.0] * (MICRO_BATCHES - 1) + [sum(own)], rel=1e-6)
 
 
-@pytest.mark.parametrize("factor", [1.0, -0.5])
-def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(factor):
-    ranks = run_on_ranks(2, calls.train_sequential, 2, factor)
+@pytest.mark.parametrize(("factor", "through_engine"), [(1.0, True), (-0.5, True), (-0.5, False)])
+def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(factor, through_engine):
+    ranks = run_on_ranks(2, calls.train_sequential, 2, factor, through_engine)
     model = calls.sequential()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(3):
@@ -59,6 +59,15 @@ def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(fa
         for rank, sums in enumerate(ranks):
             own = losses[rank * MICRO_BATCHES : (rank + 1) * MICRO_BATCHES]
             assert sums[step] == pytest.approx(sum(own).item(), rel=1e-6)
+
+
+def test_the_scheduler_gets_what_the_script_gives_to_step():
+    assert run_on_ranks(2, calls.step_on_a_plateau, 2) == [[RATE, RATE, RATE / 2, RATE / 2]] * 2
+
+
+def test_inputs_are_cast_where_fp16_asks_for_it():
+    first, _ = run_on_ranks(2, calls.train_on_cast_inputs, 2)
+    assert first == ["torch.float16"]
 
 
 def test_what_a_script_accumulates_in_no_sync_is_summed():
