@@ -59,6 +59,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             "--check-for-nan-in-loss-and-grad"
         )
     _refuse_offloading(config, settings)
+    _refuse_shards_of_nodes(config)
     if settings.live_checkpoint is not None:
         raise ConfigError(
             f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but Megatron-LM has checkpoints of its own; "
@@ -72,6 +73,16 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)
+
+
+def _refuse_shards_of_nodes(config: dict[str, Any]) -> None:
+    zero = config.get("zero_optimization") or {}
+    for key, harmless in {"zero_hpz_partition_size": 1, "mics_shard_size": -1}.items():
+        if zero.get(key, harmless) != harmless:
+            raise ConfigError(
+                f"zero_optimization.{key} is {zero[key]!r}, but in Megatron-LM's training loop all data-parallel ranks "
+                "share a chunk's shards; remove it, or train with DeepSpeed's engine"
+            )
 
 
 def _refuse_offloading(config: dict[str, Any], settings: LgampConfig) -> None:

@@ -16,6 +16,7 @@ from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.megatron.loop.several_chunks import layers_of
+from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 _CUTS = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size", "ddp_bucket_size", "ddp_num_buckets")
@@ -48,6 +49,7 @@ def guarded(load: Callable[..., Any], read: Callable[..., Any]) -> tuple[Callabl
             # With rank0, the file is the first rank's.
             if kind.name == "LEGACY" and not rank0:
                 refuse_other_chunks(loading[-1], state, load_dir)
+                refuse_whole_state(args, loading[-1], load_dir)
             if kind.name == "GLOBAL" and "content_metadata" in state:
                 refuse_other_buckets(args, state, load_dir)
         return found
@@ -64,6 +66,15 @@ def refuse_other_chunks(models: Sequence[torch.nn.Module], state: Mapping[str, A
             f"--load {folder} has chunks of {held} layers on this pipeline rank, but this run has chunks of {wanted}; "
             f"set {BLOCK}.chunks_per_rank or --pipeline-model-parallel-layout to what the checkpoint was saved with, "
             f"{_RESHARD}"
+        )
+
+
+def refuse_whole_state(args: Namespace, models: Sequence[torch.nn.Module], folder: Any) -> None:
+    """Raises ConfigError if sharded ``models`` are to take the optimizer's state from a file of format ``torch``."""
+    if isinstance(models[0], ShardedChunk) and not (args.finetune or args.no_load_optim):
+        raise ConfigError(
+            f"--load {folder} has the format torch, whose optimizer state stages 2 and 3 cannot take; load it with "
+            "--no-load-optim, or save it with --ckpt-format torch_dist"
         )
 
 

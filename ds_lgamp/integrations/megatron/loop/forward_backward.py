@@ -14,7 +14,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ds_lgamp.config import LgampConfig, program_spec
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
-from ds_lgamp.integrations.megatron.loop.refusals import refuse_unsupported, refuse_whole_models
+from ds_lgamp.integrations.megatron.loop.refusals import (
+    refuse_another_file,
+    refuse_unsupported,
+    refuse_whole_models,
+)
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.runtime.trace import Trace
@@ -83,6 +87,7 @@ class ForwardBackward:
             force_all_reduce,
         )
         refuse_unsupported(batch)
+        refuse_another_file(batch, self._settings, self._zero_stage)
         if self._zero_stage > 1:
             refuse_whole_models(batch, self._zero_stage)
         timers = batch.config.timers

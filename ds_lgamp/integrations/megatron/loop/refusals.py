@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.several_chunks import has_two_embeddings
@@ -48,6 +48,31 @@ def refuse_unsupported(batch: Batch) -> None:
             "share_embeddings_and_output_weights is True, but the first and the last chunk of this rank have a weight "
             "each; before DistributedDataParallel, call share_embedding of "
             "ds_lgamp.integrations.megatron.loop.several_chunks"
+        )
+
+
+def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) -> None:
+    """Raises ConfigError if a script of one's own trains with another stage, other chunks or another recomputation than
+    its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
+    if batch.forward_only:
+        return
+    wrapper, own = getattr(batch.models[0], "ddp_config", None), settings.model_fields_set
+    distributed = getattr(wrapper, "use_distributed_optimizer", None)
+    if zero_stage <= 1 and distributed is not None and bool(distributed) != (zero_stage == 1):
+        raise ConfigError(
+            f"zero_optimization.stage is {zero_stage}, but DistributedDataParallelConfig.use_distributed_optimizer is "
+            f"{distributed}; they mean the same, change one of them"
+        )
+    if settings.chunks_per_rank not in (None, len(batch.models)):
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {settings.chunks_per_rank}, but the script has built {len(batch.models)} "
+            "chunks on this rank; change one of them"
+        )
+    recompute = batch.config.recompute_granularity or "none"
+    if "recompute" in own and settings.recompute != recompute:
+        raise ConfigError(
+            f"{BLOCK}.recompute is '{settings.recompute}', but recompute_granularity of the TransformerConfig is "
+            f"{batch.config.recompute_granularity!r}; make them equal, or remove the key"
         )
 
 

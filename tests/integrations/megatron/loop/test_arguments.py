@@ -221,6 +221,12 @@ REFUSED = [
         {},
         "live_checkpoint is 'live', but Megatron-LM has .*set --save and --save-interval",
     ),
+    (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {},
+        {},
+        "zero_hpz_partition_size is 8, but in Megatron-LM's training loop all data-parallel ranks share a chunk's",
+    ),
     ({}, {"offload_activations": "cpu"}, {}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},

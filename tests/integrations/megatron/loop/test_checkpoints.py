@@ -8,6 +8,7 @@ import torch
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.checkpoints import guarded
+from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 
 Kind = Enum("Kind", "LEGACY GLOBAL")
 
@@ -41,6 +42,17 @@ def load(models, state, kind=Kind.LEGACY, rank0=False, **arguments):
     load, read = guarded(load_checkpoint, lambda load_dir, args, rank0: (state, "name", False, kind))
     assert read("folder", args, rank0=rank0)[0] is state  # before load_checkpoint, for the arguments only
     return load(models, args)
+
+
+def test_the_optimizers_state_of_the_format_torch_is_refused_where_chunks_are_sharded():
+    (plain,) = chunks(2)
+    sharded = ShardedChunk.__new__(ShardedChunk)
+    torch.nn.Module.__init__(sharded)
+    sharded.module = plain
+    with pytest.raises(ConfigError, match="folder has the format torch, whose optimizer state stages 2 and 3 cannot t"):
+        load([sharded], file_of([plain]))
+    for without in ({"no_load_optim": True}, {"finetune": True}):
+        load([sharded], file_of([plain]), **without)
 
 
 @pytest.mark.parametrize("block", ["decoder", "encoder"])

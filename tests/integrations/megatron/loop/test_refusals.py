@@ -8,7 +8,7 @@ import torch
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.arguments import Job
 from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
-from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings, refuse_unsupported
+from ds_lgamp.integrations.megatron.loop.refusals import refuse_another_file, refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 
 
@@ -42,6 +42,32 @@ def test_what_needs_one_model_on_a_rank_is_refused_where_its_only_rank_has_chunk
     refuse_settings(settings, chunks_on_one_rank=False)
     with pytest.raises(ConfigError, match=f"{setting} is {value!r}, whose .*; use more pipeline ranks, or set chunks"):
         refuse_settings(settings, chunks_on_one_rank=True)
+
+
+@pytest.mark.parametrize(
+    ("block", "stage", "said"),
+    [
+        (
+            {},
+            1,
+            "zero_optimization.stage is 1, but .*use_distributed_optimizer is False; they mean the same, change one",
+        ),
+        ({"chunks_per_rank": 3}, 0, "chunks_per_rank is 3, but the script has built 1 chunks on this rank; change one"),
+        (
+            {"recompute": "full"},
+            0,
+            "recompute is 'full', but recompute_granularity of the TransformerConfig is None; mak",
+        ),
+    ],
+)
+def test_a_file_that_says_something_else_than_a_loop_of_ones_own_does_is_refused(block, stage, said):
+    batch = batch_of(model(ddp_config=Namespace(use_distributed_optimizer=False)), recompute_granularity=None)
+    batch.forward_only = False
+    with pytest.raises(ConfigError, match=said):
+        refuse_another_file(batch, LgampConfig(**block), stage)
+    refuse_another_file(batch, LgampConfig(chunks_per_rank=1, recompute="none"), 0)
+    batch.forward_only = True
+    refuse_another_file(batch, LgampConfig(**block), stage)
 
 
 def test_chunks_that_share_an_iterator_are_refused():

@@ -9,12 +9,12 @@ from ds_lgamp.integrations.megatron.loop.flags import option_of
 IMPLIED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 """Flags that ask for what the program does anyway. They may be given or not."""
 
-_EXPERTS = "experts are in data-parallel groups of their own, which stages 2 and 3 have not; remove it"
+EXPERTS = "experts are in data-parallel groups of their own, which stages 2 and 3 have not; remove it"
 _WHOLE = "it reads whole weights or gradients, which no rank has; remove it"
 _BUFFERS = "it needs Megatron-core's buffers of gradients, which stages 2 and 3 have not; remove it"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_experts": ((None,), _EXPERTS),
+    "num_experts": ((None,), EXPERTS),
     "mtp_num_layers": (
         (None, 0),
         "a third copy of its embedding has not been tried; remove it",
@@ -41,6 +41,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "perform_rl_step": ((False,), _WHOLE),
     "async_save": ((None, False), "weights are complete only until the save returns; remove it"),
     "ckpt_format": (("torch_dist",), "it has not been tried with stages 2 and 3; use torch_dist"),
+    "dump_param_to_param_group_map": ((None,), "it is written for whole parameters, which no rank has; remove it"),
+    "load_main_params_from_ckpt": ((False,), "weights are taken as they are in the model; remove it"),
     "non_persistent_ckpt_type": ((None, "global"), "it has not been tried with stages 2 and 3; remove it"),
 }
 """Flags that are refused, each with the values at which it changes nothing, and the reason with the fix."""

@@ -7,6 +7,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.sharded.flags import EXPERTS
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
@@ -24,7 +26,11 @@ def shard(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, Any]], z
         models: the chunks of this rank, in the order of the model.
         groups: the optimizer's groups of whole parameters.
         zero_stage: 2 or 3.
+
+    Raises ConfigError if a model has experts.
     """
+    for model in models:
+        _refuse_experts(model)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     numbers = range(pipeline.rank(), pipeline.size() * len(models), pipeline.size())
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -53,6 +59,13 @@ def shard(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, Any]], z
     partition.release_all()
     _hand_out(partition, dict(zip(numbers, models)))
     return partition
+
+
+def _refuse_experts(model: ShardedChunk) -> None:
+    experts = getattr(model.config, "num_moe_experts", None)
+    # So Megatron-core marks parameters that data-parallel ranks do not have in common.
+    if experts is not None or not all(getattr(parameter, "allreduce", True) for parameter in model.parameters()):
+        raise ConfigError(f"num_moe_experts is {experts} beside zero_optimization.stage 2 or 3: {EXPERTS}")
 
 
 def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> None:

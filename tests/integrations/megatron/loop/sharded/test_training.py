@@ -181,6 +181,20 @@ def train_whole_models():
         training.forward_backward(**training.call(0), forward_only=True)
 
 
+def test_experts_are_refused_without_megatron_lms_arguments():
+    run_on_ranks(1, shard_experts, before_init=prepare_process)
+
+
+def shard_experts():
+    from megatron.core import optimizer
+
+    training = Training(place(1, 2, 1))
+    # As Megatron-core marks the weights of experts.
+    next(training.models[0].parameters()).allreduce = False
+    with pytest.raises(ConfigError, match="num_moe_experts is None beside zero_optimization.stage 2 or 3: experts are"):
+        optimizer.get_megatron_optimizer(training.optimizer.config, training.models, config_overrides={})
+
+
 def test_weight_decay_that_depends_on_the_release_is_refused():
     run_on_ranks(1, train_without_overrides, before_init=prepare_process)
 
