@@ -14,6 +14,7 @@ network is idle later. The simulated step of the same program includes this.
 import gc
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from benchmarks.overlap import COMPUTE, KINDS, calibrate, collectives, simulated, sized
 from benchmarks.record import OURS, REPETITIONS, Record, begin
@@ -24,8 +25,26 @@ from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "network"
-RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
-"""Rates as tc and as people write them, the fastest first."""
+SHORT = 1 << 17
+"""Bytes of a connection that may wait where queues are short."""
+
+
+class Link(NamedTuple):
+    """How nodes are joined."""
+
+    rate: str
+    """As tc writes it."""
+    text: str
+    socket_queue: int | None = None
+
+
+LINKS = (
+    Link("1gbit", "1 Gbit/s"),
+    Link("200mbit", "200 Mbit/s"),
+    Link("200mbit", "200 Mbit/s, short queues", SHORT),
+    Link("50mbit", "50 Mbit/s"),
+)
+"""The fastest first. With short queues, small messages of pipelines and of gloo pass large ones of collectives."""
 SHARE = 0.16
 LAYOUTS = ((1, 2), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
@@ -47,20 +66,21 @@ def setting_of(pipeline_ranks: int, data_ranks: int) -> Setting:
 
 
 def run(
-    layouts: Sequence[tuple[int, int]] = LAYOUTS, rates: Sequence[str] = tuple(RATES), repetitions: int = REPETITIONS
+    layouts: Sequence[tuple[int, int]] = LAYOUTS, links: Sequence[Link] = LINKS, repetitions: int = REPETITIONS
 ) -> Record:
-    """Measures every layout at every rate. Records the reason if this machine cannot make a slow link."""
+    """Measures every layout over every link. Records the reason if this machine cannot make a slow link."""
     record = begin(NAME)
     for layout in layouts:
         setting = setting_of(*layout)
-        for rate in rates:
+        for link in links:
+            ranks = setting.pipeline_ranks * setting.data_ranks
             try:
-                with throttled_network(setting.pipeline_ranks * setting.data_ranks, rate) as network:
+                with throttled_network(ranks, link.rate, socket_queue=link.socket_queue) as network:
                     found = measure(setting, repetitions, network.enter)
             except NetworkUnavailable as reason:
                 record.lack_network("nothing measured", reason)
                 return record
-            enter(record, setting, rate, found)
+            enter(record, setting, link, found)
     return record
 
 
@@ -75,9 +95,9 @@ def layered(zero_stage: int) -> str:
     return f"{OURS}, ZeRO-{zero_stage}"
 
 
-def enter(record: Record, setting: Setting, rate: str, found: Sequence[Found]) -> None:
-    """Enters the rows of one layout and rate, and their target."""
-    config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks, "rate": RATES[rate]}
+def enter(record: Record, setting: Setting, link: Link, found: Sequence[Found]) -> None:
+    """Enters the rows of one layout and link, and their target."""
+    config = {"pipeline_ranks": setting.pipeline_ranks, "data_ranks": setting.data_ranks, "rate": link.text}
     record.machine["scheduling"] = scheduling(all(precise for _, _, precise in found))
     # Of the rank that begins last.
     alone = {kind: median(samples) for kind, samples in found[setting.data_ranks - 1][0].items()}
@@ -96,7 +116,7 @@ def enter(record: Record, setting: Setting, rate: str, found: Sequence[Found]) -
     for name in (*map(layered, STAGES), OUTER):
         record.add(name, config, "step", [step * 1000 for step in seconds[name]], "ms")
     layout = f"{setting.pipeline_ranks} x {setting.data_ranks} ranks"
-    record.aim(f"largest {BOUND}, {layout}, {RATES[rate]}", max(ratios), LIMIT)
+    record.aim(f"largest {BOUND}, {layout}, {link.text}", max(ratios), LIMIT)
 
 
 def _measure_on_rank(setting: Setting, repetitions: int) -> Found:

@@ -25,6 +25,8 @@ QUEUE = "4mb"
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": 0}
 """Lets a connection use the whole link at any time. Other algorithms, such as bbr, pace themselves and probe. Every
 Linux kernel has reno."""
+SOCKET_QUEUE = "tcp_limit_output_bytes"
+"""Bytes of one connection that wait below it. What other connections send meanwhile waits behind them."""
 NOBODY = "02:00:00:00:00:99"
 """The address of no interface."""
 _CLONE_NEWNET = 0x40000000
@@ -69,13 +71,16 @@ class Network(NamedTuple):
 
 
 @contextmanager
-def throttled_network(nodes: int, rate: str, islands: Sequence[int] = (), between: str = "") -> Iterator[Network]:
+def throttled_network(
+    nodes: int, rate: str, islands: Sequence[int] = (), between: str = "", socket_queue: int | None = None
+) -> Iterator[Network]:
     """Makes ``nodes`` nodes with an egress limit of ``rate``, written as for tc, such as "1gbit".
 
     Args:
         islands: the number of every node's island; none for a network without islands. Nodes of an island reach each
             other by a second interface, whichever address they use.
         between: each node's egress limit to all nodes of other islands, in place of ``rate``.
+        socket_queue: bytes of one connection that may wait for egress; None leaves it to the kernel.
 
     Raises NetworkUnavailable if this machine cannot make them.
     """
@@ -86,7 +91,8 @@ def throttled_network(nodes: int, rate: str, islands: Sequence[int] = (), betwee
             _run_in(switch, "ip", "link", "set", bridge, "up")
         for node, holder in enumerate(holders):
             _run_in(holder, "ip", "link", "set", "lo", "up")
-            for name, value in TCP.items():
+            queue = {} if socket_queue is None else {SOCKET_QUEUE: socket_queue}
+            for name, value in (TCP | queue).items():
                 _run_in(holder, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
             limit = between if islands else rate
             _connect(holder, switch, "bridge", INTERFACE, f"port{node}", address(node), limit)

@@ -6,6 +6,7 @@ from benchmarks.network import (
     BOUND,
     LAYOUTS,
     LIMIT,
+    LINKS,
     OUTER,
     SHARE,
     STAGES,
@@ -43,7 +44,7 @@ def test_one_micro_batch_at_a_time_gathers_and_reduces_as_often_as_there_are_mic
 def test_every_order_does_the_work_and_gets_its_rows():
     found = measure(TINY, repetitions=2)
     record = Record("network", {})
-    enter(record, TINY, "1gbit", found)
+    enter(record, TINY, LINKS[0], found)
     rows = {(row.contender, row.metric): row.median for row in record.rows}
     assert {name for name, _ in rows} == {COMPUTE, OUTER, *map(layered, STAGES)}
     for stage in STAGES:
@@ -56,7 +57,7 @@ def test_every_order_does_the_work_and_gets_its_rows():
 
 
 def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys):
-    def no_network(nodes, rate):
+    def no_network(nodes, rate, socket_queue):
         raise NetworkUnavailable(f"{nodes} nodes are too many")
 
     monkeypatch.setattr("benchmarks.network.throttled_network", no_network)
