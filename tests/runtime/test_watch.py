@@ -5,7 +5,6 @@ import faulthandler
 import math
 import os
 import signal
-import statistics
 import threading
 import time
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from ds_lgamp.runtime import last_resort, lifeline
 from ds_lgamp.runtime.last_resort import LastResort, dump_flight_recorder
-from ds_lgamp.runtime.stalls import TICK
 from ds_lgamp.runtime.watch import ANSWER, Asking, Rounds, stalls
 from ds_lgamp.runtime.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
 from ds_lgamp.schedule.actions import Action
@@ -239,36 +237,30 @@ def test_calls_of_torch_say_for_which_ranks_they_wait():
     ]
 
 
+LOOKS = 500
+BUDGET = 20e-6
+"""Seconds of a look."""
+
+
 def looks_at_itself():
-    """Returns the processor time of looks at a rank that gets on, in seconds."""
+    """Returns the processor time of a look at a rank that gets on, in seconds."""
     lifeline.start()
-    talk, look, seconds = lifeline._current.stalls, lifeline._current.stalls.look, []
-
-    def timed(*arguments):
-        begin = time.thread_time()
-        look(*arguments)
-        seconds.append(time.thread_time() - begin)
-
-    talk.look = timed
     executor = running("F1.0", "forward")
     with here.in_batch(executor, "step 5", True, LIMIT):
         here.place = Place.BATCH
-        for step in range(80):
-            executor.row = step % len(executor.program)
-            time.sleep(TICK / 10)
-    return seconds
-
-
-SHARE = 1e-3
+        begin = time.thread_time()
+        # In a row: alone, a look takes as long as a core needs to wake up, which is the machine's affair.
+        for number in range(LOOKS):
+            executor.row = number % len(executor.program)
+            lifeline._current.stalls.look({}, None)
+        return (time.thread_time() - begin) / LOOKS
 
 
 @pytest.mark.timing
-def test_a_look_at_a_rank_that_gets_on_costs_less_than_a_thousandth_of_the_second_between_two():
+def test_a_look_at_a_rank_that_gets_on_costs_microseconds():
     for seconds in run_on_ranks(2, looks_at_itself):
-        # Not their mean: the first one loads code, and another process may have the caches for a while.
-        look = statistics.median(seconds)
-        print(f"{1e6 * look:.0f} us")
-        assert look < SHARE * TICK
+        print(f"{1e6 * seconds:.0f} us")
+        assert seconds < BUDGET
 
 
 def dumps_the_record(folder):
