@@ -18,7 +18,7 @@ from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender, Execute
 from benchmarks.virtual.steps import measure
 from ds_lgamp.schedule.actions import Action, Kind, send_of
 from ds_lgamp.schedule.simulate import simulate
-from testing.namespaces import NetworkUnavailable, throttled_network
+from testing.namespaces import SOCKET_QUEUE, NetworkUnavailable, throttled_network
 
 TINY = Setting(2, 1, 2, forward=0.001, backward=0.002)
 TINY_LOOPED = TINY._replace(chunks_per_rank=2)
@@ -116,6 +116,12 @@ def permitted():
 
 def interfaces():
     return sorted(os.listdir("/sys/class/net"))
+
+
+def test_queues_of_sockets_are_as_short_as_asked(permitted):
+    with throttled_network(1, "1gbit", socket_queue=1 << 17) as network:
+        inside = ["nsenter", f"--net=/proc/{network.holders[0]}/ns/net", "cat", f"/proc/sys/net/ipv4/{SOCKET_QUEUE}"]
+        assert int(subprocess.check_output(inside)) == 1 << 17
 
 
 def test_nothing_of_a_network_is_left_after_an_error(permitted):

@@ -65,7 +65,6 @@ class ModelEngine(LgampEngine):
         cast_and_move(self)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
-        self._input_dtype = input_dtype(self._config)
         self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
         self._kept: list[Arguments] = []
         """The calls since the last step."""
@@ -100,8 +99,9 @@ class ModelEngine(LgampEngine):
         """
         if self._waiting is not None:
             raise ConfigError("engine(...) is called after a complete batch; call engine.backward and engine.step")
-        if self._input_dtype is not None:
-            positional = to_device(positional, self.device, self._input_dtype)
+        cast = input_dtype(self._config)
+        if cast is not None:
+            positional = to_device(positional, self.device, cast)
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)

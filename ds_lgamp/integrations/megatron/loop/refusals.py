@@ -56,8 +56,7 @@ def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) ->
     its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
     if batch.forward_only:
         return
-    wrapper, own = getattr(batch.models[0], "ddp_config", None), settings.model_fields_set
-    distributed = getattr(wrapper, "use_distributed_optimizer", None)
+    distributed = getattr(getattr(batch.models[0], "ddp_config", None), "use_distributed_optimizer", None)
     if zero_stage <= 1 and distributed is not None and bool(distributed) != (zero_stage == 1):
         raise ConfigError(
             f"zero_optimization.stage is {zero_stage}, but DistributedDataParallelConfig.use_distributed_optimizer is "
@@ -69,7 +68,7 @@ def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) ->
             "chunks on this rank; change one of them"
         )
     recompute = batch.config.recompute_granularity or "none"
-    if "recompute" in own and settings.recompute != recompute:
+    if "recompute" in settings.model_fields_set and settings.recompute != recompute:
         raise ConfigError(
             f"{BLOCK}.recompute is '{settings.recompute}', but recompute_granularity of the TransformerConfig is "
             f"{batch.config.recompute_granularity!r}; make them equal, or remove the key"

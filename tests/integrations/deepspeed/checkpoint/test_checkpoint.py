@@ -2,8 +2,10 @@
 
 import pytest
 
+from ds_lgamp.integrations.deepspeed.checkpoint import loading
 from ds_lgamp.integrations.deepspeed.checkpoint.data_position import micro_batches_here
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.checkpoint.live_runs import heard
 from tests.integrations.deepspeed.checkpoint.resumed_runs import LAYOUTS, run_all
 from tests.slow import chosen, slow_except
 
@@ -140,3 +142,21 @@ def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(results, name, 
     for rank in results:
         said = rank["refusals"][name]
         assert all(word in said for word in words) and "\n" not in said
+
+
+def look_for_checkpoints(directory):
+    with heard(loading.logger) as said:
+        assert not loading.find_checkpoints(directory, None)
+    return said
+
+
+def test_a_save_that_was_not_finished_is_named_where_there_is_no_latest(tmp_path):
+    hints = {
+        "empty": "pass a tag, or save a checkpoint first",
+        "unfinished": f"the save in global_step3 was not finished; remove {tmp_path / 'unfinished'}, and go on from one "
+        "that was",
+    }
+    (tmp_path / "unfinished" / "global_step3" / "tensors-0badcafe").mkdir(parents=True)
+    for name, hint in hints.items():
+        (said,) = run_on_ranks(1, look_for_checkpoints, tmp_path / name)
+        assert said == [f"{tmp_path / name} has no file 'latest'; {hint}"]
