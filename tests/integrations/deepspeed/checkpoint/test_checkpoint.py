@@ -151,10 +151,10 @@ def look_for_checkpoints(directory):
 
 
 def test_a_save_that_was_not_finished_is_named_where_there_is_no_latest(tmp_path):
+    begun = tmp_path / "unfinished"
     hints = {
         "empty": "pass a tag, or save a checkpoint first",
-        "unfinished": f"the save in global_step3 was not finished; remove {tmp_path / 'unfinished'}, and go on from one "
-        "that was",
+        "unfinished": f"the save in global_step3 was not finished; remove {begun}, and go on from one that was",
     }
     (tmp_path / "unfinished" / "global_step3" / "tensors-0badcafe").mkdir(parents=True)
     for name, hint in hints.items():
