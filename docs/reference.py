@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +21,20 @@ HEADINGS = {
     Treatment.MEANINGLESS: "Meaningless",
     Treatment.REFUSED: "Refused",
 }
+PUBLIC = {
+    "optimizers.lamb": ("Lamb",),
+    "optimizers.muon": ("Muon",),
+    "view.recording": ("read_recording",),
+    "view.perfetto": ("perfetto_trace",),
+    "config": ("read_block",),
+    "integrations.megatron.layers.gpt_layers": ("gpt_layer_specs", "language_model_loss"),
+    "integrations.megatron.layers.gpt_weights": ("from_gpt_model", "to_gpt_model"),
+    "integrations.megatron.loop.arguments": ("check_file",),
+    "integrations.megatron.loop.install": ("install_schedules",),
+    "integrations.megatron.loop.several_chunks": ("share_embedding",),
+    "integrations.megatron.loop.sharded.model": ("ShardedChunk",),
+}
+"""By module, what scripts may import besides the package's own functions."""
 
 
 def block_table() -> str:
@@ -104,9 +119,12 @@ def _meaning(action: argparse.Action) -> str:
 
 
 def functions() -> str:
-    """The functions of the package, with their docstrings."""
+    """The functions of the package and what PUBLIC names, with their docstrings."""
     own = [function for function in vars(ds_lgamp).values() if inspect.isfunction(function)]
-    return "\n\n".join(f"## ds_lgamp.{each.__name__}\n\n{_as_markdown(inspect.getdoc(each) or '')}" for each in own)
+    own += [getattr(import_module(f"ds_lgamp.{module}"), name) for module, names in PUBLIC.items() for name in names]
+    return "\n\n".join(
+        f"## {each.__module__}.{each.__name__}\n\n{_as_markdown(inspect.getdoc(each) or '')}" for each in own
+    )
 
 
 def _as_markdown(docstring: str) -> str:

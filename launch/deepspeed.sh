@@ -11,6 +11,7 @@
 #     NNODES         number of nodes to use from the top of the hostfile (default: all)
 #     MASTER_ADDR    with a hostfile: address of its first node for all others (default: the launcher asks the node)
 #     MASTER_PORT    a free port there (default: one that is free here; this launcher does not support port 0)
+#     RUN_OPTIONS    options of ds_lgamp run, such as "--cluster cluster.json" (default: none)
 #
 # The launcher ignores CUDA_VISIBLE_DEVICES if it gets a number of GPUs. launch/torchrun.sh respects it.
 
@@ -34,6 +35,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || refuse "no script is given; use launch/deepspeed.sh [--dry-run] SCRIPT [ARGUMENTS...]"
 [ -f "$1" ] || refuse "there is no script $1"
+read -ra run_options <<<"${RUN_OPTIONS:-}"
 
 command=(deepspeed)
 gpus=${GPUS_PER_NODE:-}
@@ -55,7 +57,7 @@ port=${MASTER_PORT:-$(python -c 'import socket
 with socket.socket() as free:
     free.bind(("", 0))
     print(free.getsockname()[1])')}
-command+=(--master_port "$port" --module ds_lgamp run "$@")
+command+=(--master_port "$port" --module ds_lgamp run ${run_options[@]+"${run_options[@]}"} "$@")
 
 if $dry_run; then
     printf '%q' "${command[0]}" && printf ' %q' "${command[@]:1}" && echo

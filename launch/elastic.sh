@@ -14,6 +14,7 @@
 #     MASTER_ADDR    with several nodes: name or address of one of them, reachable from all others; it must not fail
 #     MASTER_PORT    with several nodes: a free port there (default: 29500)
 #     JOB_ID         with several nodes: a job name that is unique at that port (default: ds_lgamp)
+#     RUN_OPTIONS    options of ds_lgamp run, such as "--cluster cluster.json" (default: none)
 #
 # The script must call load_checkpoint before it trains and save_checkpoint now and then. Its pipeline and
 # tensor-parallel ranks must divide GPUS_PER_NODE. train_batch_size must suit every number of nodes.
@@ -38,6 +39,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || refuse "no script is given; use launch/elastic.sh [--dry-run] SCRIPT [ARGUMENTS...]"
 [ -f "$1" ] || refuse "there is no script $1"
+read -ra run_options <<<"${RUN_OPTIONS:-}"
 
 nodes=${NNODES:-1}
 [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || refuse "NNODES is $nodes; set it to the fewest and most nodes, as 2:4"
@@ -59,7 +61,7 @@ else
     # Otherwise ranks that start again would find the addresses of those before them in the agents' store.
     command=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "${command[@]}")
 fi
-command+=(--nproc_per_node "$gpus" -m ds_lgamp run "$@")
+command+=(--nproc_per_node "$gpus" -m ds_lgamp run ${run_options[@]+"${run_options[@]}"} "$@")
 
 if $dry_run; then
     printf '%q' "${command[0]}" && printf ' %q' "${command[@]:1}" && echo

@@ -10,6 +10,7 @@
 #     GPUS_PER_NODE  ranks per node (default: the GPUs that Slurm gave this node)
 #     MASTER_ADDR    a node that all others can reach (default: the job's first node)
 #     MASTER_PORT    a free port there (default: 20000 plus the job number modulo 10000)
+#     RUN_OPTIONS    options of ds_lgamp run, such as "--cluster cluster.json" (default: none)
 
 #SBATCH --job-name=ds_lgamp
 # Nodes and their GPUs. Each GPU gets one rank.
@@ -56,6 +57,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || refuse "no script is given; use sbatch launch/slurm.sh SCRIPT [ARGUMENTS...]"
 [ -f "$1" ] || refuse "there is no script $1"
+read -ra run_options <<<"${RUN_OPTIONS:-}"
 
 node_list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
 [ -n "$node_list" ] || refuse "SLURM_JOB_NODELIST is not set; submit with sbatch launch/slurm.sh SCRIPT [ARGUMENTS...]"
@@ -71,7 +73,7 @@ command=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-b
 # srun does not inherit this number since Slurm 22.05.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || command+=(--cpus-per-task "$SLURM_CPUS_PER_TASK")
 command+=(torchrun --nnodes "$nodes" --rdzv_backend c10d --rdzv_endpoint "$address:$port" --rdzv_id "$job")
-command+=(--nproc_per_node "$gpus" -m ds_lgamp run "$@")
+command+=(--nproc_per_node "$gpus" -m ds_lgamp run ${run_options[@]+"${run_options[@]}"} "$@")
 
 if $dry_run; then
     printf '%q' "${command[0]}" && printf ' %q' "${command[@]:1}" && echo

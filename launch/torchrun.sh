@@ -12,6 +12,7 @@
 #     MASTER_PORT    with several nodes: a free port there (default: 29500)
 #     JOB_ID         with several nodes: a job name that is unique at that port (default: ds_lgamp)
 #     NODE_RANK      with several nodes: this node's number, 0 on MASTER_ADDR (default: torchrun numbers the nodes)
+#     RUN_OPTIONS    options of ds_lgamp run, such as "--cluster cluster.json" (default: none)
 
 set -euo pipefail
 
@@ -33,6 +34,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || refuse "no script is given; use launch/torchrun.sh [--dry-run] SCRIPT [ARGUMENTS...]"
 [ -f "$1" ] || refuse "there is no script $1"
+read -ra run_options <<<"${RUN_OPTIONS:-}"
 
 nodes=${NNODES:-1}
 [[ $nodes =~ ^[1-9][0-9]*$ ]] || refuse "NNODES is $nodes; set it to the number of nodes, from 1"
@@ -53,7 +55,7 @@ else
         command+=(--rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:$port" --rdzv_id "${JOB_ID:-ds_lgamp}")
     fi
 fi
-command+=(--nproc_per_node "$gpus" -m ds_lgamp run "$@")
+command+=(--nproc_per_node "$gpus" -m ds_lgamp run ${run_options[@]+"${run_options[@]}"} "$@")
 
 if $dry_run; then
     printf '%q' "${command[0]}" && printf ' %q' "${command[@]:1}" && echo

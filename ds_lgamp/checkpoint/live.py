@@ -21,7 +21,7 @@ from ds_lgamp.checkpoint.shares import Share
 from ds_lgamp.checkpoint.slot import RUN, Slot
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
 from ds_lgamp.partition.bus import event_now
-from ds_lgamp.partition.host_thread import HostThread, Job
+from ds_lgamp.partition.host_thread import HostThread, Job, use_device
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 
@@ -290,13 +290,14 @@ class _Staging:
     GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
+        self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._memory: torch.Tensor | None = None
 
     def pieces(self, values: torch.Tensor, behind: Any) -> Iterator[memoryview]:
         """Yields the bytes of ``values`` as they are after the event ``behind``."""
         if self._memory is None:
+            use_device(self._device)
             self._memory = torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True)
         for part in values.detach().view(torch.uint8).split(_STAGED):
             staged = self._memory[: part.numel()]

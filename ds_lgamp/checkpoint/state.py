@@ -112,6 +112,8 @@ class State(_Strict):
     loss_scaler: LossScaler | None
     counters: Counters
     micro_offset: Count
+    late_overflow: bool = False
+    """Whether the last step was skipped and no counter says so yet."""
     data: Epoch | None
     tensors: Annotated[str, Field(pattern=r"^tensors-\w+$")]
     """Name of the tensor folder."""

@@ -16,6 +16,9 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
 """Prefixes of the names of tensors in a checkpoint."""
 
+_OF_DEVICE = ("params", "fused", "capturable")
+"""Options of a parameter group that another run cannot give to this one."""
+
 
 def rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
     """Returns the name in a checkpoint of what one rank alone has."""
@@ -190,8 +193,14 @@ class Loading:
             if tensors or (scalars[segment.group] and not any(self._states)):
                 # Decoded for each segment: an optimizer counts in the tensors it is given.
                 state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
-        merged = [{**mine, **group, "params": mine["params"]} for group, mine in zip(groups, own)]
+        merged = [with_own_kernels(group, mine) for group, mine in zip(groups, own)]
         optimizer.load_state_dict({"state": state, "param_groups": merged})
+
+
+def with_own_kernels(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a saved ``group`` with those of this run that depend on its device, and its parameters.
+    Options that are missing keep their values."""
+    return {**own, **group, **{key: own[key] for key in _OF_DEVICE if key in own}}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

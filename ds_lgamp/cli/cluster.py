@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_lgamp.cli.options import why_not_writable
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.planner.cluster import Link
 from ds_lgamp.planner.grouping import Node, cluster_text
@@ -22,7 +24,8 @@ def detect(path: Path, as_json: bool, output: TextIO) -> int:
     """Measures, and writes ``path``. Collective over all ranks that a launcher started. Rank 0 writes and prints.
     Returns the exit status.
 
-    Raises ValueError on every rank if the file exists, or if no launcher has set the environment.
+    Raises ValueError on every rank, before it measures, if the file exists or cannot be written, or if no launcher has
+    set the environment.
     """
     require_launcher()
     accelerator = get_accelerator()
@@ -31,9 +34,9 @@ def detect(path: Path, as_json: bool, output: TextIO) -> int:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(accelerator.communication_backend_name() if device.type != "cpu" else "gloo")
     try:
-        exists = dist.get_rank() == 0 and path.exists()
-        raise_everywhere(f"{path} exists; name another file" if exists else None, ValueError)
-        measured = measure_nodes(device)
+        raise_everywhere(_complaint_about(path) if dist.get_rank() == 0 else None, ValueError)
+        with at_work("measuring every pair of nodes"):
+            measured = measure_nodes(device)
         interface = own_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         facts = {node: rest for node, *rest in everyone((node_name(), network_kind(), interface))}
         flops: Sequence[float | None] = measured.flops or [None] * len(measured.nodes)
@@ -49,3 +52,10 @@ def detect(path: Path, as_json: bool, output: TextIO) -> int:
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _complaint_about(path: Path) -> str | None:
+    if path.exists():
+        return f"{path} exists; name another file"
+    complaint = why_not_writable(path)
+    return None if complaint is None else f"FILE is {complaint}"

@@ -1,20 +1,20 @@
 """The command line: ``ds_lgamp schedule``, ``plan``, ``view``, ``run``, ``checkpoint``, ``cluster`` and ``env``."""
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
+from ds_lgamp.cli.completion import complete_paths
 from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count
+from ds_lgamp.cli.options import count, own_output
 from ds_lgamp.cli.plan import add_plan_command
 from ds_lgamp.cli.schedule import add_schedule_command
 from ds_lgamp.cli.view import add_view_command
 from ds_lgamp.config import ConfigError
+from ds_lgamp.version import __version__
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""
@@ -27,15 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher_words = []
     while words and words[0].startswith("--local_rank"):
         launcher_words.append(words.pop(0))
-    parser = command_line()
-    options = parser.parse_args(words)
+    options = command_line().parse_args(words)
     options.launcher_words = launcher_words
-    return options.run(parser, options)
+    return options.run(options.parser, options)
 
 
 def command_line() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="ds_lgamp", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ds_lgamp",
+        description="Layered gradient accumulation and modular pipeline parallelism for DeepSpeed and Megatron-core.",
+        epilog="ds_lgamp COMMAND --help has examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"ds_lgamp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_schedule_command(commands)
     add_plan_command(commands)
@@ -44,6 +48,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_checkpoint_command(commands)
     _add_cluster_command(commands)
     _add_env_command(commands)
+    complete_paths(parser)
     return parser
 
 
@@ -72,14 +77,14 @@ def _add_run_command(commands) -> None:
         metavar="FILE",
         help="with --cluster: what --explain --json printed for the script, in place of a dry run of the first rank",
     )
-    command.add_argument("script", help="path of the script")
+    command.add_argument("script", metavar="SCRIPT", help="path of the script")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    command.set_defaults(run=_run)
+    command.set_defaults(run=_run, parser=command)
 
 
 def _add_checkpoint_command(commands) -> None:
     command = commands.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
-    command.set_defaults(run=_checkpoint)
+    command.set_defaults(run=_checkpoint, parser=command)
     actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
     of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
     info = actions.add_parser("info", help="print what a checkpoint holds", **with_examples("checkpoint info"))
@@ -148,7 +153,7 @@ def _add_cluster_command(commands) -> None:
     )
     detect.add_argument("file", type=Path, metavar="FILE", help="the cluster file to write on the first node")
     detect.add_argument("--json", action="store_true", help="print JSON")
-    detect.set_defaults(run=_detect)
+    detect.set_defaults(run=_detect, parser=detect)
 
 
 def _add_env_command(commands) -> None:
@@ -156,7 +161,7 @@ def _add_env_command(commands) -> None:
         "env", help="print what is installed and whether ds_lgamp can work with it", **with_examples("env")
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_env)
+    command.set_defaults(run=_env, parser=command)
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -189,7 +194,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return run_script(options.script, arguments, options.measure, keys)
     from ds_lgamp.integrations.deepspeed.hook.explain_script import explain_script
 
-    with _own_output() as output:
+    with own_output() as output:
         lay_out = None
         if options.cluster is not None:
             from ds_lgamp.cli.run_islands import laid_out_on
@@ -225,7 +230,7 @@ def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         _check_export(parser, options)
     from ds_lgamp.cli.checkpoint import run_command
 
-    with _own_output() as output:
+    with own_output() as output:
         return run_command(options.action, options, output)
 
 
@@ -250,7 +255,7 @@ def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     from ds_lgamp.cli.cluster import detect
 
     try:
-        with _own_output() as output:
+        with own_output() as output:
             return detect(options.file, options.json, output)
     except ValueError as error:
         parser.error(str(error))
@@ -259,20 +264,5 @@ def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 def _env(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.cli.environment import run_env
 
-    with _own_output() as output:
+    with own_output() as output:
         return run_env(options.json, output)
-
-
-@contextmanager
-def _own_output() -> Iterator[TextIO]:
-    """Keeps standard output for the command. Whatever scripts and libraries print in between goes to standard error."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with os.fdopen(kept, "w", closefd=False) as output:
-            yield output
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count
+from ds_lgamp.cli.options import count, own_output
 
 _OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law")
 """Options that belong to --model."""
@@ -40,7 +40,7 @@ def add_plan_command(commands: Any) -> None:
     command.add_argument("--sequence-length", type=count, metavar="S", help="default: what the model says")
     command.add_argument("--tokens", type=_positive, help="tokens to train on, such as 300e9; tells days and cost")
     command.add_argument(
-        "--objective", metavar="WHAT", help="what the best plan has least of: time (default), cost or memory"
+        "--objective", choices=("time", "cost", "memory"), help="what the best plan has least of (default: time)"
     )
     command.add_argument("--top", type=count, metavar="K", help="how many plans to print (default: 10)")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the step over the network's bandwidth as SVG")
@@ -49,11 +49,10 @@ def add_plan_command(commands: Any) -> None:
     )
     command.add_argument(
         "--law",
-        metavar="NAME",
-        help="in place of --batch-size: find the shortest training at the critical batch of this scaling law: kaplan "
-        "or width",
+        choices=("kaplan", "width"),
+        help="in place of --batch-size: find the shortest training at the critical batch of this scaling law",
     )
-    command.set_defaults(run=_plan)
+    command.set_defaults(run=_plan, parser=command)
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -69,7 +68,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         if options.calibrate:
             from ds_lgamp.cli.plan_calibrate import calibrate_cluster
 
-            return calibrate_cluster(Path(options.cluster), options.json, sys.stdout)
+            with own_output() as output:
+                return calibrate_cluster(Path(options.cluster), options.json, output)
         return _search(parser, options)
     except (ValueError, OSError) as error:
         parser.error(str(error))

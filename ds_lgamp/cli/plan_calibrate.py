@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_lgamp.cli.options import why_not_writable
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.clusters import named_cluster
 from ds_lgamp.planner.quantity import with_unit
@@ -22,10 +23,15 @@ def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
     Under torchrun, all ranks measure links too. What cannot be measured stays as the file has it; a new file gets the
     links of the ready cluster a100, and standard error says which ones to correct.
 
-    Raises ValueError if the file exists and is no cluster file.
+    Raises ValueError, before it measures, if the file exists and is no cluster file, or cannot be written.
     """
     accelerator = get_accelerator()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    text = {}
+    if rank == 0:
+        text, complaint = _existing(path), why_not_writable(path)
+        if complaint is not None:
+            raise ValueError(f"--cluster is {complaint}")
     device = torch.device(accelerator.device_name(int(os.environ.get("LOCAL_RANK", 0))))
     if device.type != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -34,7 +40,7 @@ def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
     with at_work("measuring this machine"):
         found = calibrate(device)
     if rank == 0:
-        text = merged(_existing(path), found)
+        text = merged(text, found)
         path.write_text(json.dumps(text, indent=2) + "\n")
         output.write(json.dumps(text) + "\n" if as_json else f"{path}:\n{json.dumps(text, indent=2)}\n")
     if ranks > 1:
@@ -45,7 +51,8 @@ def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
 def merged(text: dict[str, Any], found: Calibration) -> dict[str, Any]:
     """Returns the cluster file ``text`` with what was ``found`` in place of what it said."""
     text = {"name": "measured", **text}
-    text["nodes"], text["gpus_per_node"] = max(found.nodes, text.get("nodes", 1)), found.ranks_per_node
+    text["nodes"] = max(found.nodes, text.get("nodes", 1))
+    text["gpus_per_node"] = max(found.ranks_per_node, text.get("gpus_per_node", 1))
     text["peak"] = with_unit(found.flops, "FLOP/s")
     text["memory"] = with_unit(found.memory, "B")
     text["memory_bandwidth"] = with_unit(found.memory_bandwidth, "B/s")

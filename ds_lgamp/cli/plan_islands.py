@@ -5,7 +5,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_lgamp.cli.progress import at_work
+from ds_lgamp.planner.demand import demand_of
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.quantity import with_unit
 from ds_lgamp.planner.search import describe
-from ds_lgamp.planner.write import why_not, write
+from ds_lgamp.planner.write import OnIslands, why_not, write
 
 DAY = 86400
 TOP = 10
@@ -154,7 +155,8 @@ def write_best(
     for plan in plans:
         complaint = why_not(model, plan.configuration)
         if complaint is None:
-            write(model, plan.configuration, alike(cluster, fast=True), folder, source)
+            demand = replace(demand_of(model, plan.configuration), order=plan.assignment.order)
+            write(model, plan.configuration, alike(cluster, fast=True), folder, OnIslands(source, demand))
             return plan
         complaints.append(complaint)
     raise ValueError(f"--write finds no plan that a script can run: {complaints[0]}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.clusters import CLUSTERS, read_cluster, sized
 from ds_lgamp.planner.predict import Prediction
 from ds_lgamp.planner.runs import Run, read_runs
@@ -22,6 +23,18 @@ def predict_runs(path: Path, cluster_source: str, as_json: bool, output: TextIO)
     runs, unknown = read_runs(text.removeprefix("\ufeff").splitlines())
     if unknown:
         print(f"columns that mean nothing here: {', '.join(unknown)}", file=sys.stderr)
+    with at_work("predicting"):
+        predictions = _predictions(runs, cluster_source)
+    if as_json:
+        json.dump({"runs": [_as_json(prediction) for prediction in predictions]}, output)
+        output.write("\n")
+    else:
+        output.write(_as_text(runs, predictions))
+    _summarise(runs, predictions)
+    return 0
+
+
+def _predictions(runs: list[Run], cluster_source: str) -> list[Prediction]:
     cluster = read_cluster(cluster_source)
     predictions = []
     for number, run in enumerate(runs, 1):
@@ -31,13 +44,7 @@ def predict_runs(path: Path, cluster_source: str, as_json: bool, output: TextIO)
             predictions.append(run.predict(fitting))
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from None
-    if as_json:
-        json.dump({"runs": [_as_json(prediction) for prediction in predictions]}, output)
-        output.write("\n")
-    else:
-        output.write(_as_text(runs, predictions))
-    _summarise(runs, predictions)
-    return 0
+    return predictions
 
 
 def _as_json(prediction: Prediction) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
     if options.plot is not None:
         from ds_lgamp.cli.plan_plot import plot
 
-        plot(model, cluster, plans, options.plot)
+        with at_work("drawing"):
+            plot(model, cluster, plans, options.plot)
     if options.write is not None:
         written = write_best(model, cluster, plans, options.write)
         print(

@@ -10,18 +10,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.integrations.ending import failures_end_the_process
 from ds_lgamp.integrations.transports import install_transports
 from ds_lgamp.planner.assign import as_launched, assign, ranked
-from ds_lgamp.planner.demand import megatron_demand
+from ds_lgamp.planner.demand import demand_of_facts, megatron_demand
 from ds_lgamp.planner.exposed import Exposed, exposed
 from ds_lgamp.planner.islands import IslandCluster, read_islands
 from ds_lgamp.planner.presence import Presence, places_of
 from ds_lgamp.runtime import transport
 from ds_lgamp.runtime.before_init import Launch, interfaces, launcher_hosts_store, node_name, node_number
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.spec import ProgramSpec
 
 if TYPE_CHECKING:
@@ -86,35 +85,16 @@ def dry_run(script: str, arguments: Sequence[str], explained: Path | None, launc
         return _explained(script, arguments, launch.ranks)
 
     try:
-        return demand_of(json.loads(launch.from_first(facts, _DRY_RUN)))
+        return demand_of_facts(json.loads(launch.from_first(facts, _DRY_RUN)))
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError("--explained is not what ds_lgamp run --explain --json prints; write it anew") from None
 
 
 def of_flags(arguments: Sequence[str], config: str, launch: Launch) -> Demand:
     """Returns what the step of a Megatron-LM script with the configuration file ``config`` sends."""
-    block = json.loads(_text_of(Path(config))).get(BLOCK) or {}
-    return megatron_demand(arguments, block, launch.ranks)
+    from ds_lgamp.integrations.megatron.loop.run_script import read_config
 
-
-def demand_of(facts: Mapping[str, Any]) -> Demand:
-    """Returns what the step sends of which ``--explain --json`` prints ``facts``. Messages of unknown size count as
-    none."""
-    ranks, hierarchy = facts["ranks"], _hierarchy(facts)
-    return Demand(
-        facts["pipeline_ranks"],
-        facts["data_ranks"],
-        facts["tensor_ranks"],
-        tuple(rank["collective_bytes_sent"] for rank in ranks),
-        tuple(rank["hop_bytes"] or 0 for rank in ranks),
-        hierarchy=hierarchy,
-        peer_bytes=() if hierarchy is None else tuple(rank["bytes_between_nodes"] for rank in ranks),
-        micro_batch_shares=tuple(facts["micro_batch_shares"]),
-    )
-
-
-def _hierarchy(facts: Mapping[str, Any]) -> Hierarchy | None:
-    return None if facts["hierarchy"] is None else Hierarchy(**facts["hierarchy"])
+    return megatron_demand(arguments, read_config(config), launch.ranks)
 
 
 def laid_out_on(path: str, facts: Mapping[str, Any]) -> "LaidOut":
@@ -123,7 +103,7 @@ def laid_out_on(path: str, facts: Mapping[str, Any]) -> "LaidOut":
 
     try:
         cluster = read_islands(path)
-        demand = demand_of(facts)
+        demand = demand_of_facts(facts)
         chosen, *others = ranked(cluster, demand)
         launched = as_launched(cluster, demand, cluster.slots)
         times = _exposed(cluster, chosen, demand, facts)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_lgamp.cli.examples import with_examples
 from ds_lgamp.cli.options import count, write_file
+from ds_lgamp.cli.progress import at_work
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -22,7 +23,7 @@ from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
 from ds_lgamp.view import html
 from ds_lgamp.view.figures import show
-from ds_lgamp.view.recording import of_simulation, write_recording
+from ds_lgamp.view.recording import RecordingError, of_simulation, refuse_measured, write_recording
 from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
 from ds_lgamp.view.text import text_gantt
 
@@ -87,7 +88,7 @@ def add_schedule_command(commands: Any) -> None:
     command.add_argument(
         "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
     )
-    command.set_defaults(run=_schedule)
+    command.set_defaults(run=_schedule, parser=command)
 
 
 def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -96,9 +97,10 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         durations = _durations(options)
     except ValueError as error:
         parser.error(str(error))
-    program = build_program(spec)
-    validate(spec, program)
-    timeline = simulate(spec, program, durations)
+    with at_work("simulating"):
+        program = build_program(spec)
+        validate(spec, program)
+        timeline = simulate(spec, program, durations)
     if options.svg is not None or options.html is not None:
         panels = beside_1f1b(spec, timeline, durations)
         if options.svg is not None:
@@ -107,7 +109,10 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
             write_file(parser, "--html", options.html, _page(panels).encode())
     if options.trace is not None:
         try:
+            refuse_measured(options.trace)
             write_recording(options.trace, of_simulation(spec, timeline, __version__))
+        except RecordingError as error:
+            parser.error(f"--trace is '{options.trace}', {error}")
         except OSError as error:
             parser.error(
                 f"--trace is '{options.trace}', which cannot be written ({error.strerror}); name another folder"
@@ -130,6 +135,8 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         exposed += ["exposed_load_time", "exposed_store_time"]
     for key in (*counts, *exposed, "peak_live_activations"):
         print(f"{key.replace('_', ' ')} by rank: {report[key]}")
+    for path in filter(None, (options.svg, options.html, options.trace)):
+        print(f"written: {path}")
     return 0
 
 
@@ -172,6 +179,8 @@ def _durations(options: argparse.Namespace) -> Durations:
     names = ("forward", "backward", *of_network, "recompute", "update", "load", "store")
     if not options.offload and (options.load or options.store):
         raise ValueError("--load and --store belong to --offload; add it, or remove them")
+    if not options.node_shards and (options.refresh or options.combine):
+        raise ValueError("--refresh and --combine belong to --node-shards; add it, or remove them")
     durations = Durations(**{name: getattr(options, name) for name in names})
     for name, duration in durations._asdict().items():
         if not 0 <= duration < float("inf"):

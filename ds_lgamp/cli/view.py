@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_lgamp.cli.examples import with_examples
 from ds_lgamp.cli.options import count, write_file
+from ds_lgamp.cli.progress import at_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ def add_view_command(commands: Any) -> None:
         "--perfetto", type=Path, metavar="FILE", help="also write all recorded steps for ui.perfetto.dev"
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
-    command.set_defaults(run=_view)
+    command.set_defaults(run=_view, parser=command)
 
 
 def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -45,17 +46,21 @@ def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.view.report import report
 
     try:
-        shown = list(_shown(options))
+        with at_work("reading the recording"):
+            shown = list(_shown(options))
     except RecordingError as error:
         parser.error(str(error))
     if options.html is not None:
         panels = [Panel(f"{name}: {each.title}", each) for name, each in shown]
-        page = html_page(_title(shown[0][1]), panels)
+        with at_work("drawing the page"):
+            page = html_page(_title(shown[0][1]), panels)
         write_file(parser, "--html", options.html, page.encode())
     if options.perfetto is not None:
         from ds_lgamp.view.perfetto import perfetto_trace
 
-        write_file(parser, "--perfetto", options.perfetto, perfetto_trace(shown[0][1].recording))
+        with at_work("writing the trace"):
+            trace = perfetto_trace(shown[0][1].recording)
+        write_file(parser, "--perfetto", options.perfetto, trace)
     steps = [each for _, each in shown]
     if options.json:
         print(json.dumps([each.figures.as_json() for each in steps]))

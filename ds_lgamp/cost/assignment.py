@@ -63,6 +63,8 @@ class Demand:
     """With hierarchical shards, by pipeline rank: those of ``data_bytes`` that each of its ranks sends to its peers."""
     micro_batch_shares: tuple[int, ...] = ()
     """By data-parallel rank: its micro-batches, of which ``hop_bytes`` count the most; empty if all have as many."""
+    order: str = ""
+    """The :attr:`Assignment.order` that a plan has chosen for the step; "" leaves it to the costs."""
 
     @property
     def ranks(self) -> int:

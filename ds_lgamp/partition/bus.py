@@ -16,6 +16,7 @@ import torch
 
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.disk_copies import through_buffers
+from ds_lgamp.partition.host_thread import use_device
 from ds_lgamp.partition.launches import Flight, launched
 
 Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
@@ -115,7 +116,7 @@ class Bus:
         copies = [_copy_of(device, bytes_per_second) for _ in range(2)]
         if disk is not None:
             copies = through_buffers(disk, device.type != "cpu", *copies)
-        self._loads, self._stores = map(_Lane, copies)
+        self._loads, self._stores = (_Lane(copy, device) for copy in copies)
 
     def load(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
         """Starts the copy of ``source`` on the host to ``target`` on the device, behind all loads so far and all work
@@ -151,20 +152,22 @@ class Bus:
 class _Lane:
     """One direction: a thread that runs transfers in order. It begins with the first and ends with the lane."""
 
-    def __init__(self, copy: Copy) -> None:
-        self._copy = copy
+    def __init__(self, copy: Copy, device: torch.device) -> None:
+        self._copy, self._device = copy, device
         self._queue: SimpleQueue[Transfer | None] | None = None
 
     def start(self, transfer: Transfer) -> Transfer:
         if self._queue is None:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None)
-            Thread(target=_serve, args=(self._queue, self._copy), name="ds_lgamp bus", daemon=True).start()
+            served = self._queue, self._copy, self._device
+            Thread(target=_serve, args=served, name="ds_lgamp bus", daemon=True).start()
         self._queue.put(transfer)
         return transfer
 
 
-def _serve(queue: "SimpleQueue[Transfer | None]", copy: Copy) -> None:
+def _serve(queue: "SimpleQueue[Transfer | None]", copy: Copy, device: torch.device) -> None:
+    use_device(device)
     while (transfer := queue.get()) is not None:
         transfer._run(copy)
         # The thread must not keep the tensors alive while it waits for the next transfer.

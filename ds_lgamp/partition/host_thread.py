@@ -5,6 +5,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 
+import torch
+
 Work = Callable[[], Callable[[], None] | None]
 """What the thread calls. It may return what waiters call, such as the wait for a write to the disk: the thread goes on
 with the next job meanwhile."""
@@ -76,3 +78,10 @@ def _serve(queue: "SimpleQueue[Job | None]") -> None:
         failure = job._run(failure)
         # The thread must not keep what the job holds alive while it waits for the next one.
         del job
+
+
+def use_device(device: torch.device) -> None:
+    """Makes ``device`` the current one of the calling thread. A new thread begins with the node's first device, where
+    every rank of the node would take some memory."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)

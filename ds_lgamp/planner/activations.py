@@ -3,9 +3,9 @@
 Korthikanti et al. (arXiv 2205.05198, section 4) count 34 s b h + 5 a s^2 b bytes that autograd keeps of a layer, with
 16-bit elements, dropout and attention that stores its scores. Fused attention (FlashAttention, PyTorch's
 scaled_dot_product_attention) stores none, and without dropout there are no masks: 32 s b h remain. On T tensor-parallel
-ranks they are s b h (8 + 24 / T). This module counts the same tensors one by one, so it knows grouped queries, gated
-feed-forward parts, RMSNorm, 32-bit elements, and what models of transformers keep because they compute by several
-operations what one kernel could.
+ranks they are s b h (8 + 24 / T), and 32 s b h / T if these split the sequence between their matrices. This module
+counts the same tensors one by one, so it knows grouped queries, gated feed-forward parts, RMSNorm, 32-bit elements, and
+what models of transformers keep because they compute by several operations what one kernel could.
 
 Symbols: h hidden size, w bytes per element; on one tensor-parallel rank q and k the widths of queries and of keys, a
 attention heads, f the feed-forward size, V the vocabulary.
@@ -56,6 +56,8 @@ class Software:
     fused: bool = False
     """Whether one kernel computes a norm, an activation function or the loss, as in Megatron-core with Transformer
     Engine. Models of transformers compute RMSNorm, gates and some activation functions by several operations."""
+    splits_sequence: bool = False
+    """Whether tensor-parallel ranks have a part of the sequence each between their matrices (sequence parallelism)."""
     all_to_all: bool = False
     """Whether an all-to-all replaces the reduce-scatter, as on gloo."""
 
@@ -91,17 +93,22 @@ class EndBytes:
 def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Software) -> LayerBytes:
     """Returns the bytes of ``micro_batch`` sequences in one layer."""
     tokens, w = micro_batch * model.sequence_length, software.element.weights
-    hidden = model.hidden_size
+    hidden, parts = model.hidden_size, tensor_ranks if software.splits_sequence else 1
     feed_forward = share(model.feed_forward_size, tensor_ranks) * model.experts_per_token
     kept, gradients, values = _feed_forward(model, software)
     routed = 2 * hidden * model.experts_per_token if model.experts > 1 else 0
-    per_token = 2 * (_norm(model, software, hidden) + w * hidden)
-    per_token += _attention(model, tensor_ranks, software) + w * (kept * feed_forward + routed)
-    # The gradient of the last matrix exists before its gradients are added up.
-    matrix = w * hidden * share(model.feed_forward_size, tensor_ranks)
+    between = 2 * (_norm(model, software, hidden) + w * hidden) * tokens // parts
+    within = (_attention(model, tensor_ranks, software) + w * (kept * feed_forward + routed)) * tokens
+    # The gradient of the last matrix exists before its gradients are added up. Models of transformers have one tensor
+    # of two matrices of all experts.
+    matrices = 2 * model.experts if model.experts > 1 and not software.fused else 1
+    matrix = matrices * w * hidden * share(model.feed_forward_size, tensor_ranks)
     working = max(w * gradients * feed_forward * tokens, w * feed_forward * tokens + matrix)
-    result = w * hidden * tokens
-    return LayerBytes(result, per_token * tokens, 3 * result + w * values * feed_forward * tokens, working)
+    result = w * hidden * tokens // parts
+    # Matrices need all of the sequence, forward and backward, and keep a part.
+    gathered = w * hidden * tokens if parts > 1 else 0
+    forward = 3 * result + gathered + w * values * feed_forward * tokens
+    return LayerBytes(result, between + within, forward, working + gathered)
 
 
 @lru_cache(maxsize=256)
@@ -109,7 +116,8 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
     """Returns the bytes of ``micro_batch`` sequences in embedding, head and loss."""
     tokens, w = micro_batch * model.sequence_length, software.element.weights
     vocabulary, hidden = share(model.vocabulary_size, tensor_ranks), model.hidden_size
-    before_loss = (_norm(model, software, hidden) + w * hidden) * tokens
+    parts = tensor_ranks if software.splits_sequence else 1
+    before_loss = (_norm(model, software, hidden) + w * hidden) * tokens // parts
     logits, single, matrix = w * vocabulary * tokens, _SINGLE * vocabulary * tokens, w * hidden * vocabulary
     copy = single if w < _SINGLE else 0
     if software.fused:

@@ -29,7 +29,8 @@ def ranked(cluster: IslandCluster, demand: Demand, first: Slot | None = None) ->
 
     The cost is the time of compute, if it is known and divided by speed, and of all messages one after another. Of
     equally cheap ones, those whose pipeline ranks or data-parallel ranks have alike GPUs come first. Orders that keep
-    the nodes of hierarchical shards in islands precede all others.
+    the nodes of hierarchical shards in islands precede all others. Of these, the one that a plan has chosen comes
+    first.
 
     Args:
         first: the place that must be rank 0; None leaves it open.
@@ -52,9 +53,10 @@ def ranked(cluster: IslandCluster, demand: Demand, first: Slot | None = None) ->
     return sorted((_costed(cluster, demand, *layout) for layout in layouts), key=partial(_cost, demand))
 
 
-def _cost(demand: Demand, assignment: Assignment) -> tuple[bool, float, float]:
-    """Returns whether islands split a node of hierarchical shards, which no run takes; the seconds of compute and
-    messages; and how much slower than the average GPU the ranks are."""
+def _cost(demand: Demand, assignment: Assignment) -> tuple[bool, bool, float, float]:
+    """Returns whether islands split a node of hierarchical shards, which no run takes; whether a plan has chosen
+    another order; the seconds of compute and messages; and how much slower than the average GPU the ranks are."""
+    is_another = demand.order not in ("", assignment.order)
     splits = demand.hierarchy is not None and any(
         assignment.kind(assignment.ranks_of(rank, 0, group)) == "between"
         for rank in range(demand.pipeline_ranks)
@@ -62,7 +64,7 @@ def _cost(demand: Demand, assignment: Assignment) -> tuple[bool, float, float]:
     )
     speeds = assignment.pipeline_speeds, assignment.data_speeds
     slowness = min(len(each) / sum(each) for each in speeds)
-    return splits, demand.compute * slowness + sum(assignment.seconds.values()), slowness
+    return splits, is_another, demand.compute * slowness + sum(assignment.seconds.values()), slowness
 
 
 def as_launched(cluster: IslandCluster, demand: Demand, slots: Sequence[Slot]) -> Assignment:

@@ -63,7 +63,8 @@ def search_islands(model: Model, cluster: IslandCluster, sequences: int, best: i
     if not plans:
         raise ValueError(
             f"batch_size is {sequences}: every configuration that fits {cluster.name} has more than {MOST_COMPUTES} "
-            "forwards and backwards in a step, which the clock takes too long for; plan with a smaller batch"
+            "forwards and backwards in a step, which the clock takes too long for, or does not fit once fast ranks "
+            "have more layers; plan with a smaller batch"
         )
     plans.sort(key=lambda plan: (plan.seconds, plan.memory.total))
     first: dict[str, IslandPlan] = {}

@@ -14,6 +14,8 @@ _KNOWN = (
     "--moe-token-dispatcher-type",
 )
 """Exceptions from these."""
+_BEYOND_SIZES = ("--squared-relu", "--rotary-base", "--rotary-percent", "--add-qkv-bias", "--qk-layernorm")
+"""Flags that change the model, but not what a step costs, or not by much."""
 
 
 def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> Model:
@@ -61,6 +63,10 @@ def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> 
         tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
         position_embeddings=0 if rotary else positions,
         biases=biases,
+        # As GPT-2 of transformers, which trains without tensor parallelism.
+        composed_activation=not gated,
+        query_key_norms=flags.has("--qk-layernorm"),
+        is_plain_gpt=rms != biases and not any(map(flags.has, _BEYOND_SIZES)),
         layer_extras=extras + 2 * norm_bias,
         extras=norm_bias,
     )

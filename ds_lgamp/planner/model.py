@@ -37,6 +37,9 @@ class Model:
     """Whether models of transformers compute the activation function by several operations, as gelu_new of GPT-2."""
     query_key_norms: bool = False
     """Whether queries and keys of each head are normed, as in Qwen3."""
+    is_plain_gpt: bool = True
+    """Whether sizes say all of a GPT with biases and LayerNorm, or without and with RMSNorm, so that flags made of them
+    build it. False for encoders, parallel residuals and other activation functions."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -57,6 +60,11 @@ class Model:
         if self.attention_heads % self.key_value_heads:
             raise ValueError(
                 f"key_value_heads is {self.key_value_heads}; it must divide the {self.attention_heads} attention_heads"
+            )
+        if 0 < self.position_embeddings < self.sequence_length:
+            raise ValueError(
+                f"sequence_length is {self.sequence_length}, but {self.name} has {self.position_embeddings} learned "
+                "positions; use at most as many"
             )
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token is {self.experts_per_token}; there are only {self.experts} experts")
@@ -86,6 +94,7 @@ class Model:
             head_size=hidden_size // attention_heads,
             feed_forward_size=feed_forward_size or 4 * hidden_size,
             position_embeddings=sequence_length,
+            composed_activation=True,
         )
 
     @property

@@ -22,8 +22,9 @@ def as_executed(model: Model, configuration: Configuration) -> Configuration:
 
 def default_software(configuration: Configuration) -> Software:
     """Returns what trains a configuration as :mod:`ds_lgamp.planner.write` starts it: models of transformers, or layers
-    of Megatron-core on several tensor-parallel ranks."""
-    return Software(fused=configuration.tensor_ranks > 1)
+    of Megatron-core on several tensor-parallel ranks, with sequence parallelism."""
+    several = configuration.tensor_ranks > 1
+    return Software(fused=several, splits_sequence=several)
 
 
 def own_chunks(configuration: Configuration, rank: int) -> range:

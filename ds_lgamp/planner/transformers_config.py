@@ -85,6 +85,7 @@ def _gpt2(config: _Config) -> Model:
         length=positions,
         tied=config.flag("tie_word_embeddings", True),
         activation=config.word("activation_function", "gelu_new"),
+        is_plain_gpt=True,
     )
 
 
@@ -153,6 +154,7 @@ def _with_biases(
     tied: bool,
     activation: str,
     extras: int = 0,
+    is_plain_gpt: bool = False,
 ) -> Model:
     """The GPT-2 kind: biases, LayerNorm, two matrices in the feed-forward part."""
     if hidden % heads:
@@ -171,6 +173,7 @@ def _with_biases(
         tied_embeddings=tied,
         extras=extras,
         composed_activation=activation in _COMPOSED,
+        is_plain_gpt=is_plain_gpt and activation.startswith("gelu"),
     )
 
 
@@ -225,6 +228,9 @@ def _gemma(config: _Config) -> Model:
 
 def _gemma2(config: _Config) -> Model:
     config.only("attention_bias", False)
+    # Both keep all scores, or copies of all logits, in memory that the planner does not count.
+    config.only("attn_logit_softcapping", None)
+    config.only("final_logit_softcapping", None)
     return _without_biases(config, tied=True, norms=4)
 
 

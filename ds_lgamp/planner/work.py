@@ -8,6 +8,9 @@ from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.network import Group, Network, group_of
 
+_MASTER = 4
+"""Bytes of an element that the optimizer updates."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -83,7 +86,7 @@ def hop_of(model: Model, cluster: Cluster, configuration: Configuration, network
     pipeline rank."""
     if configuration.pipeline_ranks == 1:
         return 0.0, 0.0
-    # Tensor ranks send a part each and gather the whole on the other side (arXiv 2104.04473, section 4.1).
+    # Under sequence parallelism each tensor rank has and sends a part (arXiv 2205.05198).
     tokens = configuration.micro_batch * model.sequence_length
     size = ELEMENT * tokens * model.hidden_size / configuration.tensor_ranks
     crosses = crosses_nodes(cluster, configuration)
@@ -92,8 +95,13 @@ def hop_of(model: Model, cluster: Cluster, configuration: Configuration, network
 
 
 def tied_seconds(model: Model, cluster: Cluster, configuration: Configuration, network: Network) -> float:
-    """Seconds of the sum of the first and the last pipeline rank's gradients of tied embeddings."""
+    """Seconds of the sum of the first and the last pipeline rank's gradients of tied embeddings.
+
+    The layered schedule sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
+    """
     if not model.tied_embeddings or configuration.placement[0] == configuration.placement[-1]:
         return 0.0
+    size = model.vocabulary_size * model.hidden_size / configuration.tensor_ranks
+    size *= _MASTER / configuration.shards if configuration.schedule == "layered" else ELEMENT
     ends = Group(1, 2) if crosses_nodes(cluster, configuration) else Group(2, 1)
-    return network.all_reduce(ends, ELEMENT * model.vocabulary_size * model.hidden_size / configuration.tensor_ranks)
+    return network.all_reduce(ends, size)

@@ -1,4 +1,5 @@
-"""Writes a configuration as files that train with it: ``ds_config.json`` and ``launch.sh``.
+"""Writes a configuration as files that train with it: ``ds_config.json`` and ``launch.sh``; with islands also
+``step.json``, by which ``ds_lgamp run`` orders the ranks as the plan does.
 
 Without tensor parallelism these start an unedited script that trains a model of transformers. Its every rank feeds
 micro-batches of its own, and the P ranks of a pipeline compute all of them as one program. So a rank accumulates M / P
@@ -9,28 +10,49 @@ whose ranks of a pipeline read the same M micro-batches.
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.demand import facts_of
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 
-CONFIG_FILE, LAUNCH_FILE = "ds_config.json", "launch.sh"
+CONFIG_FILE, LAUNCH_FILE, STEP_FILE = "ds_config.json", "launch.sh", "step.json"
+
+
+class OnIslands(NamedTuple):
+    """What a plan for a cluster with islands has chosen."""
+
+    cluster_file: Path
+    demand: Demand
+    """What a step sends, with the order of the ranks."""
 
 
 def write(
-    model: Model, configuration: Configuration, cluster: Cluster, folder: Path, islands: Path | None = None
+    model: Model, configuration: Configuration, cluster: Cluster, folder: Path, islands: OnIslands | None = None
 ) -> None:
-    """Writes both files into ``folder``. ``islands`` is the file of a cluster with islands. Raises ValueError if
-    :func:`why_not` has a reason, or if the GPUs of the configuration are no whole nodes of the cluster."""
+    """Writes the files into ``folder``.
+
+    Raises ValueError if :func:`why_not` has a reason, if the GPUs of the configuration are no whole nodes of the
+    cluster, or if one of the files exists.
+    """
     reason = why_not(model, configuration)
     if reason is not None:
         raise ValueError(reason)
-    launch = launch_script(model, configuration, cluster, islands)
+    files = {
+        CONFIG_FILE: json.dumps(ds_config(model, configuration), indent=2) + "\n",
+        LAUNCH_FILE: launch_script(model, configuration, cluster, islands),
+    }
+    if islands is not None:
+        files[STEP_FILE] = json.dumps(facts_of(islands.demand), indent=2) + "\n"
+    for name in files:
+        if (folder / name).exists():
+            raise ValueError(f"--write is {folder}, which has a {name}; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(ds_config(model, configuration), indent=2) + "\n")
-    (folder / LAUNCH_FILE).write_text(launch)
+    for name, text in files.items():
+        (folder / name).write_text(text)
     (folder / LAUNCH_FILE).chmod(0o755)
 
 
@@ -44,6 +66,16 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
         if model.gated or model.experts > 1:
             part = "gated feed-forward parts" if model.gated else "a mixture of experts"
             return f"tensor_ranks is {configuration.tensor_ranks}, but {model.name} has {part}; use tensor_ranks 1"
+        if model.sequence_length % configuration.tensor_ranks:
+            return (
+                f"tensor_ranks is {configuration.tensor_ranks}, which does not divide the {model.sequence_length} "
+                "tokens of a sequence, of which each rank has a part; use a divisor"
+            )
+        if not model.is_plain_gpt:
+            return (
+                f"tensor_ranks is {configuration.tensor_ranks}, but {model.name} is not the GPT that "
+                "launch/pretrain_gpt.py builds from sizes; use tensor_ranks 1"
+            )
         return None
     if micro_batches % ranks:
         return (
@@ -82,7 +114,9 @@ def _offload(configuration: Configuration) -> dict[str, dict[str, str]]:
     return {f"offload_{part}": {"device": "cpu"} for part in parts}
 
 
-def launch_script(model: Model, configuration: Configuration, cluster: Cluster, islands: Path | None = None) -> str:
+def launch_script(
+    model: Model, configuration: Configuration, cluster: Cluster, islands: OnIslands | None = None
+) -> str:
     """Returns what ``launch.sh`` holds. Raises ValueError if the GPUs are no whole nodes."""
     gpus, per_node = configuration.gpus, min(configuration.gpus, cluster.gpus_per_node)
     if gpus % per_node:
@@ -97,13 +131,17 @@ def launch_script(model: Model, configuration: Configuration, cluster: Cluster, 
         torchrun += ["--nnodes", str(nodes), "--rdzv_backend c10d --rdzv_id ds_lgamp --rdzv_endpoint", endpoint]
     torchrun += ["--nproc_per_node", str(per_node), "-m ds_lgamp run"]
     if islands is not None:
-        torchrun.append(f"--cluster {shlex.quote(str(islands.absolute()))}")
+        cluster_file = shlex.quote(str(islands.cluster_file.absolute()))
+        torchrun += ["--cluster", cluster_file, "--explained", _beside(STEP_FILE)]
     if configuration.tensor_ranks > 1:
         about = "SCRIPT is launch/pretrain_gpt.py of ds_lgamp. Its --data-path and training flags follow."
-        flags = ["--deepspeed_config", *_config_path(), *map(shlex.quote, _megatron_flags(model, configuration))]
+        flags = ["--deepspeed_config", _beside(CONFIG_FILE), *map(shlex.quote, _megatron_flags(model, configuration))]
     else:
         about = "SCRIPT trains a model of transformers and takes --deepspeed FILE. Its own flags follow."
-        flags = ["--deepspeed", *_config_path()]
+        flags = ["--deepspeed", _beside(CONFIG_FILE)]
+        if configuration.micro_batch_outer and configuration.recompute == "full":
+            about += " It must recompute activations: the plan counts on it."
+            flags.append("--gradient_checkpointing")
     lines = [
         "#!/usr/bin/env bash",
         f"# Trains {model.name} on {nodes} x {per_node} GPUs: {configuration.data_ranks} data-parallel x "
@@ -116,8 +154,9 @@ def launch_script(model: Model, configuration: Configuration, cluster: Cluster, 
     return "\n".join(lines) + "\n"
 
 
-def _config_path() -> list[str]:
-    return [f'"$(dirname "${{BASH_SOURCE[0]}}")/{CONFIG_FILE}"']
+def _beside(name: str) -> str:
+    """Returns the path of a file in the folder of ``launch.sh``, for the shell."""
+    return f'"$(dirname "${{BASH_SOURCE[0]}}")/{name}"'
 
 
 def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
@@ -154,7 +193,7 @@ def _megatron_flags(model: Model, configuration: Configuration) -> list[str]:
         "hidden-dropout": 0,
         "attention-dropout": 0,
     }
-    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    flags = ["--sequence-parallel", *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
     if model.position_embeddings:
         flags += ["--max-position-embeddings", str(model.position_embeddings)]
     if model.key_value_heads < model.attention_heads:
@@ -163,6 +202,4 @@ def _megatron_flags(model: Model, configuration: Configuration) -> list[str]:
         flags.append("--untie-embeddings-and-output-weights")
     if not model.biases:
         flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
-    if model.query_key_norms:
-        flags.append("--qk-layernorm")
     return flags

@@ -48,7 +48,7 @@ class Chunk:
     """Consecutive layers of the model.
 
     Args:
-        layers: modules or functions; each takes the result of the previous one.
+        layers: modules or functions; each takes the result of the previous one. They may be replaced later.
         first_layer: index of the first layer in the model.
         before_layer: called with (layer index in the model, micro-batch) before every layer, for seeding.
         between_layers: applied to the input of every layer and to the result of the last one; None leaves them
@@ -64,7 +64,7 @@ class Chunk:
         between_layers: Callable[[Any], Any] | None = None,
         after_layer: Callable[[int, int, Any], None] | None = None,
     ) -> None:
-        self.layers = list(layers)
+        self.layers = layers
         self.first_layer = first_layer
         self.before_layer = before_layer
         self.between_layers = between_layers

@@ -84,14 +84,14 @@ class MessageSpec(NamedTuple):
         return cls(is_tuple, tuple(tensors))
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the message that holds ``tensors``: the only one itself, or the bytes of all.
+def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns the message that holds ``tensors`` of ``device``: the only one itself, or the bytes of all.
 
     No device library carries int16, so int16 travels as bytes too.
     """
     if len(tensors) == 1 and tensors[0].dtype is not torch.int16:
         return tensors[0].contiguous()
-    message, members = allocate(MessageSpec.of(tuple(tensors)), tensors[0].device)
+    message, members = allocate(MessageSpec.of(tuple(tensors)), device)
     for member, tensor in zip(members, tensors):
         member.copy_(tensor)
     return message
@@ -135,8 +135,16 @@ class Outgoing:
         on_arrival: whether the peer posts receives when messages arrive, headers or not.
     """
 
-    def __init__(self, endpoint: Endpoint, headers: Endpoint, dynamic: bool, on_arrival: bool, advice: str) -> None:
-        self.endpoint, self.headers = endpoint, headers
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        headers: Endpoint,
+        device: torch.device,
+        dynamic: bool,
+        on_arrival: bool,
+        advice: str,
+    ) -> None:
+        self.endpoint, self.headers, self.device = endpoint, headers, device
         self.dynamic, self.on_arrival, self.advice = dynamic, on_arrival, advice
         self._announced: dict[int, MessageSpec] = {}
         self._in_flight: deque[tuple[dist.Work, torch.Tensor, Flight | None]] = deque()
@@ -158,7 +166,7 @@ class Outgoing:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches the send of one message. Waits for the oldest messages if too many are under way."""
-        message = pack([tensor.detach() for tensor in tensors])
+        message = pack([tensor.detach() for tensor in tensors], self.device)
         flight = launched("send", message.nbytes)
         self._in_flight.append((*_send(message, self.endpoint), flight))
         if self._peer_posts:
@@ -290,9 +298,9 @@ class Links:
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
         self._activations_in = Incoming(activations_in, device, headers_in, dynamic, on_arrival)
-        self._activations_out = Outgoing(activations_out, headers_out, dynamic, on_arrival, advice)
+        self._activations_out = Outgoing(activations_out, headers_out, device, dynamic, on_arrival, advice)
         self._gradients_in = Incoming(gradients_in, device, None, dynamic, on_arrival)
-        self._gradients_out = Outgoing(gradients_out, headers_out, dynamic, on_arrival, advice)
+        self._gradients_out = Outgoing(gradients_out, headers_out, device, dynamic, on_arrival, advice)
 
     @property
     def neighbours(self) -> tuple[int, int]:

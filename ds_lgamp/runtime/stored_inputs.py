@@ -30,7 +30,9 @@ class StoredInputs:
     def store(self, chunk: int, micro_batch: int, beginning: Tensors) -> None:
         """Launches the copies of an input to the host."""
         copies = self._under_way[chunk, micro_batch] = []
-        for leaf in differentiable(beginning):
+        leaves = differentiable(beginning)
+        _part(beginning, leaves)
+        for leaf in leaves:
             on_host = self._home(leaf)
             copies.append((self._bus.store(on_host, leaf.detach().reshape(-1)), on_host, leaf))
 
@@ -65,3 +67,12 @@ class StoredInputs:
         """Forgets the inputs of a batch that failed."""
         self._under_way.clear()
         self._away.clear()
+
+
+def _part(beginning: Tensors, leaves: list[torch.Tensor]) -> None:
+    """Gives members that stay on the device memory of their own, if they share that of one of the ``leaves``, as the
+    members of a message do."""
+    leaving = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    for member in beginning if isinstance(beginning, tuple) else ():
+        if not member.is_floating_point() and member.untyped_storage().data_ptr() in leaving:
+            member.data = member.data.clone()

@@ -75,6 +75,10 @@ def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:
 
 
 def _collectives(spec: ProgramSpec) -> Program:
-    """Returns the gathers and reductions of every pipeline rank. Waits add none, and change no order."""
-    program = (build_rank_program(spec, rank, (add_residency, add_reductions)) for rank in range(spec.pipeline_ranks))
+    """Returns the gathers and reductions of every pipeline rank. Waits change no order, but place what goes on between
+    nodes."""
+    passes: tuple[Pass, ...] = (add_residency, add_reductions)
+    if spec.hierarchy is not None:
+        passes += (add_step, add_waits)
+    program = (build_rank_program(spec, rank, passes) for rank in range(spec.pipeline_ranks))
     return [[action for action in actions if action.kind in COLLECTIVES] for actions in program]

@@ -2,17 +2,18 @@
 
 A compute follows the compute before it on its rank, unless it waited for something that ended later: a message of
 another rank, a collective, or a transfer. These follow the compute that launched them, or what was ahead of them in
-their lane. A collective follows the data-parallel rank that launched it last.
+their lane. A collective follows the rank that launched it last.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from ds_lgamp.schedule.actions import COLLECTIVES, WAITS, Action, Kind, awaited_by, send_of
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import Interval, RankRecording, Step
 
 NEGLIGIBLE = 0.01
@@ -75,9 +76,12 @@ class _Lanes:
         self.all = step.intervals
         self.by_lane: dict[str, list[int]] = defaultdict(list)
         self.by_name: dict[str, list[int]] = defaultdict(list)
+        self.numbers: dict[int, int] = {}
+        """Of every interval that is no wait, how many of its name precede it."""
         for index, each in sorted(enumerate(step.intervals), key=lambda pair: (pair[1].start, pair[1].end)):
             self.by_lane[each.lane].append(index)
             if each.lane != "wait":
+                self.numbers[index] = len(self.by_name[each.name])
                 self.by_name[each.name].append(index)
 
     @cached_property
@@ -109,11 +113,8 @@ class _Lanes:
 
 class _Search:
     def __init__(self, spec: ProgramSpec, ranks: Sequence[RankRecording], lanes: Sequence[_Lanes]) -> None:
-        self.spec, self.ranks, self.lanes = spec, ranks, lanes
-        self.at = {(each.pipeline_rank, each.data_rank): index for index, each in enumerate(ranks)}
-        self.replicas: dict[int, list[int]] = defaultdict(list)
-        for index, each in enumerate(ranks):
-            self.replicas[each.pipeline_rank].append(index)
+        self.spec, self.lanes = spec, lanes
+        self.peers = Peers(spec, ranks)
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, Place]]:
         for lane, indices in list(self.lanes[rank].by_lane.items()):
@@ -158,7 +159,7 @@ class _Search:
         chunk = self.spec.source_chunk(compute)
         if chunk is None:
             return None
-        source = self.at.get((self.spec.placement[chunk], self.ranks[rank].data_rank))
+        source = self.peers.at(self.spec.placement[chunk], rank)
         if source is None:
             return None
         made = Action(compute.kind, chunk, compute.micro_batch)
@@ -181,20 +182,27 @@ class _Search:
             made = self.lanes[rank].latest(str(action._replace(kind=kind)), each.end)
             return None if made is None else Place(rank, made)
         if action is not None and action.kind in COLLECTIVES:
-            rank, index = self.launched_last(rank, index)
+            last = self.last_launches[self.launch_of(rank, index, action)]
+            # A rank that launched at the same time as the last one waited for nobody.
+            if self.lanes[last.rank].all[last.interval].start > each.start:
+                rank, index = last
         return self.launched_behind(rank, index)
 
-    def launched_last(self, rank: int, index: int) -> Place:
-        """Returns the same collective where it was launched last."""
-        each = self.lanes[rank].all[index]
-        number = self.lanes[rank].by_name[each.name].index(index)
-        launches = []
-        for replica in self.replicas[self.ranks[rank].pipeline_rank]:
-            same = self.lanes[replica].by_name.get(each.name, ())
-            if number < len(same):
-                launches.append((self.lanes[replica].all[same[number]].start, replica == rank, replica, same[number]))
-        *_, replica, there = max(launches)
-        return Place(replica, there)
+    def launch_of(self, rank: int, index: int, action: Action) -> tuple[Any, ...]:
+        """Returns what is the same for a collective on all ranks that take part in it."""
+        return *self.peers.group(rank, action.kind), action, self.lanes[rank].numbers[index]
+
+    @cached_property
+    def last_launches(self) -> dict[tuple[Any, ...], Place]:
+        """Where each collective was launched last."""
+        launches: dict[tuple[Any, ...], tuple[float, Place]] = {}
+        for rank, lanes in enumerate(self.lanes):
+            for index, each in enumerate(lanes.all):
+                action = None if each.lane in ("compute", "wait") else action_of(each.name)
+                if action is not None and action.kind in COLLECTIVES:
+                    launch, here = self.launch_of(rank, index, action), (each.start, Place(rank, index))
+                    launches[launch] = max(launches.get(launch, here), here)
+        return {launch: place for launch, (_, place) in launches.items()}
 
     def launched_behind(self, rank: int, index: int) -> Place | None:
         """Returns the last to end of: the compute before it, what is ahead in its lane, what its chunk did before."""
@@ -209,6 +217,7 @@ class _Search:
         return Place(rank, max(ended)[1]) if ended else None
 
 
+@lru_cache(maxsize=1 << 16)
 def action_of(name: str) -> Action | None:
     """Returns the action that an interval's name is the text form of; None if it is plain words."""
     try:

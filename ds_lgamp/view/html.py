@@ -12,6 +12,7 @@ from math import floor, log10
 from typing import Any, NamedTuple
 
 from ds_lgamp.view.figures import COMPUTE, KINDS, Shown
+from ds_lgamp.view.messages import micro_batches_of
 from ds_lgamp.view.recording import LANES, RankRecording
 
 PARTS = ("page.css", "d3.js", "model.js", "chart.js", "summary.js", "page.js")
@@ -54,7 +55,7 @@ def _embedded(model: dict[str, Any]) -> str:
 def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:
     names, words = _Numbers(), _Numbers()
     shown = [_panel(panel, names, words) for panel in panels]
-    micro_batches = max(panel.shown.recording.spec["micro_batches"] for panel in panels)
+    micro_batches = max(micro_batches_of(step) for panel in panels for step in panel.shown.steps)
     return {
         "unit": unit,
         "lanes": LANES,

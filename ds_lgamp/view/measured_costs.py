@@ -4,15 +4,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.costs import Costs, Durations, Link, links_of, uniform_costs
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.critical_path import action_of
 from ds_lgamp.view.figures import Shown
+from ds_lgamp.view.messages import micro_batches_of
+from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import Interval, Recording, of_simulation
 
 _COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
@@ -27,23 +31,31 @@ def simulated(shown: Shown) -> Recording:
 
 def simulated_1f1b(shown: Shown) -> Recording:
     """Returns the recording of 1F1B at stage 1 on the clock: the layers in their order, one chunk on each rank, which
-    takes as long as the chunks with these layers took on average in a step."""
-    costs, chunks = costs_of(shown), shown.recording.program_spec().placement
-    ranks, micro_batches = max(chunks) + 1, shown.recording.program_spec().micro_batches
+    takes as long as the chunks with these layers took on average in a step. The host updates if it did so."""
+    costs, recorded = costs_of(shown), shown.recording.program_spec()
+    ranks, micro_batches = recorded.pipeline_ranks, recorded.micro_batches
     spec = ProgramSpec(tuple(range(ranks)), "1f1b", micro_batches, micro_batches, zero_stage=1)
-    home = place_chunks("contiguous", len(chunks), ranks)
+    if recorded.offload is not None:
+        spec = replace(spec, offload=Offload(parameters=False), updates=recorded.updates, defers_gathers=True)
+    home = place_chunks("contiguous", recorded.chunks, ranks)
 
     def together(times: Sequence[float]) -> list[float]:
         return [sum(time for time, rank in zip(times, home) if rank == each) for each in range(ranks)]
+
+    def with_nodes(inside: Sequence[float], between: Sequence[float]) -> list[float]:
+        """Stage 1 has no shards of nodes, so that what it gathers and sums up takes both ways."""
+        return [sum(pair) for pair in zip(inside, between, strict=True)] if between else list(inside)
 
     hop = fmean(costs.hop.values()) if costs.hop else 0.0
     whole = replace(
         uniform_costs(spec, Durations(hop=hop)),
         forward=together(costs.forward),
         backward=together(costs.backward),
-        gather=together(costs.gather),
-        reduce=together(costs.reduce),
+        gather=together(with_nodes(costs.gather, costs.refresh)),
+        reduce=together(with_nodes(costs.reduce, costs.combine)),
         update=together(costs.update),
+        load=together(costs.load) if spec.offload else (),
+        store=together(costs.store) if spec.offload else (),
     )
     return of_simulation(spec, simulate(spec, build_program(spec), whole), shown.recording.version)
 
@@ -51,13 +63,13 @@ def simulated_1f1b(shown: Shown) -> Recording:
 def costs_of(shown: Shown) -> Costs:
     """Returns mean durations of a recorded step, in seconds.
 
-    Computes, transfers and updates: by chunk, over micro-batches and data-parallel ranks. Collectives: from the last
-    launch of a data-parallel rank, or the end of the one ahead, to the first end. Messages: the fastest on each link
-    for which an idle rank waited; the mean of the other links where none did.
+    Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
+    program. Collectives: from the last launch of a rank that takes part, or the end of the one ahead, to the first end.
+    Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did.
     Nothing is known of waits for network cards, so messages and collectives do not share one.
     """
     spec = shown.recording.program_spec()
-    means = _means(shown)
+    means = _means(shown, spec)
 
     def by_chunk(kind: Kind) -> list[float]:
         return [means.get(Action(kind, chunk), 0.0) for chunk in range(spec.chunks)]
@@ -81,25 +93,29 @@ def costs_of(shown: Shown) -> Costs:
     )
 
 
-def _means(shown: Shown) -> dict[Action, float]:
+def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
     """Returns the mean duration of each kind of action on each chunk."""
     durations: defaultdict[Action, list[float]] = defaultdict(list)
-    collectives: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for step in shown.steps:
+    collectives: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    peers = Peers(spec, shown.recording.ranks)
+    for rank, step in enumerate(shown.steps):
+        # Where data-parallel ranks are of unlike speeds, fast ones have more micro-batches.
+        has_as_many = micro_batches_of(step) == spec.micro_batches
         # A backward may have two intervals: it recomputes, waits for the gradient, and goes on.
         spent: defaultdict[Action, float] = defaultdict(float)
         number: defaultdict[str, int] = defaultdict(int)
         for action, start, each in _queued(step.intervals):
             if action.kind in _COLLECTIVES:
-                collectives[each.name, number[each.name]].append((start, each.end))
+                together = *peers.group(rank, action.kind), number[each.name], action
+                collectives[together].append((start, each.end))
                 number[each.name] += 1
-            else:
+            elif has_as_many:
                 spent[action] += each.end - start
         for action, time in spent.items():
             durations[action._replace(micro_batch=-1)].append(time)
-    for (name, _), times in collectives.items():
+    for (*_, action), times in collectives.items():
         starts, ends = zip(*times)
-        durations[Action.parse(name)].append(max(min(ends) - max(starts), 0.0))
+        durations[action].append(max(min(ends) - max(starts), 0.0))
     return {action: fmean(times) for action, times in durations.items()}
 
 
@@ -127,18 +143,20 @@ def _messages(shown: Shown, spec: ProgramSpec) -> Iterator[tuple[float, float, I
     """Yields, for each message: when it was made, since when its receiver was idle, what used it, and its link."""
     made: dict[tuple[int, Action], float] = {}
     uses: list[tuple[int, Action, float, Interval]] = []
-    for rank, step in zip(shown.recording.ranks, shown.steps):
+    peers = Peers(spec, shown.recording.ranks)
+    for rank, step in enumerate(shown.steps):
         idle = step.start
         for each in step.intervals:
             action = action_of(each.name)
             if each.lane == "compute" and action is not None and action.kind in COMPUTE:
-                made[rank.data_rank, action] = each.end
-                uses.append((rank.data_rank, action, idle, each))
+                made[rank, action] = each.end
+                uses.append((rank, action, idle, each))
                 idle = each.end
-    for replica, action, idle, each in uses:
+    for rank, action, idle, each in uses:
         chunk = spec.source_chunk(action)
-        if chunk is not None and spec.receives_input(action):
-            source = replica, Action(action.kind, chunk, action.micro_batch)
+        sender = None if chunk is None else peers.at(spec.placement[chunk], rank)
+        if chunk is not None and sender is not None and spec.receives_input(action):
+            source = sender, Action(action.kind, chunk, action.micro_batch)
             if source in made:
                 yield made[source], idle, each, (spec.placement[chunk], spec.placement[action.chunk])
 

@@ -4,12 +4,12 @@ A rank is a process, and each of its lanes a track. Arrows lead from a message t
 of fields are those of protos/perfetto/trace in Perfetto's sources; what is written here needs no more than a few.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind, receive_matching, send_of
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import LANES, Interval, RankRecording, Recording
 
 _BEGIN, _END, _COUNTER = 1, 2, 4
@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 def perfetto_trace(recording: Recording) -> bytes:
     """Returns a trace that Perfetto opens, as the content of a ``.pftrace`` file."""
     arrows = _Arrows(recording)
-    packets = (packet for rank in recording.ranks for packet in _rank(rank, arrows))
+    packets = (packet for number, rank in enumerate(recording.ranks) for packet in _rank(number, rank, arrows))
     # A message Trace has only packets.
     return b"".join(_member(1, packet) for packet in packets)
 
@@ -56,23 +56,18 @@ class _Arrows:
         """The computes whose messages have intervals."""
         self._last: dict[_Place, Interval] = {}
         """The last interval of each compute."""
-        peers: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for rank in recording.ranks:
-            peers[rank.pipeline_rank, rank.data_rank].append(rank.rank)
+        peers = Peers(spec, recording.ranks)
+        for number, rank in enumerate(recording.ranks):
             for step in rank.steps:
                 for each in step.intervals:
                     if each.lane == "compute":
-                        self._last[_Place(rank.rank, step.step, each.name)] = each
+                        self._last[_Place(number, step.step, each.name)] = each
                     elif each.lane == "send" and each.name.startswith(_SEND):
-                        self._sent.add(_Place(rank.rank, step.step, each.name.removeprefix(_SEND)))
-        by_rank = {rank.rank: rank for rank in recording.ranks}
+                        self._sent.add(_Place(number, step.step, each.name.removeprefix(_SEND)))
         for place, compute in self._last.items():
             receiver = _receiver(spec, Action.parse(place.name)) if compute.kind in ("forward", "backward") else None
-            if receiver is not None:
-                rank = by_rank[place.rank]
-                # Tensor-parallel ranks share both numbers, and each sends to its like.
-                like = peers[rank.pipeline_rank, rank.data_rank].index(rank.rank)
-                to = peers[spec.placement[receiver.chunk], rank.data_rank][like]
+            to = None if receiver is None else peers.at(spec.placement[receiver.chunk], place.rank)
+            if to is not None:
                 self._begin[place] = self._end[_Place(to, place.step, str(receiver))] = len(self._begin) + 1
 
     def at(self, rank: int, step: int, interval: Interval) -> bytes:
@@ -94,7 +89,7 @@ def _receiver(spec: ProgramSpec, compute: Action) -> Action | None:
     return Action(_USED_BY[receive.kind], receive.chunk, receive.micro_batch)
 
 
-def _rank(rank: RankRecording, arrows: _Arrows) -> Iterator[bytes]:
+def _rank(number: int, rank: RankRecording, arrows: _Arrows) -> Iterator[bytes]:
     """Yields the packets of one rank."""
     process = (rank.rank + 1) * _ROOM
     words = f"rank {rank.rank} (pipeline rank {rank.pipeline_rank}, data-parallel rank {rank.data_rank})"
@@ -108,7 +103,7 @@ def _rank(rank: RankRecording, arrows: _Arrows) -> Iterator[bytes]:
             track += 1
             yield _descriptor(_number(1, track) + _number(5, process) + _text(2, name) + _number(12, order))
             for step, interval in row:
-                yield from _slice(track, interval, arrows.at(rank.rank, step, interval))
+                yield from _slice(track, interval, arrows.at(number, step, interval))
     memory = [sample for step in rank.steps for sample in step.memory]
     if memory:
         track += 1

@@ -7,6 +7,7 @@ job that is killed leaves what it has finished.
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,6 +198,15 @@ def write_recording(folder: Path, recording: Recording) -> None:
         with open(rank_file(folder, rank.rank), "w") as file:
             file.write(rank_line(rank))
             file.writelines(map(step_line, rank.steps))
+
+
+def refuse_measured(folder: Path) -> None:
+    """Raises RecordingError if ``folder`` holds what a run has recorded, which nothing brings back."""
+    source = None
+    with suppress(OSError, ValueError, AttributeError):
+        source = json.loads((folder / _ABOUT).read_text()).get("source")
+    if source == "measured":
+        raise RecordingError("which a run has recorded; name another folder")
 
 
 def write_about(folder: Path, source: str, spec: dict[str, Any], version: str, ranks: int) -> None:

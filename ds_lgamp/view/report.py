@@ -6,6 +6,7 @@ from ds_lgamp.schedule.card import Wait
 from ds_lgamp.schedule.simulate import Span, Timeline
 from ds_lgamp.view.critical_path import action_of
 from ds_lgamp.view.figures import KINDS, LABELS, Figures, Shown
+from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import Interval
 from ds_lgamp.view.text import text_gantt
 
@@ -14,7 +15,7 @@ _BUBBLE = ("activation", "gradient", "send", "data")
 
 
 def report(shown: Sequence[Shown], width: int = 120) -> str:
-    """The chart of each step's first data-parallel ranks, and one table of all steps."""
+    """The chart of each step's first data-parallel and tensor-parallel ranks, and one table of all steps."""
     parts = [f"{_title(each)}\n{_gantt(each, width)}" for each in shown]
     return "\n\n".join([*parts, "\n".join(_table([each.figures for each in shown]))])
 
@@ -27,14 +28,17 @@ def _title(shown: Shown) -> str:
 
 
 def _gantt(shown: Shown, width: int) -> str:
-    ranks = sorted(
-        (rank.pipeline_rank, step.intervals)
-        for rank, step in zip(shown.recording.ranks, shown.steps)
-        if rank.data_rank == 0
-    )
-    computes = [[each for each in intervals if each.lane == "compute"] for _, intervals in ranks]
-    beside = [[each for each in intervals if each.lane not in ("compute", "wait", "send")] for _, intervals in ranks]
-    waits = [[each for each in intervals if each.lane == "wait" and each.kind not in _BUBBLE] for _, intervals in ranks]
+    spec = shown.recording.program_spec()
+    tensor_ranks = Peers(spec, shown.recording.ranks).tensor_ranks
+    first = {
+        rank.pipeline_rank: step.intervals
+        for rank, step, tensor_rank in zip(shown.recording.ranks, shown.steps, tensor_ranks)
+        if rank.data_rank == 0 and tensor_rank == 0
+    }
+    ranks = [first[rank] for rank in range(spec.pipeline_ranks)]
+    computes = [[each for each in intervals if each.lane == "compute"] for intervals in ranks]
+    beside = [[each for each in intervals if each.lane not in ("compute", "wait", "send")] for intervals in ranks]
+    waits = [[each for each in intervals if each.lane == "wait" and each.kind not in _BUBBLE] for intervals in ranks]
     timeline = Timeline(
         spans=[_spans(shown, (each for each in rank if each.kind != "step")) for rank in computes],
         # A STEP has collectives of its own, such as that of the norm.
@@ -44,7 +48,7 @@ def _gantt(shown: Shown, width: int) -> str:
         ideal=0.0,
         arrivals={},
     )
-    return text_gantt(shown.recording.program_spec(), timeline, width)
+    return text_gantt(spec, timeline, width)
 
 
 def _spans(shown: Shown, intervals: Iterable[Interval]) -> list[Span]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from colorsys import hls_to_rgb
+from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
@@ -48,16 +49,14 @@ def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> 
 def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
     ranks = spec.pipeline_ranks
     length = spec.chunks / ranks
-    names = ("forward", "backward", "gather", "reduce", "recompute", "update")
-    longer = durations._replace(**{name: getattr(durations, name) * length for name in names})
-    plain = ProgramSpec(
+    # A message, and an input on the host, is as large as before.
+    of_layers = set(Durations._fields) - {"hop", "message", "input"}
+    longer = durations._replace(**{name: getattr(durations, name) * length for name in of_layers})
+    plain = replace(
+        spec,
         placement=place_chunks("contiguous", ranks, ranks),
         schedule="1f1b",
-        micro_batches=spec.micro_batches,
         micro_batch_group=spec.micro_batches,
-        zero_stage=spec.zero_stage,
-        resident_chunks=spec.resident_chunks,
-        defers_gathers=spec.defers_gathers,
     )
     return Panel(title_of(plain), plain, simulate(plain, build_program(plain), longer))
 

@@ -6,6 +6,7 @@ import pytest
 
 from ds_lgamp.cli.main import main
 from ds_lgamp.planner.cluster import parse_cluster
+from ds_lgamp.runtime.calibrate import Calibration
 
 WORDS = ["plan", "--model", "gpt2", "--cluster", "a100-25gbit", "--gpus", "8", "--batch-size", "16", "--top", "3"]
 
@@ -59,7 +60,7 @@ LAW = ["--model", "x32", "--cluster", "a100", "--law", "width"]
         ([*GPT2, "--cluster", "z9"], "cluster is 'z9'; use a file or one of a100"),
         ([*GPT2, "--batch-size", "0"], "'0' must be a whole number from 1"),
         ([*GPT2, "--tokens", "-1"], "'-1' must be a number above 0"),
-        ([*GPT2, "--objective", "x"], "objective is 'x'; use one of"),
+        ([*GPT2, "--objective", "x"], "invalid choice: 'x' (choose from"),
         ([*GPT2, "--gpus", "12"], "--gpus is 12, but a100 has 16"),
         (LAW, "--law needs --tokens"),
         ([*LAW, "--top", "3"], "--top does not go with --law"),
@@ -89,3 +90,20 @@ def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path,
     with pytest.raises(SystemExit):
         main(["plan", "--calibrate", "--cluster", str(path)])
     assert "which is no JSON" in capsys.readouterr().err
+
+
+def test_one_process_calibrates_a_file_of_many_gpus(capfd, tmp_path, monkeypatch):
+    found = Calibration(1, 1, 1e12, 10.0, 10**9, 1e9, None, None, None)
+    monkeypatch.setattr("ds_lgamp.cli.plan_calibrate.calibrate", lambda device: found)
+    path = tmp_path / "ours.json"
+    path.write_text('{"nodes": 16, "gpus_per_node": 8}')
+    assert main(["plan", "--calibrate", "--cluster", str(path), "--json"]) == 0
+    written = json.loads(capfd.readouterr().out)
+    assert (written["nodes"], written["gpus_per_node"]) == (16, 8) and json.loads(path.read_text()) == written
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("ds_lgamp.cli.plan_calibrate.calibrate", None)
+    with pytest.raises(SystemExit):
+        main(["plan", "--calibrate", "--cluster", str(tmp_path / "no folder" / "ours.json")])
+    assert "cannot be written (No such file or directory); name another file" in capsys.readouterr().err

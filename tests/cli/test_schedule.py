@@ -1,12 +1,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.view.recording import read_recording
+from ds_lgamp.view.recording import read_recording, write_recording
 
 EXAMPLE = (
     "schedule --schedule layered --pipeline-ranks 4 --chunks-per-rank 4 --micro-batches 8 --zero-stage 3 "
@@ -147,6 +148,7 @@ def test_stages_1_and_2_offload_the_optimizer_only(capsys):
     ("arguments", "message"),
     [
         (["--load", "1"], "--load and --store belong to --offload"),
+        (["--refresh", "1"], "--refresh and --combine belong to --node-shards"),
         (["--offload", "parameters", "--zero-stage", "2"], "offloading of parameters needs 3"),
         (["--offload", "optimizer", "--updates", "step"], 'offloading needs "reduction" or "next_step"'),
         (["--offload", "optimizer", "--node-shards", "refreshed"], "shards of nodes cannot be offloaded"),
@@ -167,3 +169,13 @@ def test_a_simulated_step_is_recorded_as_runs_are(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["schedule", "--trace", str(tmp_path / "file")])
     assert "cannot be written (File exists); name another folder" in capsys.readouterr().err
+
+
+def test_what_a_run_recorded_is_kept(capsys, tmp_path):
+    main(["schedule", "--trace", str(tmp_path)])
+    measured = replace(read_recording(tmp_path), source="measured")
+    write_recording(tmp_path, measured)
+    with pytest.raises(SystemExit):
+        main(["schedule", "--trace", str(tmp_path)])
+    assert "which a run has recorded; name another folder" in capsys.readouterr().err
+    assert read_recording(tmp_path).source == "measured"

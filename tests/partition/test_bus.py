@@ -4,11 +4,15 @@ import gc
 import threading
 import time
 import weakref
+from threading import current_thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ds_lgamp.partition import bus as bus_module
 from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.host_thread import use_device
 
 CPU = torch.device("cpu")
 SECONDS = 10
@@ -123,3 +127,21 @@ def test_the_thread_ends_with_the_bus():
     gc.collect()
     thread.join(SECONDS)
     assert not thread.is_alive()
+
+
+def test_the_thread_works_on_the_device_of_the_bus(monkeypatch):
+    """A new thread begins with the node's first device, and would take memory there."""
+    chosen = []
+    monkeypatch.setattr(bus_module, "use_device", lambda device: chosen.append((current_thread().name, device)))
+    bus = Bus(CPU)
+    for _ in range(2):
+        bus.load(torch.zeros(4), torch.ones(4)).wait()
+    assert chosen == [("ds_lgamp bus", CPU)]
+
+
+def test_a_thread_chooses_an_accelerator_and_no_cpu(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(set_device=chosen.append))
+    use_device(CPU)
+    use_device(torch.device("cuda", 3))
+    assert chosen == [torch.device("cuda", 3)]

@@ -76,11 +76,26 @@ def test_fused_kernels_with_16_bits_keep_what_korthikanti_counts_without_dropout
         assert kept - statistics == 2048 * 12288 * (8 + 24 // ranks)
 
 
+def test_with_sequence_parallelism_tensor_ranks_keep_a_part_of_everything():
+    """32 s b h / T. Matrices gather the whole sequence while they need it."""
+    model = Model.gpt("gpt", 1, 12288, 96, 2048, 51200)
+    for ranks in (2, 8):
+        alone, divided = (
+            layer_bytes(model, 1, ranks, Software(fused=True, splits_sequence=splits)) for splits in (False, True)
+        )
+        assert divided.kept == 2048 * (32 * 12288 + 16 + 4 * 96) // ranks
+        assert divided.result == 2 * 2048 * 12288 // ranks
+        assert divided.working - alone.working == 2 * 2048 * 12288
+
+
 def test_experts_count_as_the_feed_forward_parts_that_a_token_visits():
     model = Model.gpt("gpt", 1, 64, 4, 128, 1000)
     experts = Model(**{**vars(model), "experts": 8, "experts_per_token": 2})
-    one, several = (layer_bytes(each, 1, 1, Software()).kept for each in (model, experts))
-    assert several - one == 2 * 128 * (2 * 4 * 64 + 2 * 2 * 64)
+    one, several = (layer_bytes(each, 1, 1, Software()) for each in (model, experts))
+    # A second visit keeps five values of 4h, and both have copies of inputs and results.
+    assert several.kept - one.kept == 2 * 128 * (5 * 4 * 64 + 2 * 2 * 64)
+    # The gradients of both matrices of all experts are one tensor.
+    assert several.working == 2 * 128 * 2 * 256 + 2 * 8 * 2 * 64 * 256
 
 
 def test_logits_of_a_large_vocabulary_are_the_largest():

@@ -38,6 +38,13 @@ def test_the_busiest_link_decides_the_seconds():
     assert found.bytes_sent == {"node": 4 * 10**8, "island": 4 * 10**8, "between": 4 * 2 * 10**6}
 
 
+def test_the_order_that_a_plan_has_chosen_comes_first():
+    cheapest, *others = ranked(TWO, PARAMETERS)
+    for other in others:
+        assert assign(TWO, replace(PARAMETERS, order=other.order)).slots == other.slots
+    assert assign(TWO, replace(PARAMETERS, order="of another cluster")).slots == cheapest.slots
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 def test_with_hierarchical_shards_only_what_peers_send_crosses_islands(replicated):
     """One pipeline rank of eight data-parallel ranks. Each sends 10^8 bytes, 10^6 of them to its peer."""

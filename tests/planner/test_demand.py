@@ -1,5 +1,6 @@
 """What a step sends, from sizes alone."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.traffic import hop_bytes
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.demand import demand_of, megatron_demand
+from ds_lgamp.planner.demand import demand_of, demand_of_facts, facts_of, megatron_demand
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
@@ -38,15 +39,58 @@ def test_shards_of_nodes_tell_what_travels_between_peers(replicated):
 
 
 def test_flags_of_megatron_say_what_its_step_sends():
-    demand = megatron_demand([*FLAGS, "--pipeline-model-parallel-size", "2"], {"chunks_per_rank": 4}, 4)
+    config = {"ds_lgamp": {"chunks_per_rank": 4}}
+    demand = megatron_demand([*FLAGS, "--pipeline-model-parallel-size", "2"], config, 4)
     assert (demand.pipeline_ranks, demand.data_ranks, demand.tensor_ranks) == (2, 2, 1)
     # 4 micro-batches of 2 x 32 tokens with 64 elements of 2 bytes leave 4 chunks of rank 0, and 3 of rank 1.
     assert demand.hop_bytes == (4 * 4 * 2 * 32 * 64 * 2, 3 * 4 * 2 * 32 * 64 * 2)
 
 
 def test_stock_schedules_have_one_chunk_per_rank():
-    one = megatron_demand([*FLAGS, "--pipeline-model-parallel-size", "2"], {"schedule": "1f1b"}, 4)
+    config = {"ds_lgamp": {"schedule": "1f1b"}}
+    one = megatron_demand([*FLAGS, "--pipeline-model-parallel-size", "2"], config, 4)
     assert one.hop_bytes == (4 * 2 * 32 * 64 * 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "block", "chunks"),
+    [
+        ([], {}, 4),
+        ([], {"chunks_per_rank": None, "layers_per_chunk": None, "micro_batch_group": None}, 4),
+        ([], {"layers_per_chunk": 2}, 2),
+        (["--num-layers-per-virtual-pipeline-stage", "2"], {}, 2),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], {}, 2),
+    ],
+    ids=str,
+)
+def test_flags_and_block_of_megatron_cut_the_chunks(flags, block, chunks):
+    pipeline = ["--pipeline-model-parallel-size", "2"]
+    demand = megatron_demand([*FLAGS, *pipeline, *flags], {"ds_lgamp": block}, 4)
+    assert demand.hop_bytes[0] == chunks * 4 * 2 * 32 * 64 * 2
+
+
+def test_the_file_says_the_stage_of_a_megatron_job():
+    by_stage = [
+        megatron_demand(FLAGS, {"ds_lgamp": {}, "zero_optimization": {"stage": stage}}, 4).data_bytes[0]
+        for stage in range(4)
+    ]
+    # Stage 0 sums, 1 and 2 reduce and gather once. Stage 3 gathers twice, but for what is resident at the turn.
+    assert by_stage[0] == pytest.approx(by_stage[1], rel=0.01) == by_stage[2]
+    assert 1.5 < by_stage[3] / by_stage[2] < 1.7
+
+
+@pytest.mark.parametrize(("flags", "parts"), [([], 1), (["--sequence-parallel"], 2)])
+def test_with_sequence_parallelism_tensor_ranks_send_a_part_of_a_result(flags, parts):
+    ranks = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+    demand = megatron_demand([*FLAGS, *ranks, *flags], {"ds_lgamp": {"chunks_per_rank": 4}}, 4)
+    assert demand.hop_bytes[0] == 4 * 8 * 2 * 32 * 64 * 2 / parts
+
+
+@pytest.mark.parametrize("hierarchy", [None, Hierarchy(2, False)])
+def test_a_step_is_written_as_explain_tells_it(hierarchy):
+    chosen = Configuration(4, 4, 2, 1, 8, zero_stage=3, schedule="layered", chunks_per_rank=4, hierarchy=hierarchy)
+    demand = replace(demand_of(read_model("gpt3-175b"), chosen), order="islands in the order east, west")
+    assert demand_of_facts(json.loads(json.dumps(facts_of(demand)))) == demand
 
 
 def test_results_that_stay_on_a_rank_are_no_messages():

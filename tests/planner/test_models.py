@@ -99,6 +99,7 @@ def test_training_is_not_as_long_as_the_longest_context():
         ),
         ({"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     ],
 )
 def test_a_key_that_is_missing_or_not_understood_is_named(changes, message):
@@ -120,6 +121,13 @@ def test_flags_of_a_llama_are_the_llama():
     )
     llama = read_model("llama-8b")
     assert model_of_flags("llama-8b", flags) == llama
+
+
+@pytest.mark.parametrize("source", ["gpt3-175b", FLAGS])
+def test_sequences_are_no_longer_than_learned_positions(source):
+    assert read_model(source, 1024).sequence_length == 1024
+    with pytest.raises(ValueError, match="sequence_length is 4096, but .* has 2048 learned positions"):
+        read_model(source, 4096)
 
 
 def test_norms_and_linear_layers_may_differ_in_biases():

@@ -34,7 +34,7 @@ KINDS = [
     ("qwen3", {**GROUPED, "attention_bias": True}),
     ("qwen3_moe", {**GROUPED, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}),
     ("gemma", {**GROUPED, "head_dim": 16}),
-    ("gemma2", {**GROUPED, "head_dim": 16}),
+    ("gemma2", {**GROUPED, "head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("gemma3_text", {**GROUPED, "head_dim": 16}),
 ]
 

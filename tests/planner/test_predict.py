@@ -13,7 +13,9 @@ from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.efficiency import Efficiency
 from ds_lgamp.planner.exact import exact_seconds
 from ds_lgamp.planner.models import read_model
+from ds_lgamp.planner.network import Group, network_of
 from ds_lgamp.planner.predict import Prediction, predict
+from ds_lgamp.planner.work import tied_seconds
 
 MODEL = read_model("gpt3-175b")
 PARTS = ("compute", "tensor_parallel", "bubble", "messages", "data_parallel", "gathers", "optimizer")
@@ -199,6 +201,16 @@ def test_a_slow_network_costs_layered_less_than_stock():
 def test_messages_of_several_chunks_need_a_network_that_carries_them():
     few, many = (step(replace(LAYERED, zero_stage=0, chunks_per_rank=chunks), "a100-10gbit") for chunks in (2, 6))
     assert many.messages > 5 * few.messages
+
+
+@pytest.mark.parametrize(("stage", "parts"), [(0, 1), (1, 8), (3, 8)])
+def test_the_layered_schedule_sums_the_shards_of_tied_embeddings(stage, parts):
+    """In 4 bytes, over two nodes."""
+    ready = named_cluster("a100-25gbit", 512)
+    network = network_of(ready, 512, Efficiency())
+    size = 4 * MODEL.vocabulary_size * MODEL.hidden_size / 8 / parts
+    seconds = tied_seconds(MODEL, ready, replace(LAYERED, zero_stage=stage), network)
+    assert seconds == pytest.approx(network.all_reduce(Group(1, 2), size))
 
 
 def test_a_partitioned_update_is_shorter():

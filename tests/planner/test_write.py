@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from ds_lgamp.config import chunk_bounds, place, program_spec, read_block
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.demand import demand_of, demand_of_facts
+from ds_lgamp.planner.megatron_flags import model_of_flags
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.write import ds_config, launch_script, why_not, write
+from ds_lgamp.planner.write import OnIslands, ds_config, launch_script, why_not, write
 from ds_lgamp.schedule.offload import Offload
 from testing import ROOT, SCRIPTS
 from testing.launching import ON_CPU, run
@@ -102,6 +105,47 @@ def test_what_no_script_can_run_is_refused(tmp_path, planned, said):
     assert not (tmp_path / "plan").exists()
 
 
+def test_files_that_are_there_are_kept(tmp_path):
+    (tmp_path / "ds_config.json").write_text("mine")
+    with pytest.raises(ValueError, match="which has a ds_config.json; name another folder"):
+        write(MODEL, plan(), cluster(), tmp_path)
+    assert (tmp_path / "ds_config.json").read_text() == "mine" and not (tmp_path / "launch.sh").exists()
+
+
+def test_on_islands_the_run_orders_the_ranks_as_the_plan_does(tmp_path):
+    planned = plan(4, 2, schedule="layered", zero_stage=3, chunks_per_rank=4)
+    demand = replace(demand_of(MODEL, planned), order="pipelines stay together")
+    write(MODEL, planned, cluster(), tmp_path, OnIslands(Path("rooms.json"), demand))
+    words = shlex.split((tmp_path / "launch.sh").read_text().splitlines()[-1])
+    options = words[words.index("run") + 1 :]
+    assert options[:2] == ["--cluster", str(Path("rooms.json").absolute())]
+    assert options[2] == "--explained" and options[3].endswith("/step.json")
+    assert demand_of_facts(json.loads((tmp_path / "step.json").read_text())) == demand
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--squared-relu",
+        "--rotary-percent 0.5 --position-embedding-type rope",
+        "--qk-layernorm",
+        "--normalization RMSNorm",
+        "--disable-bias-linear",
+    ],
+)
+def test_what_flags_of_sizes_do_not_say_is_not_written_under_tensor_parallelism(flags):
+    sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128"
+    plain, other = (model_of_flags("m", text) for text in (sizes, f"{sizes} {flags}"))
+    assert why_not(plain, plan(tensor_ranks=2)) is None and why_not(other, plan()) is None
+    assert "is not the GPT that launch/pretrain_gpt.py builds" in why_not(other, plan(tensor_ranks=2))
+
+
+@pytest.mark.parametrize(("recompute", "flag"), [("full", True), ("none", False)])
+def test_stock_zero_recomputes_where_the_plan_does(recompute, flag):
+    script = launch_script(MODEL, plan(8, zero_stage=3, micro_batch_outer=True, recompute=recompute), cluster())
+    assert ("--gradient_checkpointing" in script) == flag
+
+
 def test_gated_layers_under_tensor_parallelism_are_refused():
     assert "gated feed-forward parts; use tensor_ranks 1" in why_not(replace(MODEL, gated=True), plan(tensor_ranks=2))
 
@@ -127,7 +171,7 @@ def test_part_of_a_node_beside_whole_nodes_is_refused():
 
 
 def test_megatron_flags_are_those_of_the_script():
-    model = replace(MODEL, position_embeddings=0, key_value_heads=2, biases=False, query_key_norms=True)
+    model = replace(MODEL, position_embeddings=0, key_value_heads=2, biases=False)
     script = launch_script(replace(model, tied_embeddings=False), plan(tensor_ranks=2), cluster())
     known = (ROOT / "launch" / "arguments.py").read_text()
     flags = re.findall(r" (--[a-z-]+)", script.splitlines()[-1].partition("--deepspeed_config")[2])

@@ -2,7 +2,11 @@
 
 import torch
 
+from ds_lgamp.partition.bus import Bus
 from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.chunk import as_leaves
+from ds_lgamp.runtime.links import MessageSpec, allocate
+from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -36,3 +40,19 @@ def test_every_input_crosses_the_bus_once_each_way_in_a_step():
     one = tokens * WIDTH * torch.float32.itemsize
     assert loaded == stored and not left
     assert 2 * leaving * one <= stored <= 2 * leaving * (one + torch.float32.itemsize)
+
+
+def test_a_mask_that_came_in_the_same_message_does_not_keep_the_message():
+    given = (torch.randn(4, WIDTH), torch.arange(4) > 1)
+    _, members = allocate(MessageSpec.of(given), torch.device("cpu"))
+    for member, tensor in zip(members, given):
+        member.copy_(tensor)
+    hidden, mask = beginning = as_leaves(tuple(members))
+    message = members[0].untyped_storage().data_ptr()
+    stored = StoredInputs(Bus(torch.device("cpu")))
+    stored.store(0, 0, beginning)
+    stored.wait_store(0, 0)
+    assert message not in (hidden.untyped_storage().data_ptr(), mask.untyped_storage().data_ptr())
+    stored.load(0, 0)
+    stored.wait_load(0, 0)
+    assert torch.equal(hidden, given[0]) and torch.equal(mask, given[1])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations, sized_costs
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks, shares_by_speed, split_by_speed, split_evenly
 from ds_lgamp.schedule.program import build_program, build_timed_program, collectives_agree
 from ds_lgamp.schedule.simulate import simulate
@@ -157,3 +158,12 @@ def test_groups_agree_if_there_are_equally_many_or_if_nothing_moves_between_them
         assert collectives_agree(specs)
     elif spec.zero_stage == 2:
         assert not collectives_agree(specs)
+
+
+@pytest.mark.parametrize(("counts", "agree"), [((2, 3), True), ((2, 9), True), ((1, 3), False)])
+def test_what_travels_between_nodes_is_in_one_order_with_what_stays_inside(counts, agree):
+    """With one micro-batch, the sum between nodes waits for the next chunk's reduction."""
+    specs = [
+        ProgramSpec((0,) * 4, "layered", count, count, 3, hierarchy=Hierarchy(2, replicated=True)) for count in counts
+    ]
+    assert collectives_agree(specs) == agree

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.critical_path import Place, causes, critical_path
@@ -77,6 +78,28 @@ def test_a_wait_for_a_collective_leads_to_the_rank_that_launched_it_last():
         for end in (2, 6)
     ]  # fmt: skip
     assert path_of(spec_of(1, 1), steps, replicas=2) == [(1, "B0.0"), (0, "REDUCE0"), (0, "STEP")]
+
+
+def test_a_collective_of_a_node_waits_for_nobody_outside():
+    """Ranks 2 and 3 are the other node. They reduce later, which does not delay ranks 0 and 1."""
+    steps = [
+        step_of(compute("B0.0", 0, end), ("reduce", "REDUCE0", end, end + 3),
+                ("wait", "WAIT_REDUCE0", end, end + 3, "reduce"), compute("STEP", end + 3, end + 4))
+        for end in (2, 3, 5, 5)
+    ]  # fmt: skip
+    spec = spec_of(1, 1, hierarchy=Hierarchy(2, True))
+    ranks = [RankRecording(rank, 0, rank) for rank in range(4)]
+    found = causes(spec, ranks, steps)
+    assert found[0][1] == Place(1, 0) and found[2][1] == Place(2, 0)
+
+
+def test_tensor_parallel_ranks_send_to_their_like():
+    """Ranks 0 and 1 share a pipeline rank and a data-parallel rank, and so do 2 and 3."""
+    senders = [step_of(compute("F0.0", 0, end)) for end in (3, 7)]
+    receivers = [step_of(("wait", "F1.0", 0, end, "activation"), compute("F1.0", end, end + 2)) for end in (3, 7)]
+    ranks = [RankRecording(rank, rank // 2, 0) for rank in range(4)]
+    found = causes(spec_of(2, 2), ranks, [*senders, *receivers])
+    assert found[2][1] == Place(0, 0) and found[3][1] == Place(1, 0)
 
 
 def test_a_collective_follows_the_one_ahead_of_it_in_its_lane():

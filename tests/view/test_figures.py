@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 
 from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.figures import KINDS, show
-from ds_lgamp.view.measured_costs import costs_of, simulated
-from ds_lgamp.view.recording import Interval, RecordingError, of_simulation
+from ds_lgamp.view.measured_costs import costs_of, simulated, simulated_1f1b
+from ds_lgamp.view.recording import Interval, RankRecording, RecordingError, of_simulation
 from ds_lgamp.view.report import report
 from tests.schedule.strategies import program_specs
 
@@ -87,6 +89,81 @@ def test_only_steps_of_all_ranks_are_shown():
 def test_a_step_simulated_again_with_its_own_durations_takes_as_long(changes):
     first = show(recorded(replace(SPEC, **changes)))
     assert show(simulated(first)).figures.seconds == pytest.approx(first.figures.seconds)
+
+
+def test_tensor_parallel_ranks_are_told_apart():
+    """Both have the same pipeline rank and data-parallel rank. The second one is late by 1."""
+    alone = recorded()
+    recording = recorded()
+    late = [
+        replace(rank, rank=rank.rank + 4, steps=[shifted(each, 1) for each in rank.steps]) for rank in recording.ranks
+    ]
+    recording.ranks = [rank for pair in zip(recording.ranks, late) for rank in pair]
+    lines = report([show(recording)]).splitlines()
+    assert lines[1:9] == report([show(alone)]).splitlines()[1:9], "the chart is that of the first ones"
+    assert show(simulated(show(recording))).figures.seconds == pytest.approx(show(alone).figures.seconds)
+
+
+def shifted(step, late):
+    moved = [each._replace(start=each.start + late, end=each.end + late) for each in step.intervals]
+    return step._replace(start=step.start + late, end=step.end + late, intervals=moved)
+
+
+def test_a_collective_lasts_from_the_last_launch_to_the_first_end_of_those_that_take_part():
+    """The second node is 10 late. A gather inside a node does not wait for it."""
+    spec = ProgramSpec((0,), "layered", 2, 2, 3, hierarchy=Hierarchy(2, False))
+    timeline = simulate(spec, build_program(spec), Durations(gather=6, refresh=3, reduce=1, combine=1))
+    recording = of_simulation(spec, timeline, "1")
+    (rank,) = recording.ranks
+    recording.ranks = [
+        RankRecording(number, 0, number, steps=[shifted(rank.steps[0], 10 * (number // 2))]) for number in range(4)
+    ]
+    costs = costs_of(show(recording))
+    assert costs.gather[0] == 6
+    assert costs.refresh[0] == 0, "this one takes part in both nodes, whose clocks disagree here"
+
+
+def test_the_clock_runs_the_first_ranks_share_where_replicas_are_of_unlike_speeds():
+    """Two replicas compute 6 and 2 of 8 micro-batches in equal time."""
+    spec = ProgramSpec((0,), "layered", 6, 6, 0)
+    fast, slow = (
+        recorded(
+            replace(spec, micro_batches=count, micro_batch_group=count), Durations(forward=each, backward=2 * each)
+        )
+        for count, each in ((6, 1), (2, 3))
+    )
+    fast.ranks.append(replace(slow.ranks[0], rank=1, data_rank=1))
+    step = show(fast)
+    assert costs_of(step).forward == [1] and show(simulated(step)).figures.seconds == step.figures.seconds
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hierarchy": Hierarchy(2, False)},
+        {"hierarchy": Hierarchy(2, True)},
+        {"offload": Offload(True), "updates": "next_step", "defers_gathers": True},
+        {"offload": Offload(False), "updates": "reduction", "defers_gathers": True, "zero_stage": 2},
+        {"updates": "next_step", "defers_gathers": True, "zero_stage": 1},
+    ],
+    ids=str,
+)
+def test_1f1b_has_the_same_work_as_the_recorded_step(changes):
+    durations = DURATIONS._replace(refresh=4, combine=4, load=2, store=2)
+    first = show(recorded(replace(SPEC, **changes), durations))
+    plain = show(simulated_1f1b(first))
+    for kind in ("forward", "backward"):
+        assert plain.figures.mean(kind) == pytest.approx(first.figures.mean(kind))
+    moved = {lane: busy(plain, lane) for lane in ("load", "store", "gather", "reduce")}
+    offloads, has_nodes = "offload" in changes, "hierarchy" in changes
+    # Two chunks of each rank are one chunk there. It is gathered, reduced, loaded and stored once.
+    assert moved["reduce"] == pytest.approx(2 * (DURATIONS.reduce + 4 * has_nodes))
+    assert moved["load"] == moved["store"] == pytest.approx(2 * 2 * offloads)
+
+
+def busy(shown, lane):
+    """Returns the seconds of a lane of the first rank."""
+    return sum(each.end - each.start for each in shown.steps[0].intervals if each.lane == lane)
 
 
 def test_costs_are_means_by_chunk_and_direction():

@@ -13,10 +13,11 @@ from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.figures import show
 from ds_lgamp.view.html import Panel, html_page
-from ds_lgamp.view.recording import of_simulation
+from ds_lgamp.view.recording import Interval, in_order, of_simulation
 from testing.browser import browser, executable
 
 DURATIONS = Durations(forward=0.010, backward=0.020, hop=0.001, gather=0.006, reduce=0.009, update=0.004)
+SHORT = (0.02, 0.03, 0.04, 0.05, 0.06)
 SECONDS = 0.4
 """A redraw of 8 ranks with 2,000 actions must take less, also on two busy cores without a graphics card."""
 
@@ -128,11 +129,75 @@ def test_hovering_tells_what_an_action_is_and_what_it_waited_for(opened):
     window.mouse("mouseMoved", *where(window, "B4.2"))
     words = told(window).split("\n\n")
     assert words[:3] == ["B4.2", "backward, chunk 4, micro-batch 2", "20 ms: from 252 ms to 272 ms"]
-    assert words[-1] == "began after SEND_B5.2 of rank 1, for which it waited 10 ms"
+    assert words[-2:] == ["began after SEND_B5.2 of rank 1", "waited before: 10 ms for gradient"]
     window.mouse("mouseMoved", *where(window, "B0.2"))
-    assert "began after B0.1" in told(window)
+    assert "began after B0.1" in told(window) and "waited" not in told(window)
     window.mouse("mouseMoved", 5, 5)
     assert told(window) == ""
+
+
+def test_only_waits_count_as_waits(opened):
+    """Of the 9 ms ahead of the compute, 5 are waits."""
+    recording = shown(with_memory=False).recording
+    (first,) = recording.ranks[0].steps
+    late = next(each.start for each in first.intervals if each.name == "F0.1" and each.lane == "compute")
+    moved = [
+        each._replace(start=each.start + 0.009, end=each.end + 0.009) if each.start >= late else each
+        for each in first.intervals
+    ]
+    waits = [
+        Interval("wait", "WAIT_GATHER0", late + 0.001, late + 0.003, "gather"),
+        Interval("wait", "SEND_F0.0", late + 0.004, late + 0.007, "send"),
+    ]
+    recording.ranks[0].steps = [first._replace(intervals=in_order([*moved, *waits]), end=first.end + 0.009)]
+    window = opened(page_of(show(recording)))
+    window.mouse("mouseMoved", *where(window, "F0.1"))
+    assert "waited before: 2 ms for gather, 3 ms for send" in told(window).split("\n\n")
+
+
+def test_what_began_long_ago_is_drawn_and_found_wherever_one_zooms_in(opened):
+    """A long reduction goes on behind a short one that began later."""
+    recording = shown(2, 1, 2, with_memory=False).recording
+    (first,) = recording.ranks[0].steps
+    lanes = [Interval("reduce", "REDUCE0", 0.01, 0.09), *(Interval("reduce", "REDUCE0", t, t + 0.001) for t in SHORT)]
+    others = [each for each in first.intervals if each.lane != "reduce"]
+    recording.ranks[0].steps = [first._replace(intervals=in_order([*others, *lanes]))]
+    window = opened(page_of(show(recording)))
+    window.evaluate("zoom.scaleTo(selection, 40); zoom.translateTo(selection, wholeScale()(0.07), 0)")
+    window.frame()
+    place = window.evaluate(
+        """(() => {
+            const row = rows.find((each) => each.index === 0 && each.lanes[0] === model.lanes.indexOf("reduce"));
+            const box = canvas.getBoundingClientRect();
+            return [box.left + scale()(0.07), box.top + row.top + row.height / 2].map(Math.round);
+        })()"""
+    )
+    assert colour_at(window, place, up=0) == [189, 76, 134]
+    window.mouse("mouseMoved", *place)
+    assert told(window).startswith("REDUCE0")
+
+
+def test_words_can_be_read_on_every_colour(opened):
+    window = opened(page_of(shown(2, 4)))
+    contrasts = window.evaluate(
+        """["forward", "backward"].flatMap((kind) => [0, 1 / 3, 2 / 3, 1].map((place) => [kind, place]))
+            .concat(Object.keys(COLOURS).map((kind) => [kind, 0.55])).map(([kind, place]) => {
+                const ground = luminance(kind in HUES ? shade(kind, place) : colour(kind));
+                const [low, high] = [luminance(ink(kind, place)), ground].sort((a, b) => a - b);
+                return (high + 0.05) / (low + 0.05);
+            })"""
+    )
+    assert min(contrasts) > 4.5, "WCAG AA"
+
+
+def test_the_chosen_action_stays_chosen_where_rows_move(opened):
+    window = opened(page_of(shown()))
+    window.evaluate("canvas.focus()")
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
+        window.key(key)
+    window.evaluate("document.getElementById('lanes').click()")
+    window.key("ArrowDown")
+    assert window.evaluate("state.shown.row.index") == 3 and window.evaluate("rows.includes(state.shown.row)")
 
 
 def test_the_wheel_zooms_where_the_pointer_is_and_dragging_moves(opened):

@@ -106,7 +106,7 @@ function drawRow(row, x) {
 function drawIntervals(row, lane, x) {
   const { rank } = row, indices = rank.lanes[lane], [from, to] = x.domain();
   let run = null, painted = LEFT;
-  for (let position = Math.max(0, firstBehind(rank, indices, from) - 1); position < indices.length; position++) {
+  for (let position = firstReaching(rank.reach[lane], from); position < indices.length; position++) {
     const index = indices[position], end = x(rank.end[index]);
     if (rank.start[index] > to) break;
     if (end < painted) continue;
@@ -150,13 +150,19 @@ function drawWords(row, index, left, wide) {
   context.fillText(words, left + wide / 2, row.top + row.height / 2 + 3.5);
 }
 
-// The place of the first interval that starts behind a time.
-function firstBehind(rank, indices, moment) {
-  let low = 0, high = indices.length;
+// The place of the first interval that does not start before a time.
+const firstBehind = (rank, indices, moment) => firstPlace(indices.length, (place) => rank.start[indices[place]] >= moment);
+
+// The place of the first interval that is not over at a time.
+const firstReaching = (reach, moment) => firstPlace(reach.length, (place) => reach[place] > moment);
+
+// The first of so many places at which a test holds that also holds behind it.
+function firstPlace(count, holds) {
+  let low = 0, high = count;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (rank.start[indices[middle]] < moment) low = middle + 1;
-    else high = middle;
+    if (holds(middle)) high = middle;
+    else low = middle + 1;
   }
   return low;
 }
@@ -305,10 +311,9 @@ function at(left, top) {
   if (!row?.rank) return null;
   const moment = scale().invert(left);
   for (const lane of row.lanes) {
-    const indices = row.rank.lanes[lane];
-    for (let position = firstBehind(row.rank, indices, moment) - 1; position >= Math.max(0, firstBehind(row.rank, indices, moment) - 4); position--) {
-      const index = indices[position];
-      if (row.rank.start[index] <= moment && moment < row.rank.end[index]) return { row, index, moment };
+    const indices = row.rank.lanes[lane], reach = row.rank.reach[lane];
+    for (let position = firstBehind(row.rank, indices, moment) - 1; position >= 0 && reach[position] > moment; position--) {
+      if (moment < row.rank.end[indices[position]]) return { row, index: indices[position], moment };
     }
   }
   return { row, index: null, moment };

@@ -15,8 +15,15 @@ for (const panel of model.panels) {
     rank.lanes = model.lanes.map(() => []);
     rank.lane.forEach((lane, index) => rank.lanes[lane].push(index));
     for (const indices of rank.lanes) indices.sort((a, b) => rank.start[a] - rank.start[b]);
+    rank.reach = rank.lanes.map((indices) => latestEnds(rank, indices));
     rank.about = rank.name.map((name) => parsed(model.names[name]));
   }
+}
+
+// The latest end up to each place of a lane: a long interval may outlast those that begin behind it.
+function latestEnds(rank, indices) {
+  let latest = -Infinity;
+  return indices.map((index) => (latest = Math.max(latest, rank.end[index])));
 }
 
 // Which of its rank's chunks each chunk is, from 0 to 1.
@@ -36,8 +43,8 @@ function parsed(name) {
 
 const COLOURS = {
   step: "#2f9e62",
-  gather: "#8e63ce",
-  reduce: "#c2528b",
+  gather: "#885cc9",
+  reduce: "#bd4c86",
   "between nodes": "#7d6b9e",
   send: "#12a0a0",
   activation: "#12a0a0",
@@ -59,8 +66,29 @@ function shade(kind, place) {
   return `hsl(${hue} ${saturation}% ${LIGHTEST + (DARKEST - LIGHTEST) * place}%)`;
 }
 
-// What can be read on that colour.
-const ink = (kind, place = 0.55) => (kind in HUES ? (place > 0.6 ? "#fff" : "#10151b") : kind in COLOURS ? "#fff" : style("--text"));
+const INKS = ["#fff", "#10151b"];
+
+// What can be read on the colour of a kind, at its place among the rank's chunks.
+function ink(kind, place = 0.55) {
+  if (!(kind in HUES || kind in COLOURS)) return style("--text");
+  const ground = luminance(kind in HUES ? shade(kind, place) : colour(kind));
+  const contrast = (one) => Math.abs(Math.log((luminance(one) + 0.05) / (ground + 0.05)));
+  return contrast(INKS[0]) > contrast(INKS[1]) ? INKS[0] : INKS[1];
+}
+
+// How bright a colour is, from 0 to 1, as WCAG 2 defines it.
+const luminance = memoized((colour) => {
+  const pen = new OffscreenCanvas(1, 1).getContext("2d");
+  pen.fillStyle = colour;
+  pen.fillRect(0, 0, 1, 1);
+  const [red, green, blue] = [...pen.getImageData(0, 0, 1, 1).data].map((value) => (value <= 10 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+});
+
+function memoized(call) {
+  const known = new Map();
+  return (key) => (known.has(key) ? known : known.set(key, call(key))).get(key);
+}
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

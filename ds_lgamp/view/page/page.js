@@ -41,22 +41,26 @@ function told({ row, index, moment }) {
   lines.push(rank.detail);
   if (rank.bytes[index]) lines.push(`moves ${size(rank.bytes[index])}`);
   const cause = causeOf(rank, index);
-  if (cause) lines.push(causeInWords(panel, rank, index, cause));
+  if (cause) lines.push(`began after ${nameFrom(panel, rank, cause)}`);
+  if (rank.lane[index] === COMPUTE) lines.push(...waitsAhead(rank, index));
   if (panel.onPath.has(`${row.index} ${index}`)) lines.push("on the critical path");
   return lines;
 }
 
-function causeInWords(panel, rank, index, [from, which]) {
-  const other = panel.ranks[from], name = other.about[which].name;
-  const where = other === rank ? "" : ` of ${other.label}`;
-  const waited = rank.start[index] - Math.max(rank.start[previousCompute(rank, index)] === undefined ? 0 : rank.end[previousCompute(rank, index)], 0);
-  const follows = `after ${name}${where}`;
-  return rank.lane[index] === COMPUTE && waited > 1e-9 * panel.seconds ? `began ${follows}, for which it waited ${time(waited)}` : `began ${follows}`;
+function nameFrom(panel, rank, [from, which]) {
+  const other = panel.ranks[from];
+  return other === rank ? other.about[which].name : `${other.about[which].name} of ${other.label}`;
 }
 
-function previousCompute(rank, index) {
-  const indices = rank.lanes[COMPUTE], place = firstBehind(rank, indices, rank.start[index]);
-  return place ? indices[place - 1] : undefined;
+// What the rank waited for between a compute and the one before it, in words.
+function waitsAhead(rank, index) {
+  const computes = rank.lanes[COMPUTE], waits = rank.lanes[WAIT], place = firstBehind(rank, computes, rank.start[index]);
+  const since = place ? rank.end[computes[place - 1]] : 0, spent = new Map();
+  for (let position = firstBehind(rank, waits, since); position < waits.length && rank.start[waits[position]] < rank.start[index]; position++) {
+    const wait = waits[position], kind = model.words[rank.kind[wait]];
+    spent.set(kind, (spent.get(kind) ?? 0) + rank.end[wait] - rank.start[wait]);
+  }
+  return spent.size ? [`waited before: ${[...spent].map(([kind, seconds]) => `${time(seconds)} for ${label(kind)}`).join(", ")}`] : [];
 }
 
 function show(found, left, top) {
@@ -94,6 +98,9 @@ const selection = d3.select(canvas).call(zoom);
 
 function fit() {
   resize();
+  // Its row was made anew, or is no longer there.
+  const row = state.shown && rows.find((each) => each.rank === state.shown.row.rank && each.lanes.join() === state.shown.row.lanes.join());
+  state.shown = row ? { ...state.shown, row } : null;
   zoom.extent([[LEFT, 0], [width - 12, 1]]).translateExtent([[LEFT, 0], [width - 12, 1]]);
   draw();
 }

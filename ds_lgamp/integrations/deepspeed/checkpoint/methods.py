@@ -34,6 +34,9 @@ class Engine(Run, Protocol):
     def settle_nonfinite(self) -> None:
         """Acts on the last batch, if it is not finite."""
 
+    def forget_nonfinite(self) -> None:
+        """Forgets the last batch."""
+
 
 def save_checkpoint(
     engine: Engine,
@@ -96,6 +99,7 @@ def load_checkpoint(
         progress=not load_module_only,
     )
     folder, client_state = load_first_whole(engine, candidates, parts)
+    engine.forget_nonfinite()
     if engine.live is not None:
         engine.live.forget()
     return str(folder), client_state

@@ -19,6 +19,8 @@ class Optimizer(Protocol):
     optimizer: torch.optim.Optimizer
     partition: ZeroPartition
     loss_scaler: LossScalerBase
+    late_overflow: bool
+    """Whether the last step was skipped and the host has not counted it yet."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...

@@ -37,7 +37,8 @@ def save(
         tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}
         tensors |= rank_state_to_write(run, client_state)
         share = share_of(run, exclude_frozen)
-        return tensors, describe(run), share._replace(scalars=optimizer_scalars(partition, optimizer))
+        state = {**describe(run), "late_overflow": run.optimizer.late_overflow}
+        return tensors, state, share._replace(scalars=optimizer_scalars(partition, optimizer))
 
     tensors, state, own = everywhere(collect)
     tensors |= buffers_to_write(run)

@@ -98,9 +98,10 @@ def choose_optimizer(name: str, options: dict[str, Any], device: torch.device, k
     """The class and options that ``optimizer.type`` and ``optimizer.params`` stand for.
 
     They mean what they mean in DeepSpeed: "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false, and
-    ``torch_adam`` selects torch's class. Without ``torch_adam``, DeepSpeed compiles its FusedAdam. Here apex's
-    FusedAdam, which computes the same, or torch's fused kernel takes its place, so that nothing is compiled. torch has
-    no ``bias_correction: false``; where apex is missing, that option alone still needs DeepSpeed's FusedAdam.
+    ``torch_adam`` selects torch's class. Without ``torch_adam``, DeepSpeed compiles its FusedAdam. Here torch's fused
+    kernel, which computes the same, takes its place, or apex's where torch has none for the device, so that nothing is
+    compiled. torch has no ``bias_correction: false``; where apex is missing, that option alone still needs DeepSpeed's
+    FusedAdam.
 
     Args:
         name: one of :data:`JSON_NAMES`, or the name of a class in ``torch.optim``.
@@ -150,11 +151,11 @@ def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
         return 1 if options.get("use_muon") else 2
     if name in ("Adam", "AdamW"):
         return 3 if options.get("amsgrad") else 2
-    if name in ("FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
+    if name in ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
         return 2
     if name.lower() in ("lamb", "fusedlamb"):
         return 2
-    return 1 if name in ("Adagrad", "ASGD", "Muon", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion") else None
+    return 1 if name in ("Adagrad", "ASGD", "Muon", "DeepSpeedCPUAdagrad", "FusedLion") else None
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -236,8 +237,8 @@ def _adam(name: str, options: dict[str, Any], kernels: Kernels) -> Choice:
     if options.pop("torch_adam", False):
         return Choice(torch_kind, options)
     bias_correction = bool(options.get("bias_correction", True))
-    needs_torch = bias_correction and not _NOT_IN_FUSED_ADAM.isdisjoint(options)
-    if not needs_torch and (kernels.apex_adam is not None or not bias_correction):
+    prefers_apex = kernels.apex_adam is not None and torch_kind not in kernels.fused
+    if not bias_correction or prefers_apex and _NOT_IN_FUSED_ADAM.isdisjoint(options):
         return Choice(kernels.apex_adam or FusedAdam, {**options, "adam_w_mode": decoupled})
     for key in ("bias_correction", "set_grad_none"):
         options.pop(key, None)

@@ -1,5 +1,7 @@
 """Prepares the user's optimizer and its groups for an engine, before layers move."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +9,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.config.whole_tensors import translated
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups, trainable_parameters
+from ds_lgamp.integrations.deepspeed.model.client_optimizer import (
+    add_placeholders,
+    as_groups,
+    refuse_differing_groups,
+    trainable_parameters,
+)
 from ds_lgamp.integrations.deepspeed.model.module import global_names
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import sharing_of
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
@@ -34,9 +41,17 @@ def prepare_optimizer(module: PipelineModule, config: Any, arguments: dict[str, 
     if isinstance(given, torch.optim.Optimizer):
         arguments["optimizer"] = translated(given)
     elif given is not None:
-        arguments["optimizer"] = lambda parameters: translated(given(parameters))
+        arguments["optimizer"] = partial(_called, given)
     elif config.optimizer_name == "muon":
         arguments["model_parameters"] = groups
+
+
+def _called(given: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
+    """Returns the optimizer that a callable makes. Collective over all ranks."""
+    made = given(parameters)
+    refuse_differing_groups(made.param_groups)
+    add_placeholders(made.param_groups)
+    return translated(made)
 
 
 def split_for_muon(parameters: Any) -> list[dict[str, Any]]:

@@ -250,7 +250,8 @@ class LgampEngine(PipelineEngine):
                 with self.in_batch(training=True):
                     loss = super().train_batch(data_iter)
             except Exception:
-                self.timers(TRAIN_BATCH_TIMER).stop()
+                if self.timers(TRAIN_BATCH_TIMER).started_:
+                    self.timers(TRAIN_BATCH_TIMER).stop()
                 raise
         self._end_step()
         return loss
@@ -308,6 +309,11 @@ class LgampEngine(PipelineEngine):
         """Acts on the last batch too, if it is not finite. Collective; may raise NonfiniteError on every rank."""
         if self._check is not None:
             self._check.settle()
+
+    def forget_nonfinite(self) -> None:
+        """Forgets the last batch, after other weights were loaded."""
+        if self._check is not None:
+            self._check.forget()
 
     @contextmanager
     def in_batch(self, training: bool) -> Iterator[None]:

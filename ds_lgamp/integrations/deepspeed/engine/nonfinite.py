@@ -121,6 +121,11 @@ class NonfiniteCheck:
             logger.warning(f"ds_lgamp: {sentence}; {'the step is skipped' if self.skips else 'training goes on'}")
         self._said.add(kind)
 
+    def forget(self) -> None:
+        """Drops what is not said yet, after other weights were loaded."""
+        self._last = self._due = None
+        self._late.pending = False
+
     def settle(self) -> None:
         """Does what :meth:`act` does, for the last batch too. The host waits for the device. Collective."""
         self.act()

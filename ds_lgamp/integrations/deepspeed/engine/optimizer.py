@@ -12,6 +12,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.units import with_own_kernels
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
@@ -27,6 +28,9 @@ from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
 
+_ALIKE = {"DeepSpeedCPULion": "FusedLion"}
+"""Classes that go on with each other's state: the same rule on the host and on the device."""
+
 
 class PartitionedOptimizer(DeepSpeedOptimizer):
     """Steps a torch optimizer on this rank's shards.
@@ -39,8 +43,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         norm_group: the group of all ranks.
         data_group: the data-parallel group.
         skips_overflow: whether all ranks skip a step if any gradient is inf or NaN. If the scale is static and the
-            optimizer's kernel can skip a step by itself, the host learns of an overflow one step late; not with
-            offloading, where the host updates.
+            optimizer's kernel can skip a step by itself, the host learns of an overflow one step late.
+        offloads: whether the host updates on some rank. Then all learn of an overflow at once.
         updates: when the optimizer updates a chunk: one of ``schedule.spec.UPDATES``. With "reduction", nothing may
             depend on the gradients of all chunks.
         reproducible: whether the norm must not depend on how gradients are spread over ranks.
@@ -55,6 +59,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         norm_group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup,
         skips_overflow: bool,
+        offloads: bool,
         updates: str,
         reproducible: bool,
         loss_scaler: LossScalerBase,
@@ -64,7 +69,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.dp_process_group = data_group
         self.overflow = False
         """Whether the last step was skipped; if the host learns of it late, the step before the last."""
-        learns_late = partition.host is None and skips_by_itself(optimizer)
+        learns_late = not offloads and skips_by_itself(optimizer)
         self._late_overflow = LateFlag(partition.device) if learns_late else None
         self.loss_scaler = loss_scaler
         self.custom_loss_scaler = False
@@ -108,6 +113,16 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         return self.loss_scaler.dynamic
+
+    @property
+    def late_overflow(self) -> bool:
+        """Whether the last step was skipped and the host has not counted it yet. Reading it may wait for the device."""
+        return self._late_overflow is not None and self._late_overflow.pending
+
+    @late_overflow.setter
+    def late_overflow(self, was_skipped: bool) -> None:
+        if self._late_overflow is not None:
+            self._late_overflow.pending = was_skipped
 
     def override_loss_scale(self, loss_scale: float) -> None:
         """Sets a scale that stays fixed unless the user changes it, as in DeepSpeed's optimizers."""
@@ -235,7 +250,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         raise_everywhere(self._complaint_about_state(state_dict), CheckpointError)
         _load_partition_state(self.partition, state_dict["partition"])
         # Copied, because torch would update the given tensors in place.
-        self.optimizer.load_state_dict(deepcopy(state_dict["optimizer"]))
+        saved, own = deepcopy(state_dict["optimizer"]), self.optimizer.state_dict()["param_groups"]
+        saved["param_groups"] = [with_own_kernels(*pair) for pair in zip(saved["param_groups"], own)]
+        self.optimizer.load_state_dict(saved)
 
     def refresh_fp32_params(self) -> None:
         """Copies the weights to the master weights after user code changed the weights. The changes must be the same on
@@ -290,7 +307,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def complaint_about_class(self, written: str | None) -> str | None:
         """Returns why optimizer state of the class ``written`` does not fit. Returns None if it does, or if ``written``
         is None because the class is unknown."""
-        if written in (self.class_name, None):
+        if written is None or len({_ALIKE.get(name, name) for name in (written, self.class_name)}) == 1:
             return None
         return f"the optimizer state is from {written}, but this run has {self.class_name}; use {written}"
 
@@ -333,6 +350,7 @@ def build_optimizer(
         norm_group,
         data_group,
         skips_overflow=checks_overflow(config),
+        offloads=spec.offload is not None,
         updates=spec.updates,
         reproducible=settings.reproducible,
         loss_scaler=loss_scaler(config),

@@ -15,10 +15,21 @@ class LateFlag:
 
     def exchange(self, flag: torch.Tensor) -> bool:
         """Returns the flag of the previous call, False at the first, and sends ``flag`` on its way to the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        previous = bool(self._value)
+        previous = self.pending
         self._arrived.copy_(flag, non_blocking=True)
         if self._event is not None:
             self._event.record()
         return previous
+
+    @property
+    def pending(self) -> bool:
+        """What the next :meth:`exchange` returns. Reading it may wait for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+    @pending.setter
+    def pending(self, flag: bool) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        self._arrived.fill_(flag)

@@ -11,7 +11,7 @@ from torch import nn
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.layout import Layout
 from ds_lgamp.integrations.deepspeed.model.module import global_names, over_data, over_pipeline, place_layers
-from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
 """The keys of a group that list its parameters; all others are options."""
@@ -30,7 +30,7 @@ class ParameterGroups:
     def __init__(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
         names = {id(tensor): name for name, tensor in global_names(module)}
         own: dict[str, Any] = {}
-        options = [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
+        options = _options(groups)
         complaint = None
         for index, group in enumerate(groups):
             for parameter in group["params"]:
@@ -44,15 +44,15 @@ class ParameterGroups:
                     complaint = f"parameter {name} is in parameter groups {own[name]} and {index}; keep it in one"
         raise_everywhere(complaint, ConfigError)
         trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
-        everyone = over_pipeline(module, (own, repr(options), trains))
-        if len({described for _, described, _ in everyone}) > 1:
+        ranks = over_pipeline(module, (own, repr(options), trains))
+        if len({described for _, described, _ in ranks}) > 1:
             raise ConfigError(
                 "the optimizer's parameter groups differ between pipeline ranks; give every rank the same groups in "
                 "the same order, empty ones included"
             )
-        if not any(trains for _, _, trains in everyone):
+        if not any(trains for _, _, trains in ranks):
             raise ConfigError("the optimizer holds no parameter that trains; unfreeze one, or give it others")
-        self.by_name: dict[str, int] = {name: index for names, _, _ in everyone for name, index in names.items()}
+        self.by_name: dict[str, int] = {name: index for names, _, _ in ranks for name, index in names.items()}
         fingerprint = hashlib.sha256(repr((sorted(self.by_name.items()), options)).encode()).hexdigest()
         if len(set(over_data(module, fingerprint))) > 1:
             raise ConfigError(
@@ -60,16 +60,35 @@ class ParameterGroups:
             )
 
     def rewrite(self, module: PipelineModule, groups: list[dict[str, Any]]) -> None:
-        """Puts the current parameters of this rank into ``groups``, in place. A group without parameters on this rank
-        gets an empty placeholder, because DeepSpeed drops empty groups while schedulers count them."""
+        """Puts the current parameters of this rank into ``groups``, in place; see :func:`add_placeholders`."""
         for group in groups:
             group["params"] = []
             group.pop("param_names", None)
         for name, tensor in global_names(module):
             if name in self.by_name:
                 groups[self.by_name[name]]["params"].append(tensor)
-        for group in groups:
-            group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
+        add_placeholders(groups)
+
+
+def add_placeholders(groups: list[dict[str, Any]]) -> None:
+    """Gives every group without parameters on this rank an empty one, because DeepSpeed drops empty groups while
+    schedulers count them, and because ranks number groups alike."""
+    for group in groups:
+        group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
+
+
+def refuse_differing_groups(groups: list[dict[str, Any]]) -> None:
+    """Raises ConfigError on all ranks if the groups that their callables have made have other options, or another
+    order. Collective over all ranks."""
+    if len(set(everyone(repr(_options(groups))))) > 1:
+        raise ConfigError(
+            "the parameter groups that the optimizer's callable makes differ between ranks; let it make the same "
+            "groups in the same order, empty ones included"
+        )
+
+
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
 
 
 def place_with_groups(module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
 from ds_lgamp.integrations.deepspeed.model.layout import Layout
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.integrations.deepspeed.model.traits import Traits, adopt_traits, traits_of
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.runtime.random_state import undisturbed
 
 TIED_MODULES = "tied_modules."
@@ -63,6 +64,35 @@ class PlacedModule(PipelineModule):
     def stage_owner(self, layer_idx: int) -> int:
         return self.layout.owner(layer_idx)
 
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        return super().ckpt_layer_path(ckpt_dir, self._own_layers[local_layer_idx])
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        return super().ckpt_layer_path_list(ckpt_dir, self._own_layers[local_layer_idx])
+
+    @property
+    def _own_layers(self) -> list[int]:
+        """The layer of each of ``forward_funcs``."""
+        return [layer for chunk in self.chunk_functions for layer in self.layout.layers(chunk)]
+
+    def save_state_dict(self, *arguments: Any, **options: Any) -> None:
+        """Writes a file for each layer, as stock's module does. All ranks call it together."""
+        with self.full_parameters():
+            super().save_state_dict(*arguments, **options)
+
+    def load_state_dir(self, *arguments: Any, **options: Any) -> None:
+        """Loads such files, of any layout. All ranks call it together."""
+        with self.full_parameters():
+            super().load_state_dir(*arguments, **options)
+            self.adopt_parameters()
+
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Compiles the layers, where their chunks call them."""
+        super().compile(*arguments, **options)
+        compiled = iter(self.forward_funcs)
+        for functions in self.chunk_functions.values():
+            functions[:] = [next(compiled) for _ in functions]
+
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Returns a copy of the complete, current state of this rank's layers. All data-parallel ranks call it
         together, because sharded parameters are gathered first."""
@@ -94,10 +124,11 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     """Moves every built layer to the pipeline rank of its chunk and makes ``module`` a :class:`PlacedModule`.
 
     Collective over all ranks. ``module`` stays the same object. The move consumes no random numbers. Deferred layers
-    stay without memory. Raises ConfigError if a layer has other parameters or buffers than its specification builds.
+    stay without memory. Raises ConfigError if a layer has other parameters, buffers or hooks than its specification
+    builds.
     """
     previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
-    infos = announced_tensors(module)
+    infos, traits, stayed = announced_tensors(module), announced_traits(module), set(built_layers(module))
     device = torch.device(get_accelerator().device_name(module.local_rank))
     sources = layer_sources(device)
     with undisturbed(sources):
@@ -108,6 +139,9 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
     module.layout = layout
     _register(module, built)
+    arrived = {prefix: layer for prefix, layer in built_layers(module).items() if prefix not in stayed}
+    complaints = [adopt_traits(layer, prefix, traits) for prefix, layer in arrived.items()]
+    raise_everywhere(next(filter(None, complaints), None), ConfigError)
     module.tied_comms = module._index_tied_modules()
     for layer in module.tied_modules.values():
         for parameter in layer.parameters():
@@ -233,6 +267,13 @@ def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
         for name, tensor in global_names(module)
     }
     return {name: info for rank in over_pipeline(module, own) for name, info in rank.items()}
+
+
+def announced_traits(module: PipelineModule) -> dict[str, Traits]:
+    """Returns what the built layers of all pipeline ranks have beside tensors, by the global names of their parts.
+    Collective."""
+    own = {name: each for prefix, layer in built_layers(module).items() for name, each in traits_of(layer, prefix)}
+    return {name: each for rank in over_pipeline(module, own) for name, each in rank.items()}
 
 
 def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group
+
+_PATIENCE = timedelta(days=1)
+"""How long a rank that has ended its script waits for those that go on alone, as a rank 0 that evaluates or uploads.
+The lifeline notices at once when a rank is gone."""
 
 
 class Next(IntEnum):
@@ -54,6 +59,7 @@ class _End:
     def finish_gathers(self) -> None:
         if self.expected and dist.is_initialized():
             self.expected = False
+            dist.distributed_c10d._set_pg_timeout(_PATIENCE, host_group())
             agree(Next.END)
 
 

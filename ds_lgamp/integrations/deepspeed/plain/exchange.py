@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.agreement import everyone, host_group_of
 
 _ALIGNMENT = 8
 """In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
@@ -48,13 +48,15 @@ class Exchange:
     """Carries values between the ranks of a pipeline. A value is any nesting of lists, tuples and dictionaries. Its
     tensors travel as bytes between devices, everything else between hosts.
 
+    Its construction is collective over the ranks of the pipeline.
+
     Args:
         group: the ranks of the pipeline.
         device: tensors travel from here and arrive here.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group, self._hosts, self._device = group, host_group_of(group), device
 
     def gather(self, own: Any) -> list[Any]:
         """Returns ``own`` of every rank of the pipeline. Collective."""
@@ -62,7 +64,7 @@ class Exchange:
         if self._group.size() == 1:
             return [own]
         packed, tensors = _pack(own)
-        ranks = everyone(packed, self._group)
+        ranks = everyone(packed, self._hosts)
         message = self._message(max(each.size for each in ranks), tensors)
         messages = [torch.empty_like(message) for _ in ranks]
         dist.all_gather(messages, message, group=self._group)
@@ -74,7 +76,7 @@ class Exchange:
             assert values is not None, "the only rank is the source"
             return values[0]
         packed = None if values is None else [_pack(value) for value in values]
-        described = everyone(None if packed is None else [each for each, _ in packed], self._group)[source]
+        described = everyone(None if packed is None else [each for each, _ in packed], self._hosts)[source]
         if values is None or packed is None:
             own = described[self._group.rank()]
             message = self._message(own.size, [])

@@ -39,7 +39,7 @@ def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str,
         keys: what takes the place of keys of the block.
     """
     with failures_end_the_process():
-        config = _with_cluster(_read(path), arguments)
+        config = _with_cluster(read_config(path), arguments)
         if isinstance(config[BLOCK], dict):
             config[BLOCK] |= keys
         settings = read_block(config)
@@ -71,7 +71,8 @@ def _with_cluster(config: dict[str, Any], arguments: Sequence[str]) -> dict[str,
     return config if cuts else with_speeds(config, transport.current(), replicas=False)
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_config(path: str) -> dict[str, Any]:
+    """Returns what the configuration file holds. Raises ConfigError if it has no block."""
     try:
         config = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

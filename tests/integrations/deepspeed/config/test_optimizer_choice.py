@@ -53,6 +53,7 @@ class ApexAdam(Optimizer):
 ON_THIS_CPU = kernels_of(CPU)
 NO_KERNELS = Kernels(frozenset(), None)
 WITH_APEX = Kernels(frozenset({Adam, AdamW, SGD}), ApexAdam)
+WITH_APEX_ALONE = Kernels(frozenset(), ApexAdam)
 OFF = {"weight_decay": 0.0}
 
 CHOICES = {
@@ -98,13 +99,17 @@ CHOICES = {
         *("adam", {"bias_correction": False, "adam_w_mode": False}, CUDA, WITH_APEX),
         *(ApexAdam, {"bias_correction": False, "adam_w_mode": False}),
     ),
-    "apex where it is": (
+    "torch beside apex, so that checkpoints do not depend on what is installed": (
         *("adam", {"lr": 0.1, "set_grad_none": True}, CUDA, WITH_APEX),
+        *(AdamW, {"lr": 0.1, **OFF, "fused": True}),
+    ),
+    "apex where torch has no kernel": (
+        *("adam", {"lr": 0.1, "set_grad_none": True}, CUDA, WITH_APEX_ALONE),
         *(ApexAdam, {"lr": 0.1, "set_grad_none": True, "adam_w_mode": True}),
     ),
     "torch where apex lacks an option": (
-        *("adamw", {"amsgrad": True}, CUDA, WITH_APEX),
-        *(AdamW, {"amsgrad": True, **OFF, "fused": True}),
+        *("adamw", {"amsgrad": True}, CUDA, WITH_APEX_ALONE),
+        *(AdamW, {"amsgrad": True, **OFF}),
     ),
     "an implementation the user chose": ("adam", {"fused": False}, CPU, ON_THIS_CPU, AdamW, {"fused": False, **OFF}),
     "SGD": ("SGD", {"momentum": 0.9}, CPU, ON_THIS_CPU, SGD, {"momentum": 0.9, "fused": True}),

@@ -3,9 +3,13 @@ gathered."""
 
 import pytest
 import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import nn
 
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, build, engine_of
+from tests.integrations.deepspeed.linear import batches as batches_of_linears
 from tests.integrations.deepspeed.models import Training
 from tests.integrations.deepspeed.running import Layout, batches, initialize
 
@@ -35,6 +39,36 @@ def losses_of(recompute):
             engine.compile(backend=counting)
         losses.append([engine.train_batch(batches(step, engine)).item() for step in range(STEPS)])
     return *losses, len(graphs)
+
+
+def scaled(inputs):
+    return 2 * inputs
+
+
+def transposed(module, inputs):
+    return inputs @ module.weight.T
+
+
+def compiled_functions():
+    """Returns the graphs of layers that are functions, one of them of a tied module."""
+    prepare_rank()
+    graphs = []
+    torch.compiler.reset()
+    specs = [
+        TiedLayerSpec("key", nn.Linear, 6, 6),
+        scaled,
+        TiedLayerSpec("key", nn.Linear, 6, 6, forward_fn=transposed),
+    ]
+    engine = engine_of(build([*specs, scaled]), ONE_LAYER_PER_CHUNK, 1)
+    engine.compile(backend=lambda graph, inputs: graphs.append(str(graph.code)) or graph)
+    engine.train_batch(batches_of_linears(2))
+    return graphs
+
+
+def test_functions_are_compiled_too():
+    first, second = run_on_ranks(2, compiled_functions)
+    assert any("@" in graph or "matmul" in graph for graph in first), "the tied module's function"
+    assert any("2" in graph for graph in second), "the plain function"
 
 
 @pytest.mark.slow

@@ -81,6 +81,92 @@ def test_the_host_learns_of_it_one_step_late(ranks, case):
         assert rates[0] < rates[1] == rates[2] < rates[3], "the step that learns of it leaves the learning rate alone"
 
 
+def interrupted(folder):
+    """Trains a step that overflows, and two good ones. Returns what the host knows after the last: without a break,
+    after a new engine has loaded what was saved behind the overflow, and after one has gone back to before it."""
+    prepare_rank()
+    known = []
+    for moment in (None, 2, 1):
+        engine = make()
+        for step, factor in enumerate((FINITE, INFINITE, FINITE, FINITE), start=1):
+            train_step(engine, step, factor)
+            if moment == 1 == step:
+                engine.save_checkpoint(folder, tag="before")
+            if moment == 2 == step:
+                engine.save_checkpoint(folder, tag="behind")
+                engine = make()
+                engine.load_checkpoint(folder, tag="behind")
+            if moment == 1 and step == 2:
+                engine.load_checkpoint(folder, tag="before")
+        known.append((engine.global_steps, engine.skipped_steps, engine.get_lr()[0]))
+    return known
+
+
+def with_another_kernel(folder):
+    """Goes on with the state of torch's plain kernel. Returns what the groups of the fused one say, and both losses."""
+    prepare_rank()
+    losses, groups = [], []
+    for fused in (False, True):
+        engine = make(fused)
+        if fused:
+            engine.load_checkpoint(folder)
+            groups = [group["fused"] for group in engine.optimizer.param_groups]
+        else:
+            train_step(engine, 1, FINITE)
+            engine.save_checkpoint(folder)
+        losses.append([train_step(engine, step, FINITE) for step in (2, 3)])
+    return groups, losses
+
+
+def test_a_checkpoint_does_not_choose_the_kernel(tmp_path):
+    for groups, (plain, fused) in run_on_ranks(2, with_another_kernel, str(tmp_path)):
+        assert groups == [True] and fused == pytest.approx(plain, rel=1e-2)
+
+
+def idle_beside_a_host():
+    """Rank 0 trains nothing, and the host of rank 1 updates. Returns the learning rates and the skipped steps."""
+    prepare_rank()
+    module = build(linears(2))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.startswith("0."))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    engine = engine_of(
+        *(module, {"layers_per_chunk": 1}, 1, optimizer),
+        bf16={"enabled": True},
+        scheduler=WARMUP,
+        zero_optimization=zero,
+    )
+    rates = []
+    for step, factor in enumerate(FACTORS, start=1):
+        train_step(engine, step, factor)
+        rates.append(engine.get_lr()[0])
+    return rates, engine.skipped_steps
+
+
+def test_a_rank_that_trains_nothing_learns_of_an_overflow_when_the_others_do():
+    idle, training = run_on_ranks(2, idle_beside_a_host)
+    assert idle == training and idle[1] == 1
+    assert idle[0][0] == idle[0][1] < idle[0][2], "the step that overflows leaves the learning rate alone"
+
+
+def make(fused=True):
+    module = build(linears(4))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=fused)
+    return engine_of(module, {}, 3, optimizer, bf16={"enabled": True}, scheduler=WARMUP, gradient_clipping=0.1)
+
+
+def train_step(engine, step, factor):
+    data = [((inputs * factor).bfloat16(), labels) for inputs, labels in batches(2, start=step)]
+    return engine.train_batch(iter(data)).item()
+
+
+def test_a_checkpoint_knows_of_an_overflow_that_the_host_does_not_know_of_yet(tmp_path):
+    for without_break, resumed, gone_back in run_on_ranks(2, interrupted, str(tmp_path)):
+        assert resumed == without_break and without_break[:2] == (4, 1)
+        assert gone_back[:2] == (3, 0), "what was left behind does not count"
+
+
 def test_a_flag_is_known_at_the_next_exchange():
     flag = LateFlag(torch.device("cpu"))
     told = [flag.exchange(torch.tensor(value)) for value in (1.0, 0.0, 0.0, 1.0, 1.0)]

@@ -9,6 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
@@ -362,6 +363,72 @@ def test_equals_stock(results, function):
 def test_the_state_of_the_module_is_complete_and_current(results):
     for rank in results:
         assert rank["state_dict"][0] == rank["state_dict"][1] == rank["state_dict"][2]
+
+
+def groups_that_a_callable_leaves_out():
+    """Rank 0 has no parameters of the second group. Returns how many groups each rank has, and the refusal of a
+    callable that leaves it out."""
+    prepare_rank()
+    specs = [*(LayerSpec(nn.Linear, 6, 6, bias=layer % 2 == 1) for layer in range(4))]
+
+    def groups_of(parameters):
+        listed = list(parameters)
+        matrices, vectors = ([each for each in listed if (each.dim() == 2) == wanted] for wanted in (True, False))
+        return {"params": matrices}, {"params": vectors, "lr": 0.05}
+
+    engine = engine_of(
+        build(specs), ONE_LAYER_PER_CHUNK, optimizer=lambda given: torch.optim.SGD(groups_of(given), lr=0.1)
+    )
+    engine.train_batch(batches(2))
+
+    def lean(given):
+        return torch.optim.SGD([group for group in groups_of(given) if group["params"]], lr=0.1)
+
+    with pytest.raises(ConfigError) as error:
+        engine_of(build(specs), ONE_LAYER_PER_CHUNK, optimizer=lean)
+    return len(engine.optimizer.param_groups), str(error.value)
+
+
+def test_a_group_that_is_empty_on_some_rank_is_a_group_of_all():
+    for groups, refusal in run_on_ranks(2, groups_that_a_callable_leaves_out):
+        assert groups == 2 and "that the optimizer's callable makes differ between ranks" in refusal
+
+
+def shifted(tokens):
+    return (tokens + 1) % 8
+
+
+def token_ids_between_chunks():
+    """Trains with a chunk that passes on token ids alone, and with the embedding in that chunk."""
+    prepare_rank()
+    losses = []
+    for layers in (1, 2):
+        specs = [shifted, LayerSpec(nn.Embedding, 8, 6), *linears(2)]
+        engine = engine_of(build(specs), {"layers_per_chunk": layers, "placement": "modular"})
+        steps = []
+        for step in range(3):
+            tokens = torch.arange(4 * 2).view(2, 4) + step
+            steps.append(engine.train_batch(iter([(each % 8, torch.zeros(4, 6)) for each in tokens])).item())
+        losses.append(steps)
+    return losses
+
+
+def test_a_chunk_may_pass_on_token_ids_alone():
+    for alone, together in run_on_ranks(2, token_ids_between_chunks):
+        assert alone == approximately(together)
+
+
+def raised_before_a_step_begins():
+    prepare_rank()
+    engine = engine_of(build(linears()), ONE_LAYER_PER_CHUNK)
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        engine.train_batch(batches(2))
+    return str(error.value)
+
+
+def test_an_error_ahead_of_the_step_is_told_as_it_is():
+    for sentence in run_on_ranks(2, raised_before_a_step_begins):
+        assert "requires gradients enabled" in sentence
 
 
 def run_failures():

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, build, engine_of
@@ -45,6 +46,40 @@ def move(stage):
         layers = {name: value.clone() for name, value in engine.module.state_dict().items()}
     pipeline = dist.get_process_group_ranks(engine.grid.get_pipe_parallel_group())
     return batched, pipeline, alone, layers
+
+
+def change_dropout():
+    """Changes layers after they were built, and moves them. Returns the rates by layer, and the refusal of a hook."""
+    prepare_rank()
+    module = build([LayerSpec(Dropping) for _ in range(4)])
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    engine = engine_of(module, ONE_LAYER_PER_CHUNK, 1)
+    rates = {name: part.p for name, part in engine.module.named_modules() if isinstance(part, nn.Dropout)}
+    hooked = build([LayerSpec(Dropping) for _ in range(4)])
+    for part in hooked.modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError) as error:
+        engine_of(hooked, ONE_LAYER_PER_CHUNK, 1)
+    return rates, str(error.value)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, inputs):
+        return self.dropout(self.inner(inputs))
+
+
+def test_a_layer_keeps_what_was_changed_in_it_and_hooks_are_refused():
+    for rank, (rates, refusal) in enumerate(run_on_ranks(2, change_dropout)):
+        assert rates == {f"{rank}.dropout": 0.0, f"{rank + 2}.dropout": 0.0}
+        assert "has hooks or a forward that its specification does not build" in refusal
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """What scripts do with the engine beside training steps. The functions run on ranks and return what they saw."""
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -273,6 +275,20 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine.set_gradient_accumulation_boundary(True)
     fails("no loss", lambda: engine(*pairs(0, rank, 0)), error=ActionError)
     return errors
+
+
+def work_alone_after_training(seconds: float) -> None:
+    """Rank 0 works for ``seconds``, twice as long as the process group waits, while rank 1 has ended its script."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(sequential(), configuration(1, {"pipeline_ranks": 2}))
+    for number in range(MICRO_BATCHES):
+        engine.backward(engine(*pairs(0, dist.get_rank(), number)))
+        engine.step()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds / 2))
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+    finish_engines()
 
 
 def train_partitioned(name: str, pipeline_ranks: int) -> list[float]:

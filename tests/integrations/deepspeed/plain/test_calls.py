@@ -110,6 +110,10 @@ def test_every_chunk_has_as_many_blocks_as_the_others_whatever_precedes_and_foll
     assert run_on_ranks(2, calls.blocks_of_chunks, "Llama", block) == [[1, 1, 1, 1]] * 2
 
 
+def test_a_rank_that_is_done_waits_for_one_that_works_alone():
+    run_on_ranks(2, calls.work_alone_after_training, 4.0)
+
+
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {

@@ -1,10 +1,12 @@
 """Values travel between the ranks of a pipeline whole, whatever is in them."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
+from testing import simnccl
 from testing.ranks import run_on_ranks
 
 RANKS = 3
@@ -31,6 +33,27 @@ def test_every_rank_gets_the_values_of_all_and_its_own_of_another():
         assert_equal(gathered, [value_of(each) for each in range(RANKS)])
         assert nothing == [["no tensor", each] for each in range(RANKS)]
         assert_equal(scattered, value_of(10 + rank))
+
+
+def backends_of_descriptions():
+    """Returns the backends on which ranks describe values to each other."""
+    backends, stock = [], dist.all_gather_object
+
+    def noted(values, own, group=None):
+        backends.append(dist.get_backend(group))
+        return stock(values, own, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", noted)
+        exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
+        exchange.gather(value_of(dist.get_rank()))
+        exchange.scatter([value_of(rank) for rank in range(RANKS)] if dist.get_rank() == 1 else None, source=1)
+    return backends
+
+
+def test_hosts_describe_values_without_their_devices():
+    """Through NCCL, a host would wait for its device."""
+    assert run_on_ranks(RANKS, backends_of_descriptions, backend=simnccl.NAME) == [["gloo"] * 2] * RANKS
 
 
 def assert_equal(value, wanted):
