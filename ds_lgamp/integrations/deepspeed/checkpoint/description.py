@@ -32,6 +32,8 @@ def describe(run: Run) -> dict[str, Any]:
         "layers": _layers(run),
         "counters": {**read_fields(run, COUNTERS), PULLED: 0 if run.own_data is None else run.own_data.pulled},
         **read_fields(run, TOP_LEVEL),
+        # Only the device may know of one so far. Whoever may wait for it says so.
+        "late_overflow": False,
         "data": epoch_of(run),
         "loss_scaler": scaler_state(optimizer.loss_scaler),
         "lr_scheduler": None if scheduler is None else _scheduler(scheduler),

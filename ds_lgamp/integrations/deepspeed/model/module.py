@@ -140,8 +140,7 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     module.layout = layout
     _register(module, built)
     arrived = {prefix: layer for prefix, layer in built_layers(module).items() if prefix not in stayed}
-    complaints = [adopt_traits(layer, prefix, traits) for prefix, layer in arrived.items()]
-    raise_everywhere(next(filter(None, complaints), None), ConfigError)
+    raise_everywhere(adopt_traits(arrived, traits), ConfigError)
     module.tied_comms = module._index_tied_modules()
     for layer in module.tied_modules.values():
         for parameter in layer.parameters():

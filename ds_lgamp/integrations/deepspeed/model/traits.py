@@ -23,20 +23,21 @@ def traits_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Traits]]:
         yield name, _traits(part)
 
 
-def adopt_traits(layer: nn.Module, prefix: str, traits: Mapping[str, Traits]) -> str | None:
-    """Gives a layer, which was built anew, the ``traits`` of the one whose place it takes. Returns a complaint if that
-    had other hooks, which cannot move; else None."""
-    for name, part in layer.named_modules(prefix=prefix):
-        if name not in traits:
-            continue
-        values, hooks = traits[name]
-        if hooks != _traits(part).hooks:
-            return (
-                f"layer {name} has hooks or a forward that its specification does not build, and it moves to another "
-                "pipeline rank; add them after deepspeed.initialize, or in the layer's class"
-            )
-        for attribute, value in values.items():
-            setattr(part, attribute, value)
+def adopt_traits(layers: Mapping[str, nn.Module], traits: Mapping[str, Traits]) -> str | None:
+    """Gives layers, which were built anew, the ``traits`` of those whose places they take.
+
+    Returns a complaint if one of these had other hooks, which cannot move; else None.
+    """
+    for prefix, layer in layers.items():
+        for name, part in layer.named_modules(prefix=prefix):
+            values, hooks = traits.get(name) or _traits(part)
+            if hooks != _traits(part).hooks:
+                return (
+                    f"layer {name} has hooks or a forward that its specification does not build, and it moves to "
+                    "another pipeline rank; add them after deepspeed.initialize, or in the layer's class"
+                )
+            for attribute, value in values.items():
+                setattr(part, attribute, value)
     return None
 
 
