@@ -106,6 +106,13 @@ def test_a_dry_run_prints_the_command_and_leaves_the_script_its_arguments(launch
     assert words[-len(tail) :] == tail
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "elastic", "deepspeed", "slurm"])
+def test_options_of_ds_lgamp_run_come_ahead_of_the_script(launcher, script):
+    settings = {**SLURM, "GPUS_PER_NODE": 4, "MASTER_PORT": 1234, "RUN_OPTIONS": "--cluster  ours.json --trace traces"}
+    words = dry_run(launcher, script, "--flag", **settings)
+    assert words[words.index("run") + 1 :] == ["--cluster", "ours.json", "--trace", "traces", str(script), "--flag"]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
