@@ -15,21 +15,13 @@ def host_group() -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    return host_group_of(world)
+    return world if dist.get_backend() == "gloo" else _gloo_beside(world)
 
 
-def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the ranks of ``group`` through which hosts talk, without their devices. It runs on gloo.
-
-    The first call is collective over these ranks, unless ``group`` runs on gloo itself.
-    """
-    return group if dist.get_backend(group) == "gloo" else _gloo_beside(group)
-
-
-@lru_cache(maxsize=4)
-def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes one gloo group for each group. Its members alone take part: there may be thousands of such groups."""
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+@lru_cache(maxsize=1)
+def _gloo_beside(default: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Makes one gloo group for each default group."""
+    return dist.new_group(backend="gloo")
 
 
 def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

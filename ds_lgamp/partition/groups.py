@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.policy import NodeGroups
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
@@ -44,3 +45,19 @@ def own_of_disjoint(
         return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=options())
     made = [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups]
     return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)
+
+
+def own_host_group(groups: Sequence[Sequence[int]], own: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of the ranks of ``own`` through which hosts talk, without their devices. It runs on gloo.
+    Collective over all ranks.
+
+    Args:
+        groups: the global ranks of groups that share no rank; together they have all ranks.
+        own: this rank's.
+    """
+    if dist.get_backend(own) == "gloo":
+        return own
+    if len(groups) == 1:
+        return host_group()
+    made = [dist.new_group(sorted(ranks), backend="gloo") for ranks in groups]
+    return next(group for ranks, group in zip(groups, made) if dist.get_rank() in ranks)

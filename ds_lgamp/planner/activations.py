@@ -117,14 +117,18 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
     tokens, w = micro_batch * model.sequence_length, software.element.weights
     vocabulary, hidden = share(model.vocabulary_size, tensor_ranks), model.hidden_size
     parts = tensor_ranks if software.splits_sequence else 1
-    before_loss = (_norm(model, software, hidden) + w * hidden) * tokens // parts
+    # A tied head keeps the whole sequence that it gathers, another one gathers it anew in its backward.
+    whole = w * hidden * tokens
+    gathered = whole if parts > 1 and not model.tied_embeddings else 0
+    result = whole if model.tied_embeddings else whole // parts
+    before_loss = _norm(model, software, hidden) * tokens // parts + result
     logits, single, matrix = w * vocabulary * tokens, _SINGLE * vocabulary * tokens, w * hidden * vocabulary
     copy = single if w < _SINGLE else 0
     if software.fused:
         forward, loss_backward = logits, logits
     else:
         forward, loss_backward = logits + copy, 2 * single
-    at_matrix = logits + matrix + w * hidden * tokens - single
+    at_matrix = logits + matrix + whole + gathered - single
     return EndBytes(
         embedding=matrix + w * hidden * tokens,
         kept=before_loss + single,

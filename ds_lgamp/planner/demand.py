@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_lgamp.config import BLOCK
+from ds_lgamp.config import LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.cost.traffic import bytes_between_nodes, collective_bytes, hop_bytes
@@ -100,7 +100,7 @@ def megatron_demand(arguments: Sequence[str], config: Mapping[str, Any], ranks: 
         config: what the configuration file holds.
         ranks: of the job.
 
-    Raises ValueError if a flag is missing, unknown to the planner, or does not fit ``ranks``.
+    Raises ValueError if a flag is missing, unknown to the planner, or does not fit ``ranks``, or if the block is wrong.
     """
     text = shlex.join(arguments)
     flags = Flags(text)
@@ -122,8 +122,7 @@ def megatron_demand(arguments: Sequence[str], config: Mapping[str, Any], ranks: 
         )
     micro_batch = flags.count("--micro-batch-size", 1)
     samples = micro_batch * (data_ranks // context_ranks)
-    block = config.get(BLOCK) or {}
-    schedule = block.get("schedule") or "layered"
+    block = read_block(dict(config)) or LgampConfig()
     return demand_of(
         model,
         Configuration(
@@ -133,21 +132,21 @@ def megatron_demand(arguments: Sequence[str], config: Mapping[str, Any], ranks: 
             micro_batch,
             max(1, flags.count("--global-batch-size", samples) // samples),
             zero_stage=(config.get("zero_optimization") or {}).get("stage") or 0,
-            schedule=schedule,
-            chunks_per_rank=_chunks_per_rank(flags, block, schedule, model.layers, pipeline_ranks),
-            resident_chunks=block.get("resident_chunks") or 2,
-            micro_batch_group=block.get("micro_batch_group") if schedule == "layered" else None,
+            schedule=block.schedule,
+            chunks_per_rank=_chunks_per_rank(flags, block, model.layers, pipeline_ranks),
+            resident_chunks=block.resident_chunks,
+            micro_batch_group=None if block.micro_batch_group == "all" else block.micro_batch_group,
         ),
         flags.has("--sequence-parallel"),
     )
 
 
-def _chunks_per_rank(flags: Flags, block: Mapping[str, Any], schedule: str, layers: int, pipeline_ranks: int) -> int:
+def _chunks_per_rank(flags: Flags, block: LgampConfig, layers: int, pipeline_ranks: int) -> int:
     """Returns how many chunks each rank has by the flags, else by the block."""
-    if schedule in SINGLE_CHUNK_SCHEDULES:
+    if block.schedule in SINGLE_CHUNK_SCHEDULES:
         return 1
-    each = flags.count("--num-layers-per-virtual-pipeline-stage", block.get("layers_per_chunk") or 1)
+    each = flags.count("--num-layers-per-virtual-pipeline-stage", block.layers_per_chunk or 1)
     by_layers = max(1, layers // (each * pipeline_ranks))
     if flags.has("--num-layers-per-virtual-pipeline-stage"):
         return by_layers
-    return flags.count("--num-virtual-stages-per-pipeline-rank", block.get("chunks_per_rank") or by_layers)
+    return flags.count("--num-virtual-stages-per-pipeline-rank", block.chunks_per_rank or by_layers)

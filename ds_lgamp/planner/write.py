@@ -140,8 +140,7 @@ def launch_script(
         about = "SCRIPT trains a model of transformers and takes --deepspeed FILE. Its own flags follow."
         flags = ["--deepspeed", _beside(CONFIG_FILE)]
         if configuration.micro_batch_outer and configuration.recompute == "full":
-            about += " It must recompute activations: the plan counts on it."
-            flags.append("--gradient_checkpointing")
+            about += " The plan counts on it to recompute activations, as gradient_checkpointing of transformers does."
     lines = [
         "#!/usr/bin/env bash",
         f"# Trains {model.name} on {nodes} x {per_node} GPUs: {configuration.data_ranks} data-parallel x "

@@ -9,6 +9,7 @@ PASSED_ON = {
     ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
     ("integrations/deepspeed/engine/partition.py", "complaint"),
     ("integrations/deepspeed/explain/activations.py", "UnknownActivations(no_data)"),
+    ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/state.py", "complaint"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),

@@ -1,5 +1,6 @@
 """What a micro-batch takes in a block of transformers, measured by running it, and what the formula says."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -86,6 +87,15 @@ def test_with_sequence_parallelism_tensor_ranks_keep_a_part_of_everything():
         assert divided.kept == 2048 * (32 * 12288 + 16 + 4 * 96) // ranks
         assert divided.result == 2 * 2048 * 12288 // ranks
         assert divided.working - alone.working == 2 * 2048 * 12288
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_gathers_the_whole_sequence_and_keeps_it_if_it_is_tied(tied):
+    model = replace(Model.gpt("gpt", 1, 64, 4, 128, 64), tied_embeddings=tied)
+    alone, divided = (end_bytes(model, 1, 2, Software(fused=True, splits_sequence=splits)) for splits in (False, True))
+    whole, statistics = 2 * 64 * 128, (2 * 64 + 8) * 128
+    assert alone.kept - divided.kept == statistics // 2 + (0 if tied else whole // 2)
+    assert divided.backward - alone.backward == (0 if tied else whole)
 
 
 def test_experts_count_as_the_feed_forward_parts_that_a_token_visits():

@@ -56,7 +56,7 @@ def test_stock_schedules_have_one_chunk_per_rank():
     ("flags", "block", "chunks"),
     [
         ([], {}, 4),
-        ([], {"chunks_per_rank": None, "layers_per_chunk": None, "micro_batch_group": None}, 4),
+        ([], {"chunks_per_rank": None, "layers_per_chunk": None, "micro_batch_group": "all"}, 4),
         ([], {"layers_per_chunk": 2}, 2),
         (["--num-layers-per-virtual-pipeline-stage", "2"], {}, 2),
         (["--num-virtual-stages-per-pipeline-rank", "2"], {}, 2),

@@ -140,10 +140,10 @@ def test_what_flags_of_sizes_do_not_say_is_not_written_under_tensor_parallelism(
     assert "is not the GPT that launch/pretrain_gpt.py builds" in why_not(other, plan(tensor_ranks=2))
 
 
-@pytest.mark.parametrize(("recompute", "flag"), [("full", True), ("none", False)])
-def test_stock_zero_recomputes_where_the_plan_does(recompute, flag):
+@pytest.mark.parametrize(("recompute", "says"), [("full", True), ("none", False)])
+def test_a_script_of_stock_zero_is_told_to_recompute_where_the_plan_does(recompute, says):
     script = launch_script(MODEL, plan(8, zero_stage=3, micro_batch_outer=True, recompute=recompute), cluster())
-    assert ("--gradient_checkpointing" in script) == flag
+    assert ("counts on it to recompute activations" in script) == says
 
 
 def test_gated_layers_under_tensor_parallelism_are_refused():

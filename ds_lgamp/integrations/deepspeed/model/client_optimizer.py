@@ -88,7 +88,15 @@ def refuse_differing_groups(groups: list[dict[str, Any]]) -> None:
 
 
 def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
+    """Returns the options of groups as ranks compare them. A tensor would name its device."""
+    return [
+        {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in _OF_PARAMETERS
+        }
+        for group in groups
+    ]
 
 
 def place_with_groups(module: PipelineModule, layout: Layout, arguments: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     share_tied_values,
     tensors_of,
 )
+from ds_lgamp.integrations.deepspeed.model.traits import adopt_traits, traits_of
 from ds_lgamp.partition.flat_storage import UnitParameter
 
 
@@ -86,6 +87,9 @@ class DeferredLayers:
                 f"layer {prefix} builds other parameters or buffers on the meta device than it builds for real; build "
                 "the PipelineModule outside ds_lgamp.deferred_init()"
             )
+        complaint = adopt_traits({prefix: layer}, dict(traits_of(described, prefix)))
+        if complaint is not None:
+            raise ConfigError(complaint)
         for parameter, known in zip(layer.parameters(), described.parameters()):
             parameter.requires_grad_(known.requires_grad)
         key = prefix.removeprefix(TIED_MODULES) if prefix.startswith(TIED_MODULES) else None

@@ -12,7 +12,7 @@ class Traits(NamedTuple):
     """Those of a layer or a part of it."""
 
     values: dict[str, bool | float]
-    """Attributes that a part of another rank may have just so. Whole numbers may number a rank or its device."""
+    """Attributes of torch's own modules, such as a rate of dropout. Those of other classes may belong to a rank."""
     hooks: int
     """How many hooks it has, with a ``forward`` of its own and hooks of its parameters."""
 
@@ -47,5 +47,6 @@ def _traits(part: nn.Module) -> Traits:
     hooks += sum(
         len(parameter._backward_hooks or ()) for parameter in part._parameters.values() if parameter is not None
     )
-    values = {name: value for name, value in own.items() if name[0] != "_" and isinstance(value, (bool, float))}
+    is_torchs = type(part).__module__.startswith("torch.nn.")
+    values = {name: own[name] for name in own if is_torchs and name[0] != "_" and isinstance(own[name], (bool, float))}
     return Traits(values, hooks)

@@ -26,6 +26,7 @@ from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
 from ds_lgamp.integrations.deepspeed.plain.told_loss import ToldLosses
 from ds_lgamp.integrations.transformers.call import Arguments, Call
+from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
 from ds_lgamp.runtime.whereabouts import here
@@ -65,7 +66,8 @@ class ModelEngine(LgampEngine):
         cast_and_move(self)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
-        self._exchange = Exchange(self.grid.get_pipe_parallel_group(), self.device)
+        pipeline = self.grid.get_pipe_parallel_group()
+        self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
         self._kept: list[Arguments] = []
         """The calls since the last step."""
         self._told = ToldLosses(self.gradient_accumulation_steps)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ds_lgamp.partition.agreement import everyone, host_group_of
+from ds_lgamp.partition.agreement import everyone
 
 _ALIGNMENT = 8
 """In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
@@ -48,15 +48,14 @@ class Exchange:
     """Carries values between the ranks of a pipeline. A value is any nesting of lists, tuples and dictionaries. Its
     tensors travel as bytes between devices, everything else between hosts.
 
-    Its construction is collective over the ranks of the pipeline.
-
     Args:
         group: the ranks of the pipeline.
+        hosts: the same ranks, through which hosts talk.
         device: tensors travel from here and arrive here.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._hosts, self._device = group, host_group_of(group), device
+    def __init__(self, group: dist.ProcessGroup, hosts: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._hosts, self._device = group, hosts, device
 
     def gather(self, own: Any) -> list[Any]:
         """Returns ``own`` of every rank of the pipeline. Collective."""

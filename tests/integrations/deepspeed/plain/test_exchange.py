@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
+from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.groups import own_host_group
 from testing import simnccl
 from testing.ranks import run_on_ranks
 
@@ -20,7 +22,7 @@ def value_of(rank: int):
 
 
 def exchanged():
-    exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
+    exchange = Exchange(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"))
     own = value_of(dist.get_rank())
     gathered = exchange.gather(own)
     nothing = exchange.gather(["no tensor", dist.get_rank()])
@@ -45,7 +47,8 @@ def backends_of_descriptions():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_object", noted)
-        exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
+        hosts = own_host_group([range(RANKS)], dist.group.WORLD)
+        exchange = Exchange(dist.group.WORLD, hosts, torch.device("cpu"))
         exchange.gather(value_of(dist.get_rank()))
         exchange.scatter([value_of(rank) for rank in range(RANKS)] if dist.get_rank() == 1 else None, source=1)
     return backends
@@ -62,3 +65,17 @@ def assert_equal(value, wanted):
     assert structure == wanted_structure
     for leaf, wanted_leaf in zip(leaves, wanted_leaves):
         assert torch.equal(leaf, wanted_leaf) if torch.is_tensor(wanted_leaf) else leaf == wanted_leaf
+
+
+def hosts_beside_another_group():
+    """Returns backend and ranks of this pipeline's group of hosts. Rank 0 is in one more group than the others."""
+    dist.new_group([0])
+    pipelines = [[0, 2], [1, 3]]
+    own = [dist.new_group(ranks) for ranks in pipelines][dist.get_rank() % 2]
+    hosts = own_host_group(pipelines, own)
+    return dist.get_backend(hosts), dist.get_process_group_ranks(hosts), everyone(dist.get_rank(), hosts)
+
+
+def test_every_pipeline_gets_a_group_of_hosts_whatever_groups_its_ranks_are_in():
+    found = run_on_ranks(4, hosts_beside_another_group, backend=simnccl.NAME)
+    assert found == [("gloo", ranks, ranks) for ranks in ([0, 2], [1, 3], [0, 2], [1, 3])]
