@@ -75,7 +75,7 @@ def test_another_item_in_the_place_of_a_tensor_is_refused(checkpoint, item):
         b"\0\0archive/data/0" + bytes(239) + b"PK",
         saved(torch.zeros(3, 4, 5), pickled=True),
     ],
-    ids=lambda data: repr(data[:20]),
+    ids=["empty", "cut", "zeros", "short", "odd length", "length of nothing", "pickled"],
 )
 def test_bytes_in_the_place_of_a_tensor_are_refused(checkpoint, data):
     forge_item(checkpoint, WEIGHT, data)
