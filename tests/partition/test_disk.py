@@ -148,7 +148,7 @@ def test_the_space_returns_when_nobody_has_the_tensors(tmp_path):
     assert homes[0].unique().tolist() == [3], "a tensor outlives the disk"
     del homes
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 HOLD = """

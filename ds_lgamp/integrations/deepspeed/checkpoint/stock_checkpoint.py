@@ -13,6 +13,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
+from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,16 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 
+
+def _stage_named(kind: Any, name: Any) -> ZeroStageEnum:
+    """Takes the place of getattr in a file. Python 3.11.0 to 3.11.3 write the members of an enumeration so."""
+    if kind is not ZeroStageEnum:
+        raise UnpicklingError("it asks for getattr")
+    return ZeroStageEnum[name]
+
+
 CLASSES = [
-    *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
+    *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum, (_stage_named, "builtins.getattr")),
     *(Namespace, SimpleNamespace, frozenset, PosixPath, PurePosixPath, PureWindowsPath),
 ]
 """The classes that stock DeepSpeed's files contain beside tensors, numbers, strings and containers, and those that

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
@@ -122,6 +123,29 @@ def test_a_malicious_file_runs_nothing(folder, tmp_path, name):
     with pytest.raises(CheckpointError, match=refusal):
         read_stock(folder)
     assert not (tmp_path / "ran").exists()
+
+
+class Got:
+    """Is written as the attribute of an object, as Python 3.11.0 to 3.11.3 write members of enumerations."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_a_stage_is_read_however_python_wrote_it(folder):
+    stage = Got(ZeroStageEnum, "optimizer_states")
+    edit(folder / SHARD, lambda content: content["optimizer_state_dict"].update(zero_stage=stage))
+    assert read_stock(folder).state["counters"]
+
+
+@pytest.mark.parametrize("arguments", [(Namespace, "__init__"), (ZeroStageEnum, "mro")], ids=["class", "no member"])
+def test_a_file_gets_no_other_attributes(folder, arguments):
+    edit(folder / SHARD, lambda content: content.update(more=Got(*arguments)))
+    with pytest.raises(CheckpointError, match="cannot be read without running code from it"):
+        read_stock(folder)
 
 
 def test_arguments_of_a_script_are_read(folder):
