@@ -5,6 +5,7 @@ from functools import partial
 
 from benchmarks.contenders import Contender, Layout, Training
 from benchmarks.contenders.bare import Bare
+from benchmarks.contenders.ddp import Ddp
 from benchmarks.contenders.fsdp import Accumulation
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.contenders.megatron_core import MegatronCore
@@ -100,7 +101,11 @@ def _kept_without_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]
         "Megatron-core": MegatronCore,
     }
     if sharding:
-        return {"FSDP2, kept unsharded": partial(Accumulation, deferred_sync=True, kept=True), **peers}
+        return {
+            "torch DDP, no_sync": Ddp,
+            "FSDP2, kept unsharded": partial(Accumulation, deferred_sync=True, kept=True),
+            **peers,
+        }
     return {BARE: Bare, **peers}
 
 
@@ -120,8 +125,7 @@ def _kept_in_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
     suffix = " + FSDP2, no reshard" if sharding else ""
     return {
         "DeepSpeed 1F1B": StockPipeline,
-        f"torch LoopedBFS{suffix}": partial(Pipeline, schedule="looped_bfs", reshard=False),
-        f"torch Interleaved1F1B{suffix}": partial(Pipeline, schedule="interleaved_1f1b", reshard=False),
+        **({} if sharding else _looped("")),
         f"torch 1F1B{suffix}": partial(Pipeline, schedule="1f1b", reshard=False),
         "Megatron-core 1F1B": MegatronCore,
         "Megatron-core interleaved": partial(MegatronCore, interleaved=True),
@@ -129,8 +133,17 @@ def _kept_in_pipeline(sharding: bool) -> dict[str, Callable[..., Training]]:
     }
 
 
+def _looped(suffix: str) -> dict[str, Callable[..., Training]]:
+    """torch's schedules of several stages per rank. With FSDP2, torch's runtime frees stages itself and keeps three."""
+    return {
+        f"torch LoopedBFS{suffix}": partial(Pipeline, schedule="looped_bfs", reshard=False),
+        f"torch Interleaved1F1B{suffix}": partial(Pipeline, schedule="interleaved_1f1b", reshard=False),
+    }
+
+
 def _sharded_in_pipeline() -> dict[str, Callable[..., Training]]:
     return {
+        **_looped(" + FSDP2, no reshard"),
         "torch LoopedBFS + FSDP2": partial(Pipeline, schedule="looped_bfs", reshard=True),
         "torch Interleaved1F1B + FSDP2": partial(Pipeline, schedule="interleaved_1f1b", reshard=True),
         "torch 1F1B + FSDP2": partial(Pipeline, schedule="1f1b", reshard=True),
