@@ -36,7 +36,7 @@ SLOWEST = 0.98
 
 Runs = dict[str, dict[str, Any]]
 """Measurements of one process, by recomputation: ``failure``, or ``losses`` of all steps, ``seconds`` of counted steps,
-``peak`` bytes, number of ``parameters``, and name of the ``device``."""
+``peak`` and ``reserved`` bytes, number of ``parameters``, and name of the ``device``."""
 
 
 def run(size: str | None = None, trace: Path | None = None) -> Record:
@@ -136,6 +136,8 @@ def _measure_run(training: Training, memory_before: int) -> dict[str, Any]:
         "losses": losses,
         "seconds": seconds[WARM_UP:],
         "peak": None if device.type == "cpu" else accelerator.max_memory_allocated() - memory_before,
+        # What allocators took from the device, idle memory of pools included.
+        "reserved": None if device.type == "cpu" else accelerator.max_memory_reserved(),
         "parameters": training.parameters,
         "device": device_name(device),
     }
@@ -186,6 +188,7 @@ def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[
             record.add(contender, config, "model flop utilisation", shares, "of peak")
         if peak is not None:
             record.add(contender, config, "peak memory", [peak], "bytes")
+            record.add(contender, config, "peak reserved memory", [measured["reserved"]], "bytes")
         record.add(contender, config, f"loss of step {len(measured['losses'])}", measured["losses"][-1:], "nats")
 
 

@@ -343,6 +343,7 @@ def gpu() -> str:
         rate: with_spread(".0f"),
         "model flop utilisation": median(".1%"),
         "peak memory": median(".1f", 1e-9),
+        "peak reserved memory": median(".1f", 1e-9),
         "loss": median(".4f"),
     }
 
@@ -351,7 +352,7 @@ def gpu() -> str:
             return rate
         return "loss" if entry.metric.startswith("loss") else entry.metric
 
-    headings = dict(zip(cells, ("tokens/s", "of peak", "peak memory, GB", "last loss")))
+    headings = dict(zip(cells, ("tokens/s", "of peak", "peak memory, GB", "reserved, GB", "last loss")))
     shown = pivot(
         [*record.rows, *record.failures],
         [("size", setting("size")), ("recompute", setting("recompute")), CONTENDER],

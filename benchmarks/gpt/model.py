@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from megatron.core.transformer import TransformerConfig
 from torch import nn
@@ -29,8 +30,14 @@ class SeededSpec(LayerSpec):
         self.index = index
 
     def build(self, log: bool = False) -> nn.Module:
+        wanted = torch.get_default_device()
+        if wanted.type == "meta":
+            return super().build(log)
+        # Wherever the layer is to live, its numbers are those that the accelerator draws: a CPU draws others.
         torch.manual_seed(SEED + self.index)
-        return super().build(log)
+        with torch.device(get_accelerator().current_device_name()):
+            layer = super().build(log)
+        return layer.to(wanted)
 
 
 def layer_specs(size: GptSize) -> list[LayerSpec]:

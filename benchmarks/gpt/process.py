@@ -4,6 +4,7 @@ import gc
 import os
 
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state
 
@@ -25,6 +26,8 @@ def prepare_process(rank: int, device: int | None = None) -> None:
 
 def start_hosts() -> None:
     """Starts DeepSpeed and Megatron-core, on the process group that exists or else on a launcher's environment."""
+    # Ranks begin with one thread, but the host's updates are for all cores.
+    torch.set_num_threads(os.cpu_count() or 1)
     compile_no_collective()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(verbose=False)

@@ -28,6 +28,12 @@ class GptSize(NamedTuple):
         return self.micro_batches * self.samples * self.sequence
 
     @property
+    def state_bytes(self) -> int:
+        """Of weights, gradients in fp32, master weights and Adam's state: 18 per parameter, of which a layer has about
+        12 h^2."""
+        return 18 * (12 * self.layers * self.width**2 + (2 * self.vocabulary + self.sequence) * self.width)
+
+    @property
     def model_flops(self) -> float:
         """Floating-point operations of a step's forward and backward passes, without recomputation.
 
@@ -52,7 +58,6 @@ class GptSize(NamedTuple):
 SIZES = {
     "125M": GptSize(layers=12, width=768, heads=12, samples=8),
     "1.3B": GptSize(layers=24, width=2048, heads=16, samples=2),
-    # Weights, gradients, master weights and Adam's state take 18 bytes per parameter, 121 GB.
     "6.7B": GptSize(layers=32, width=4096, heads=32, samples=1, recompute=("full",)),
     TINY: GptSize(2, 32, 2, samples=2, micro_batches=3, sequence=16, vocabulary=64),
 }

@@ -23,11 +23,11 @@ class Part(NamedTuple):
 PARTS = (
     Part(f"{__name__}.environment", 120),
     Part(f"{__name__}.stages", 240),
+    Part(f"{__name__}.trace", 120),
+    Part(f"{__name__}.speed", 475),
+    Part(f"{__name__}.offload", 475),
     Part(f"{__name__}.ranks", 420),
     Part(f"{__name__}.killed", 300),
-    Part(f"{__name__}.speed", 475),
-    Part(f"{__name__}.trace", 120),
-    Part(f"{__name__}.offload", 475),
     Part(f"{__name__}.largest", 475),
 )
 """The most valuable first. A new part is one more entry and its module."""

@@ -13,7 +13,7 @@ from benchmarks.gpu_day.equality import device, losses_of, size
 from benchmarks.gpu_day.layouts import share_device
 
 folder, pipeline_ranks = Path(sys.argv[1]), int(sys.argv[2])
-share_device(int(os.environ["RANK"]))
+share_device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 start_hosts()
 training = Layered(size(), "full", device(), 3, pipeline_ranks)
 losses_of(training)

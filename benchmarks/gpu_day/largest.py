@@ -15,6 +15,7 @@ from benchmarks.gpt.offload import CONTENDERS
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import SIZES, TINY, GptSize
 from benchmarks.record import OURS, write_json
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.ranks import run_on_ranks
 
 SECONDS = 75
@@ -62,7 +63,9 @@ def _train_larger_and_larger(contender: Contender, results: Path) -> None:
     trained: list[dict[str, Any]] = []
     while not on_cpu or size.layers <= TINY_LAYERS:
         training = contender.build(size, "full", torch.device(accelerator.current_device_name()))
-        loss = float(training.step())
+        # What the optimizer keeps is there once the second step has waited for the updates of the first.
+        loss = [float(training.step()) for _ in range(2)][-1]
+        finish_engines()
         trained.append({"layers": size.layers, "parameters": training.parameters, "loss": loss})
         write_json(results, trained)
         training = None

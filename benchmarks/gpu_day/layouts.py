@@ -1,4 +1,4 @@
-"""Several ranks on one GPU: their layouts, and what NCCL needs for them."""
+"""Several ranks, on one GPU if there are not as many: their layouts, and what NCCL needs for them."""
 
 import os
 from typing import NamedTuple
@@ -29,21 +29,27 @@ class Layout(NamedTuple):
 LAYOUTS = (Layout(2, 1), Layout(1, 2), Layout(2, 2))
 
 
-def too_old() -> str | None:
-    """Says why NCCL cannot put several ranks on one GPU; None if it can, or if the ranks are on the CPU."""
-    if get_accelerator().device_name() == "cpu" or nccl_version() >= NEEDED:
+def shares(ranks: int) -> bool:
+    """Whether so many ranks have to share the first GPU."""
+    return get_accelerator().device_count() < ranks
+
+
+def too_old(ranks: int) -> str | None:
+    """Says why NCCL cannot run so many ranks, several on one GPU; None if it can, or if they are on the CPU."""
+    if get_accelerator().device_name() == "cpu" or not shares(ranks) or nccl_version() >= NEEDED:
         return None
     return f"NCCL {'.'.join(map(str, nccl_version()))} < {'.'.join(map(str, NEEDED))}"
 
 
-def share_device(rank: int, connections: int | None = None) -> None:
-    """Prepares a rank before CUDA and its process group start.
+def share_device(rank: int, ranks: int = 1, connections: int | None = None) -> None:
+    """Prepares a rank before CUDA and its process group start. Every rank gets a GPU if there are enough.
 
     Args:
         rank: the rank.
+        ranks: how many there are.
         connections: hardware queues of the device for this process; None for CUDA's default.
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
-    prepare_process(rank, device=0)
+    prepare_process(rank, device=0 if shares(ranks) else None)

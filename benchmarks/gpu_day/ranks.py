@@ -1,7 +1,8 @@
-"""Losses of several ranks on one GPU beside one process, with few and many hardware queues.
+"""Losses of several ranks beside one process, with few and many hardware queues. They share one GPU if there are not as
+many.
 
-With an older NCCL the same is tried over gloo, which moves tensors of a GPU with some of its collectives only. What
-that does is noted, and is no failure.
+Where NCCL is too old for that, two data-parallel ranks are tried over gloo, which moves tensors of a GPU with some of
+its collectives only. What that does is noted, and is no failure.
 """
 
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from testing.ranks import run_on_ranks
 
 SECONDS = 60
 """For all trainings of a layout. Ranks that wait for each other end with them."""
+OVER_GLOO = Layout(1, 2)
+"""What is tried over gloo where NCCL is too old: gloo sends no tensors of a GPU from rank to rank."""
 TRAININGS = (("fp32", 0), ("fp32", 3), ("bf16", 3))
 """Precision and ZeRO stage."""
 
@@ -36,18 +39,22 @@ Losses = dict[str, list[float]]
 
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     on_cpu = get_accelerator().device_name() == "cpu"
-    (expected,) = run_on_ranks(1, losses_of_plain_torch, before_init=share_device, backend=backend())
+    (expected,) = run_on_ranks(1, losses_of_plain_torch, seconds=SECONDS, before_init=share_device, backend=backend())
     yield "one process", expected
-    old = too_old()
-    if old is not None:
-        yield "several ranks", {"not run": old}
-    for connections in (None,) if on_cpu or old else (1, 8, 32):
+    for connections in (None,) if on_cpu else (1, 8, 32):
         for layout in LAYOUTS:
-            kind = "gloo" if on_cpu or old else f"{connections} connections"
-            found = caught(partial(measured, layout, connections, expected, "gloo" if old else backend()))
-            if old and "failure" in found:
-                found["outcome"] = found.pop("failure")
-            yield f"{layout}, {kind}", found
+            if too_old(layout.ranks) is None:
+                kind = "gloo" if on_cpu else f"{connections} connections"
+                yield f"{layout}, {kind}", caught(partial(measured, layout, connections, expected, backend()))
+    for layout in LAYOUTS:
+        old = too_old(layout.ranks)
+        if old is not None:
+            yield str(layout), {"not run": old}
+    if too_old(2) is not None:
+        found = caught(partial(measured, OVER_GLOO, None, expected, "gloo"))
+        if "failure" in found:
+            found["outcome"] = found.pop("failure")
+        yield f"{OVER_GLOO}, gloo", found
 
 
 def backend() -> str:
@@ -59,7 +66,7 @@ def measured(layout: Layout, connections: int | None, expected: Losses, over: st
     ranks = run_on_ranks(
         *(layout.ranks, losses_of_layout, layout),
         seconds=SECONDS,
-        before_init=partial(share_device, connections=connections),
+        before_init=partial(share_device, ranks=layout.ranks, connections=connections),
         backend=over,
     )
     found: dict[str, Any] = {

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,12 @@ from benchmarks.gpu_day import Part
 from benchmarks.record import ROOT, write_json
 from testing.launching import ON_CPU
 
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED, FAILED, NOT_RUN, RUNNING = "passed", "failed", "not run", "running"
 SUMMARY = "summary.json"
+RESERVE = 5
+"""Seconds at the end of a budget for what follows the last part."""
+SHORTEST = 60
+"""Seconds in which a part is worth a start."""
 TAIL = 4000
 """Characters of a failed part's output that are kept."""
 
@@ -30,33 +33,41 @@ def run_parts(
 ) -> list[Report]:
     """Runs every part that has not passed yet. Returns all reports that there are.
 
+    What was never tried comes first.
+
     Args:
         parts: in running order.
-        out: folder of the reports, one file per part, and of their summary.
-        seconds: budget for all parts. A part whose limit does not fit into what is left is not started.
+        out: folder of the reports, one file per part, of their outputs, and of their summary, which names the part that
+            runs.
+        seconds: budget for all parts. A part is stopped before the budget is over, and keeps what it has found. It is
+            not started if less than a minute is left for it, unless it needs no more.
         dry_run: whether to run on the CPU.
         only: name of the part to run; None for all.
     """
     out.mkdir(parents=True, exist_ok=True)
     deadline = float("inf") if seconds is None else time.monotonic() + seconds
-    reports = []
-    for part in parts:
-        report = kept(part, out)
-        left = deadline - time.monotonic()
+    reports = {part: kept(part, out) for part in parts}
+    for part in sorted(parts, key=lambda part: bool(reports[part])):
+        left = deadline - time.monotonic() - RESERVE
         if only not in (None, part.name):
-            if not report:
-                continue
-        elif report.get("status") == PASSED and report["dry_run"] == dry_run:
+            continue
+        if reports[part].get("status") == PASSED and reports[part]["dry_run"] == dry_run:
             print(f"{part.name}: passed before", file=sys.stderr)
-        elif part.seconds > left:
+        elif left < min(part.seconds, SHORTEST):
             reason = f"takes up to {part.seconds} s, and {max(left, 0):.0f} s are left"
-            report = report or {"part": part.name, "status": NOT_RUN, "reason": reason, "results": {}}
+            reports[part] = reports[part] or {"part": part.name, "status": NOT_RUN, "reason": reason, "results": {}}
         else:
-            print(f"{part.name}: at most {part.seconds} s", file=sys.stderr)
-            report = run_part(part, out, dry_run)
-        reports.append(report)
-        write_json(out / SUMMARY, {"parts": reports})
-    return reports
+            limited = part._replace(seconds=int(min(part.seconds, left)))
+            print(f"{part.name}: at most {limited.seconds} s", file=sys.stderr)
+            reports[part] = {"part": part.name, "status": RUNNING, "reason": "", "results": {}}
+            _summarise(reports, out)
+            reports[part] = run_part(limited, out, dry_run)
+        _summarise(reports, out)
+    return [report for report in reports.values() if report]
+
+
+def _summarise(reports: dict[Part, Report], out: Path) -> None:
+    write_json(out / SUMMARY, {"parts": [report for report in reports.values() if report]})
 
 
 def kept(part: Part, out: Path) -> Report:
@@ -70,7 +81,8 @@ def run_part(part: Part, out: Path, dry_run: bool) -> Report:
     path = out / f"{part.name}.json"
     path.unlink(missing_ok=True)
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    # A file with a name outlives this process.
+    with (out / f"{part.name}.log").open("w+", errors="replace") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_day", part.module, str(out.absolute())],
             stdout=output,

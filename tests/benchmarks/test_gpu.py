@@ -109,7 +109,7 @@ def test_results_are_kept_after_every_contender(results, monkeypatch):
 
     def measure(contender, size, deadline, trace):
         kept.append(len(read("gpu").rows) if any(results.iterdir()) else 0)
-        measured = {"seconds": [1.0], "losses": [2.0], "peak": 1, "parameters": 1, "device": "a GPU"}
+        measured = {"seconds": [1.0], "losses": [2.0], "peak": 1, "reserved": 2, "parameters": 1, "device": "a GPU"}
         return {"full": measured}
 
     monkeypatch.setattr(gpu, "measure", measure)
@@ -117,7 +117,7 @@ def test_results_are_kept_after_every_contender(results, monkeypatch):
     record = gpu.run()
     sizes = [size for size in SIZES if size != TINY]
     assert list(dict.fromkeys(row.config["size"] for row in record.rows)) == sizes
-    assert kept == [3 * run for run in range(len(sizes) * len(CONTENDERS))]
+    assert kept == [4 * run for run in range(len(sizes) * len(CONTENDERS))]
 
 
 def test_the_command_line_keeps_results_of_all_sizes_only(results, monkeypatch, capsys):
@@ -194,13 +194,20 @@ def test_the_page_shows_runs_and_failures_or_that_there_are_none(results):
     assert tables.gpu() == "No GPU was at hand: nothing is recorded. `python -m benchmarks run gpu` measures on one."
     record = Record("gpu", gpu.begin("gpu").machine)
     device = next(iter(PEAK_FLOPS))
-    run = {"seconds": [2.0, 1.0, 4.0], "losses": [3.0, 2.0], "peak": 5e9, "parameters": 7, "device": device}
+    run = {
+        "seconds": [2.0, 1.0, 4.0],
+        "losses": [3.0, 2.0],
+        "peak": 5e9,
+        "reserved": 6e9,
+        "parameters": 7,
+        "device": device,
+    }
     gpu.enter(record, "125M", BASELINE, {"full": run, "none": {"failure": "too large"}}, run["losses"])
     gpu.aim(record)
     finish(record)
     assert read("gpu") == record
     share = SIZES["125M"].model_flops / 2 / PEAK_FLOPS[device]
     assert tables.gpu().splitlines()[-2:] == [
-        f"| 125M | full | {BASELINE} | 65536 ± 49152 | {share:.1%} | 5.0 | 2.0000 |",
-        f"| 125M | none | {BASELINE} | too large |  |  |  |",
+        f"| 125M | full | {BASELINE} | 65536 ± 49152 | {share:.1%} | 5.0 | 6.0 | 2.0000 |",
+        f"| 125M | none | {BASELINE} | too large |  |  |  |  |",
     ]

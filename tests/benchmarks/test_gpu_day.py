@@ -24,6 +24,7 @@ from benchmarks.gpu_day import (
     layouts,
     offload,
     ranks,
+    runner,
     speed,
     trace,
     waits,
@@ -125,12 +126,38 @@ def is_gone(pid):
 
 def test_a_part_that_does_not_fit_into_the_budget_is_not_started(day):
     part, out = day
-    parts = [part("long", "yield 'a', {}", seconds=400), part("short", "yield 'a', {}", seconds=100)]
-    long, short = run_parts(parts, out, seconds=200)
+    parts = [part("long", "yield 'a', {}", seconds=400), part("short", "yield 'a', {}", seconds=20)]
+    long, short = run_parts(parts, out, seconds=50)
     assert (long["status"], short["status"]) == (NOT_RUN, PASSED)
     assert long["reason"].startswith("takes up to 400 s, and ")
     assert not (out / "long.json").exists()
     assert as_table([long, short]).splitlines()[1].split()[:4] == ["long", "not", "run", "0"]
+
+
+def test_a_part_is_stopped_before_the_budget_is_over_and_keeps_what_it_found(day, monkeypatch):
+    monkeypatch.setattr(runner, "SHORTEST", 2)
+    part, out = day
+    long = part("long", "print('so far')", "yield 'a', {'value': 1}", "time.sleep(600)", seconds=400)
+    (report,) = run_parts([long], out, seconds=runner.RESERVE + 5)
+    assert (report["status"], report["results"]) == (FAILED, {"a": {"value": 1}})
+    assert report["reason"] in ("stopped after 4 s", "stopped after 5 s")
+    assert (out / "long.log").read_text() == report["output"] == "so far\n"
+
+
+def test_what_was_never_tried_comes_first(day):
+    part, out = day
+    order = ["(out / 'order').open('a').write(os.path.basename(__file__)[0])", "yield 'a', {'failure': 'late'}"]
+    parts = [part("again", *order), part("new", *order)]
+    run_parts(parts, out, only="again")
+    reports = run_parts(parts, out)
+    assert (out / "order").read_text() == "ana" and [report["part"] for report in reports] == ["again", "new"]
+
+
+def test_the_summary_names_the_part_that_runs(day):
+    part, out = day
+    looks = part("looks", "import json", "yield 'seen', json.loads((out / 'summary.json').read_text())")
+    (report,) = run_parts([looks], out)
+    assert [each["status"] for each in report["results"]["seen"]["parts"]] == ["running"]
 
 
 def test_one_part_alone_leaves_the_others_reports_as_they_are(day):
@@ -265,20 +292,26 @@ def test_an_error_of_ranks_is_named_by_its_cause_and_kept_as_a_whole():
 
 
 @pytest.mark.parametrize(
-    ("device", "version", "reason"),
-    [("cuda", (2, 28, 9), "NCCL 2.28.9 < 2.30"), ("cuda", (2, 30, 3), None), ("cpu", (2, 28, 9), None)],
+    ("device", "devices", "version", "reason"),
+    [
+        ("cuda", 1, (2, 28, 9), "NCCL 2.28.9 < 2.30"),
+        ("cuda", 2, (2, 28, 9), None),
+        ("cuda", 1, (2, 30, 3), None),
+        ("cpu", 1, (2, 28, 9), None),
+    ],
 )
-def test_several_ranks_on_a_gpu_need_a_new_nccl(device, version, reason, monkeypatch):
-    monkeypatch.setattr(layouts, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+def test_several_ranks_on_a_gpu_need_a_new_nccl(device, devices, version, reason, monkeypatch):
+    accelerator = SimpleNamespace(device_name=lambda: device, device_count=lambda: devices)
+    monkeypatch.setattr(layouts, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(layouts, "nccl_version", lambda: version)
-    assert layouts.too_old() == reason
+    assert layouts.too_old(2) == reason
 
 
 @pytest.mark.parametrize("old", [None, "NCCL 2.28.9 < 2.30"])
 def test_layouts_run_with_few_and_many_queues_or_where_nccl_is_old_over_gloo(old, monkeypatch):
     accelerator = SimpleNamespace(device_name=lambda: "cuda", communication_backend_name=lambda: "nccl")
     monkeypatch.setattr(ranks, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(ranks, "too_old", lambda: old)
+    monkeypatch.setattr(ranks, "too_old", lambda _: old)
     monkeypatch.setattr(ranks, "run_on_ranks", lambda *_, **__: [{"fp32": [2.0], "bf16": [2.0]}])
     asked = []
 
@@ -293,21 +326,23 @@ def test_layouts_run_with_few_and_many_queues_or_where_nccl_is_old_over_gloo(old
         assert asked == [(name, connections, "nccl") for connections in (1, 8, 32) for name in names]
         assert found["P2 W1, 1 connections"]["failure"] == "AssertionError: ranks [0, 1] hang"
     else:
-        assert asked == [(name, None, "gloo") for name in names]
-        assert found["several ranks"] == {"not run": old}
+        assert asked == [("P1 W2", None, "gloo")]
+        assert all(found[name] == {"not run": old} for name in names)
         assert found["P1 W2, gloo"]["outcome"] == "AssertionError: ranks [0, 1] hang"
         assert "failure" not in found["P1 W2, gloo"]
-        monkeypatch.setattr(killed, "too_old", lambda: old)
-        assert dict(killed.run(Path())) == {"several ranks": {"not run": old}}
+        monkeypatch.setattr(killed, "too_old", lambda _: old)
+        assert list(dict(killed.run(Path())).values()) == [{"not run": old}] * 3
 
 
 def test_a_rank_is_set_up_before_cuda_starts(monkeypatch):
     monkeypatch.setattr(layouts, "prepare_process", lambda rank, device: prepared.append((rank, device)))
     monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(layouts, "shares", lambda ranks: ranks > 4)
     prepared = []
-    layouts.share_device(3, connections=8)
+    layouts.share_device(3, ranks=8, connections=8)
+    layouts.share_device(3, ranks=4)
     assert os.environ == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert prepared == [(3, 0)]
+    assert prepared == [(3, 0), (3, None)], "every rank gets a GPU if there are enough"
 
 
 def test_a_rank_that_runs_on_is_seen(monkeypatch):

@@ -18,7 +18,9 @@ MICRO_BATCHES = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "held", "recompute"), [((2, 2), KEPT, True), ((1, 2), SHARDED, False), ((1, 2), KEPT, True)])
+@pytest.mark.parametrize(
+    ("layout", "held", "recompute"), [((2, 2), KEPT, True), ((1, 2), SHARDED, False), ((1, 2), KEPT, True)]
+)
 def test_everybody_trains_what_one_process_does(layout, held, recompute):
     layout = Layout(*layout, TINY)
     contenders = in_training(layout, recompute)[held]
