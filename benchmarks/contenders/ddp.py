@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders import Layout
-from benchmarks.model import block_elements, build_blocks, build_optimizer, loss_function, micro_batch
+from benchmarks.contenders.bare import accumulate
+from benchmarks.model import block_elements, build_blocks, build_optimizer
 
 MEGABYTE = 1 << 20
 
@@ -23,17 +24,14 @@ class Ddp:
         self.optimizer = build_optimizer(self.model.parameters())
 
     def step(self, step: int, micro_batches: int) -> float:
-        total = torch.zeros(())
-        for index in range(micro_batches):
-            self.model.require_backward_grad_sync = index == micro_batches - 1
-            inputs, target = micro_batch(self.layout.size, step, micro_batches * dist.get_rank() + index)
-            loss = loss_function(self.model(inputs), target) / micro_batches
-            loss.backward()
-            total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        first = micro_batches * dist.get_rank()
+        numbers = range(first, first + micro_batches)
+        total = accumulate(self.model, self.optimizer, self.layout.size, step, numbers, self._reduce_if)
         dist.all_reduce(total)
         return total.item() / self.layout.data_ranks
+
+    def _reduce_if(self, is_last: bool) -> None:
+        self.model.require_backward_grad_sync = is_last
 
     def held(self) -> int:
         return self.layout.size.blocks

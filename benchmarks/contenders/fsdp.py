@@ -2,14 +2,14 @@
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from benchmarks.contenders import Layout
-from benchmarks.model import build_blocks, build_optimizer, loss_function, micro_batch
+from benchmarks.contenders.bare import accumulate
+from benchmarks.model import build_blocks, build_optimizer
 
 
 class Accumulation:
@@ -49,23 +49,18 @@ class Accumulation:
         self.optimizer = build_optimizer(self.model.parameters())
 
     def step(self, step: int, micro_batches: int) -> float:
-        assert isinstance(self.model, FSDPModule)
-        total = torch.zeros(())
         first = micro_batches * dist.get_rank()
-        for index in range(micro_batches):
-            last = index == micro_batches - 1
-            if self.deferred_sync:
-                self.model.set_requires_gradient_sync(last)
-            if self.kept:
-                self.model.set_reshard_after_backward(last)
-            inputs, target = micro_batch(self.layout.size, step, first + index)
-            loss = loss_function(self.model(inputs), target) / micro_batches
-            loss.backward()
-            total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        numbers = range(first, first + micro_batches)
+        total = accumulate(self.model, self.optimizer, self.layout.size, step, numbers, self._prepare)
         dist.all_reduce(total)
         return total.item() / self.layout.data_ranks
+
+    def _prepare(self, is_last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        if self.deferred_sync:
+            self.model.set_requires_gradient_sync(is_last)
+        if self.kept:
+            self.model.set_reshard_after_backward(is_last)
 
     def held(self) -> int:
         return sum(is_gathered(block) for block in self.model)
