@@ -297,6 +297,7 @@ def data_group(ranks: int) -> dist.ProcessGroup:
 
 LAYERED = Contender(f"{OURS} layered", "layered", partial(Executed, schedule="layered"))
 INTERLEAVED = Contender(f"{OURS} interleaved_1f1b", "interleaved_1f1b", partial(Executed, schedule="interleaved_1f1b"))
+BARE_LOOP = Contender("bare loop", "layered", bare_loop)
 CONTENDERS = (
     LAYERED,
     INTERLEAVED,
@@ -307,5 +308,5 @@ CONTENDERS = (
     Contender("torch Interleaved1F1B", "interleaved_1f1b", partial(Torch, schedule=ScheduleInterleaved1F1B)),
     Contender("torch 1F1B", "1f1b", partial(Torch, schedule=Schedule1F1B)),
     Contender("DeepSpeed 1F1B", "1f1b", Stock),
-    Contender("bare loop", "layered", bare_loop),
+    BARE_LOOP,
 )

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from statistics import median
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from benchmarks.record import ROOT
 from benchmarks.schedule import LIMIT, LOOPBACK, RATIO, run
 from benchmarks.virtual.bubbles import SLOW, simulated
 from benchmarks.virtual.chunk import Setting, check_work, weight_of
-from benchmarks.virtual.pipelines import CONTENDERS, LAYERED, Contender, Executed
+from benchmarks.virtual.pipelines import BARE_LOOP, CONTENDERS, LAYERED, Contender, Executed
 from benchmarks.virtual.steps import measure
 from ds_lgamp.schedule.actions import Action, Kind, send_of
 from ds_lgamp.schedule.simulate import simulate
@@ -167,10 +168,13 @@ def is_alive(process):
 
 @pytest.mark.timing
 def test_a_layered_step_takes_little_longer_than_on_paper():
-    """Tries three times, because the machine may be busy. A lost overlap would exceed the limit every time."""
+    """Takes turns with the bare loop, which shows how late sleeps and messages of this machine are just now. Tries
+    three times, because the machine may be busy. A lost overlap would exceed the limit every time."""
     setting = Setting(4, 2, 8, forward=0.02, backward=0.04)
+    paper = simulated(LAYERED, setting).step_time
     ratios = []
-    while len(ratios) < 3 and not (ratios and ratios[-1] <= 1.1):
-        (seconds,) = measure([setting], [LAYERED], repetitions=1).seconds
-        ratios.append(seconds[LAYERED.name][0] / simulated(LAYERED, setting).step_time)
-    assert ratios[-1] <= 1.1, ratios
+    while len(ratios) < 3 and not (ratios and ratios[-1] <= 1.05):
+        (seconds,) = measure([setting], [LAYERED, BARE_LOOP], repetitions=3).seconds
+        floor = max(paper, median(seconds[BARE_LOOP.name]))
+        ratios.append(median(seconds[LAYERED.name]) / floor)
+    assert ratios[-1] <= 1.05, ratios
