@@ -1,7 +1,7 @@
 """Counts the collectives and bytes that one step sends on a rank, at dispatch: ``python -m benchmarks run
 communication``.
 
-Every contender trains the same model with one block per chunk and recomputes every block. ds_lgamp runs through
+Every contender trains the same model with one block per chunk and recomputes blocks. ds_lgamp runs through
 ``deepspeed.initialize``. Each of its counts is compared with the formulas of ``ds_lgamp/cost/traffic.py``.
 """
 

@@ -34,13 +34,16 @@ class Block(nn.Module):
     Args:
         index: index of the block in the model.
         size: size of the model; heads have width 32.
-        recompute: whether to recompute the activations in the backward pass.
+        recompute: whether to recompute the activations in the backward pass. The last block does not, because its
+            backward follows its forward.
+        all_at_turn: whether the last block recomputes too, because all micro-batches pass it before its first backward.
     """
 
-    def __init__(self, index: int, size: ModelSize, recompute: bool = False) -> None:
+    def __init__(self, index: int, size: ModelSize, recompute: bool = False, all_at_turn: bool = False) -> None:
         super().__init__()
         width = size.width
-        self.heads, self.recompute = width // 32, recompute
+        self.heads = width // 32
+        self.recompute = recompute and (all_at_turn or index < size.blocks - 1)
         self.is_first, self.is_last = (size.vocabulary > 0 and index == end for end in (0, size.blocks - 1))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(index)
@@ -78,8 +81,8 @@ class Block(nn.Module):
         return self.head(hidden) if self.is_last else hidden
 
 
-def build_blocks(size: ModelSize, indices: Sequence[int], recompute: bool) -> list[Block]:
-    return [Block(index, size, recompute) for index in indices]
+def build_blocks(size: ModelSize, indices: Sequence[int], recompute: bool, all_at_turn: bool = False) -> list[Block]:
+    return [Block(index, size, recompute, all_at_turn) for index in indices]
 
 
 def block_elements(size: ModelSize) -> int:

@@ -5,10 +5,10 @@ order is compared with the micro-batch-outer order, in which each micro-batch pa
 Both run on the same engine; the second has ``micro_batch_group`` 1. The number of parameters per chunk makes the
 collectives of a layered step at ZeRO stage 3 take about ``SHARE`` of its compute at the fastest rate.
 
-A step's bound is the longer of its compute and its collectives, plus the first gather and the last reduction, which
-nothing can hide. Compute is measured without collectives. A collective's time is measured while it has the network for
-itself. The bound ignores the order: gathers longer than a chunk's forward passes cannot hide behind them, even if the
-network is idle later. The simulated step of the same program includes this.
+A step's bound is the longer of two times: its compute with the first gather and the last reduction, which nothing can
+hide, and all of its collectives. Compute is measured without collectives. A collective's time is measured while it has
+the network for itself. The bound ignores the order: gathers longer than a chunk's forward passes cannot hide behind
+them, even if the network is idle later. The simulated step of the same program includes this.
 """
 
 import gc
@@ -107,7 +107,7 @@ def enter(record: Record, setting: Setting, link: Link, found: Sequence[Found]) 
     ratios = []
     for stage in STAGES:
         network = sum(count * alone[kind] for count, kind in zip(collectives(setting, stage), KINDS))
-        bound = max(compute, network) + sum(alone.values())
+        bound = max(compute + sum(alone.values()), network)
         record.add(layered(stage), config, "bound", [bound * 1000], "ms")
         timeline = simulated(setting, (stage, 2), setting.durations(**alone))
         record.add(layered(stage), config, "simulated", [timeline.step_time * 1000], "ms")

@@ -1,7 +1,7 @@
 """Counts the bytes that cross the bus between host and device in a step: ``python -m benchmarks run offload``.
 
-Every contender trains the same model with one block per chunk and recomputes every block. Weights, gradients and
-optimizer state are in fp32. All run on the CPU. There host and device are two pools of main memory. The counts of
+Every contender trains the same model with one block per chunk and recomputes all but the last one. Weights, gradients
+and optimizer state are in fp32. All run on the CPU. There host and device are two pools of main memory. The counts of
 ds_lgamp are compared with the formula of ``ds_lgamp/cost/traffic.py``.
 """
 

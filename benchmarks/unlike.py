@@ -11,14 +11,16 @@ island; a launcher that alternates between islands puts them on both sides of th
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders import Contender, Layout, Training
 from benchmarks.contenders.fsdp import Accumulation
 from benchmarks.contenders.lgamp import Layered
+from benchmarks.contenders.megatron_core import MegatronCore
+from benchmarks.contenders.pipelining import Pipeline
 from benchmarks.contenders.zero import Zero
 from benchmarks.model import ModelSize
 from benchmarks.record import OURS, PART, Config, Record, begin
@@ -100,20 +102,17 @@ class Entering(NamedTuple):
 
 
 class Arranged:
-    """A training of ours as pipelines, which compute the micro-batches of all of their ranks."""
+    """A training as pipelines, which compute the micro-batches of all of their ranks."""
 
-    def __init__(self, layout: Layout, pipeline_ranks: int = 1, **settings: object) -> None:
+    def __init__(self, layout: Layout, pipeline_ranks: int, build: Callable[[Layout], Training]) -> None:
         self._pipeline_ranks = pipeline_ranks
-        data_ranks = layout.data_ranks // pipeline_ranks
-        own = Layout(pipeline_ranks, data_ranks, layout.size)
-        # Without deferring them, single steps would not show the refreshes behind them.
-        self._own = Layered(own, resident_chunks=2, defer_gathers=True, **settings)  # type: ignore[arg-type]
+        self._arranged = build(Layout(pipeline_ranks, layout.data_ranks // pipeline_ranks, layout.size))
 
-    def step(self, step: int, micro_batches: int) -> float:
-        return self._own.step(step, micro_batches * self._pipeline_ranks)
+    def step(self, step: int, micro_batches: int) -> float | None:
+        return self._arranged.step(step, micro_batches * self._pipeline_ranks)
 
     def held(self) -> int:
-        return self._own.held()
+        return self._arranged.held()
 
 
 def run(
@@ -127,47 +126,76 @@ def run(
     try:
         for place in PLACES:
             if part in (None, place.part):
-                arguments = size, micro_batches, repetitions
-                fast = _measure(record, place, BY_ISLAND, FAST, *arguments)
-                by_order = {order: _measure(record, place, order, place.between, *arguments) for order in place.orders}
+                arguments = record, place, size, micro_batches, repetitions
+                fast = _measure(*arguments, BY_ISLAND, FAST)
+                by_order = {order: _measure(*arguments, order, place.between) for order in place.orders}
                 enter(record, place, by_order, fast)
     except NetworkUnavailable as reason:
         record.lack_network("nothing measured between islands", reason)
     return record
 
 
-def contenders(place: Place, order: str = BY_ISLAND) -> list[Contender]:
-    """Returns the contenders. Pipelines have one rank in every island. Stock hpZ runs by island only, because whoever
-    sets it knows which ranks share a node."""
-    own = partial(Arranged, zero_stage=3)
-    stock, ours = [Contender("DeepSpeed ZeRO-3", partial(Zero, stage=3))], [Contender(PLAIN, own)]
-    if (island := place.island_nodes) is None:
-        torch = Contender("FSDP2, deferred sync", partial(Accumulation, deferred_sync=True))
-    else:
-        torch = Contender("FSDP2 HSDP, deferred sync", partial(_hybrid, island=island))
-        if order == BY_ISLAND:
-            stock.append(Contender("DeepSpeed ZeRO-3, hpZ", partial(Zero, stage=3, hpz=island)))
-        ours += [
-            Contender(f"{PLAIN}, hpZ", partial(own, zero={"zero_hpz_partition_size": island})),
-            Contender(f"{PLAIN}, MiCS", partial(own, zero={"mics_shard_size": island})),
-        ]
-    ours.append(Contender(f"{PLAIN}, pipelines", partial(own, pipeline_ranks=place.pipeline_ranks)))
+def contenders(place: Place, size: ModelSize = SIZE, order: str = BY_ISLAND) -> list[Contender]:
+    """Returns the contenders. Pipelines have one rank in every island."""
     # Stock DeepSpeed first: an engine for a pipeline changes what it takes for its groups.
-    return [*stock, torch, *ours]
+    return [*_stock(place, order), *_torch(place), *_peers_in_pipelines(place, size), *_ours(place)]
 
 
-def _hybrid(layout: Layout, island: int) -> Accumulation:
-    return Accumulation(layout, deferred_sync=True, replicas=layout.data_ranks // island)
+def _stock(place: Place, order: str) -> list[Contender]:
+    """Stock DeepSpeed. Its hpZ runs by island only, because whoever sets it knows which ranks share a node."""
+    ways = {"": {}, ", hpZ": {"hpz": place.island_nodes}} if place.island_nodes and order == BY_ISLAND else {"": {}}
+    return [
+        Contender(f"DeepSpeed ZeRO-3{way}{reduction}", partial(Zero, stage=3, deferred_reduce=deferred, **settings))
+        for way, settings in ways.items()
+        for reduction, deferred in (("", False), (", coalesced reduction", True))
+    ]
+
+
+def _torch(place: Place) -> list[Contender]:
+    """PyTorch's FSDP2, where islands are equal also with shards inside them (HSDP)."""
+    name, replicas = "FSDP2", 1
+    if place.island_nodes:
+        name, replicas = "FSDP2 HSDP", len(place.islands) // place.island_nodes
+    return [
+        Contender(f"{name}, deferred sync", partial(Accumulation, deferred_sync=True, replicas=replicas)),
+        Contender(f"{name}, kept unsharded", partial(Accumulation, deferred_sync=True, kept=True, replicas=replicas)),
+    ]
+
+
+def _peers_in_pipelines(place: Place, size: ModelSize) -> list[Contender]:
+    """Other looped pipelines, which need as many blocks on every rank."""
+    if size.blocks % place.pipeline_ranks:
+        return []
+    ways: dict[str, Callable[[Layout], Training]] = {
+        "torch LoopedBFS + FSDP2": partial(Pipeline, schedule="looped_bfs", reshard=True),
+        "Megatron-core interleaved, one group": partial(MegatronCore, interleaved=True, one_group=True),
+    }
+    return [Contender(f"{name}, pipelines", _arranged(place, build)) for name, build in ways.items()]
+
+
+def _ours(place: Place) -> list[Contender]:
+    # Without deferring them, single steps would not show the refreshes behind them.
+    own = partial(Layered, zero_stage=3, resident_chunks=2, defer_gathers=True)
+    ways: dict[str, Callable[[Layout], Training]] = {PLAIN: own}
+    if place.island_nodes:
+        ways[f"{PLAIN}, hpZ"] = partial(own, zero={"zero_hpz_partition_size": place.island_nodes})
+        ways[f"{PLAIN}, MiCS"] = partial(own, zero={"mics_shard_size": place.island_nodes})
+    ways[f"{PLAIN}, pipelines"] = _arranged(place, own)
+    return [Contender(name, build) for name, build in ways.items()]
+
+
+def _arranged(place: Place, build: Callable[[Layout], Training]) -> Callable[[Layout], Training]:
+    return partial(Arranged, pipeline_ranks=place.pipeline_ranks, build=build)
 
 
 def _measure(
-    record: Record, place: Place, order: str, between: str, size: ModelSize, micro_batches: int, repetitions: int
+    record: Record, place: Place, size: ModelSize, micro_batches: int, repetitions: int, order: str, between: str
 ) -> Found:
     """Enters seconds and bytes of a step of every contender, with the rate ``between`` islands."""
     layout = Layout(1, len(place.islands), size)
     with throttled_network(len(place.islands), FAST, place.islands, between) as network:
         entering = Entering(network, place.nodes_of_ranks(order))
-        arguments = {NAME: contenders(place, order)}, layout, micro_batches, repetitions
+        arguments = {NAME: contenders(place, size, order)}, layout, micro_batches, repetitions
         found = compete(*arguments, entering, meter=network.carried)[NAME]
     for name, durations in found.items():
         config = place.config(order) | {"between": between}

@@ -110,9 +110,9 @@ class Script:
 def configuration(size: ModelSize, stage: int, accumulation: int, block: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the content of ds_config.json. DeepSpeed communicates block by block, and at stage 3 fetches one block
     ahead. Its own sizes suit models that are larger than its buffers."""
-    zero: dict[str, Any] = {"stage": stage, **by_blocks(size)}
+    elements = sum(parameter.numel() for parameter in llama(size._replace(blocks=1)).model.layers.parameters())
+    zero: dict[str, Any] = {"stage": stage, **by_blocks(elements)}
     if stage == 3:
-        elements = sum(parameter.numel() for parameter in llama(size._replace(blocks=1)).model.layers.parameters())
         zero |= {
             "leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]},
             "stage3_param_persistence_threshold": 0,

@@ -70,7 +70,7 @@ def in_training(layout: Layout, recompute: bool) -> dict[str, list[Contender]]:
 
     Args:
         layout: ranks and model.
-        recompute: whether all contenders recompute every block, or none does.
+        recompute: whether all contenders recompute blocks, or none does.
     """
     pipelined, sharding = layout.pipeline_ranks > 1, layout.data_ranks > 1
     kept = [

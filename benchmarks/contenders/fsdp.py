@@ -19,7 +19,7 @@ class Accumulation:
         layout: ranks and model.
         deferred_sync: whether to reduce gradients only after the last micro-batch; full gradients are held until then.
         kept: whether gathered parameters stay until the end of the step.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
         replicas: groups of neighbouring ranks, each of which shards the parameters among its own ranks (HSDP).
         offload: whether parameters, gradients and optimizer state lie in the memory of the host.
     """

@@ -26,7 +26,7 @@ class MegatronCore:
         interleaved: whether every block is a chunk; otherwise a pipeline rank has one chunk with all its blocks.
         one_group: whether all micro-batches pass a chunk before the next chunk; otherwise as many as there are pipeline
             ranks.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MegatronCore:
         layout, chunks = self.layout, self.virtual or 1
         rank, blocks = parallel_state.get_pipeline_model_parallel_rank(), layout.chunks_per_rank // chunks
         return [
-            self._wrap(_Blocks(self.config, layout, first, blocks, self.recompute))
+            self._wrap(_Blocks(self.config, layout, range(first, first + blocks), self.recompute, self.one_group))
             for first in range(blocks * rank, layout.size.blocks, blocks * layout.pipeline_ranks)
         ]
 
@@ -158,14 +158,14 @@ class _Blocks(nn.Module):
 
     share_embeddings_and_output_weights = False
 
-    def __init__(self, config: Any, layout: Layout, first: int, blocks: int, recompute: bool) -> None:
+    def __init__(self, config: Any, layout: Layout, blocks: range, recompute: bool, all_at_turn: bool) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
 
         size = layout.size
         self.config, self.model_type = config, ModelType.encoder_or_decoder
-        self.pre_process, self.post_process = first == 0, first + blocks == size.blocks
-        self.blocks = nn.Sequential(*(MegatronBlock(index, size, recompute) for index in range(first, first + blocks)))
+        self.pre_process, self.post_process = blocks.start == 0, blocks.stop == size.blocks
+        self.blocks = nn.Sequential(*(MegatronBlock(index, size, recompute, all_at_turn) for index in blocks))
 
     def set_input_tensor(self, received: torch.Tensor | None) -> None:
         self.received = received[0] if isinstance(received, list) else received

@@ -20,7 +20,7 @@ class InLoop(MegatronCore):
     Args:
         layout: ranks and model.
         zero_stage: 1 with Megatron-core's distributed optimizer, or 2 or 3 with sharded chunks.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
     """
 
     def __init__(self, layout: Layout, zero_stage: int, recompute: bool = True) -> None:
@@ -55,7 +55,7 @@ class MegatronFsdp(MegatronCore):
 
     Args:
         layout: ranks and model.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
     """
 
     def __init__(self, layout: Layout, recompute: bool = True) -> None:

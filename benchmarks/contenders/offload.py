@@ -161,4 +161,10 @@ PEERS = (
         of_fsdp,
         "foreach_reduce",
     ),
+    _peer(
+        "FSDP2, kept unsharded in a step",
+        partial(Accumulation, offload=True, deferred_sync=True, kept=True),
+        of_fsdp,
+        "foreach_reduce",
+    ),
 )

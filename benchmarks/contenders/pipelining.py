@@ -25,7 +25,7 @@ class Pipeline:
         layout: ranks and model.
         schedule: a key of ``SCHEDULES``.
         reshard: whether every micro-batch's forward pass frees the parameters after use.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
     """
 
     def __init__(self, layout: Layout, schedule: str, reshard: bool, recompute: bool = True) -> None:
@@ -35,10 +35,11 @@ class Pipeline:
         shape = (layout.pipeline_ranks, layout.data_ranks)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data"))
         self.pipeline, self.data = mesh.get_group("pipeline"), mesh.get_group("data")
+        all_at_turn = schedule == "looped_bfs"
         self.modules: dict[int, nn.Sequential] = {}
         for stage in range(dist.get_rank(self.pipeline), self.stages, layout.pipeline_ranks):
             first = stage * blocks_per_stage
-            blocks = build_blocks(layout.size, range(first, first + blocks_per_stage), recompute)
+            blocks = build_blocks(layout.size, range(first, first + blocks_per_stage), recompute, all_at_turn)
             module = nn.Sequential(*blocks)
             for sharded in (*blocks, module) if layout.data_ranks > 1 else ():
                 fully_shard(sharded, mesh=mesh["data"], reshard_after_forward=reshard)

@@ -7,7 +7,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from benchmarks.contenders import Layout
 from benchmarks.contenders.zero import by_blocks
-from benchmarks.model import Block, build_optimizer, loss_function, micro_batch
+from benchmarks.model import Block, block_elements, build_optimizer, loss_function, micro_batch
 from testing.deepspeed_rank import quiet
 
 
@@ -16,7 +16,7 @@ class StockPipeline:
 
     Args:
         layout: ranks and model.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
     """
 
     def __init__(self, layout: Layout, recompute: bool = True) -> None:
@@ -36,7 +36,7 @@ class StockPipeline:
                     "train_micro_batch_size_per_gpu": size.samples,
                     "gradient_accumulation_steps": 1,
                     "gradient_clipping": 0.0,
-                    "zero_optimization": {"stage": 1, **by_blocks(size)},
+                    "zero_optimization": {"stage": 1, **by_blocks(block_elements(size))},
                     "steps_per_print": 1 << 30,
                 },
             )

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from benchmarks.contenders import Layout
-from benchmarks.model import ModelSize, block_elements, build_blocks, build_optimizer, loss_function, micro_batch
+from benchmarks.model import block_elements, build_blocks, build_optimizer, loss_function, micro_batch
 
 
 class Zero:
@@ -22,7 +22,7 @@ class Zero:
         resident_chunks: at stage 3, the largest number of blocks to hold; None for DeepSpeed's defaults.
         deferred_reduce: whether to reduce gradients only after the last micro-batch; full gradients are held until
             then.
-        recompute: whether to recompute every block in the backward pass.
+        recompute: see :class:`~benchmarks.model.Block`.
         hpz: at stage 3, DeepSpeed's zero_hpz_partition_size.
         offload: keys of DeepSpeed's ``zero_optimization`` that say what lies in the memory of the host.
     """
@@ -41,7 +41,7 @@ class Zero:
         self.blocks = build_blocks(layout.size, range(layout.size.blocks), recompute)
         zero: dict = {
             "stage": stage,
-            **by_blocks(layout.size),
+            **by_blocks(block_elements(layout.size)),
             # By default tensors of up to 1e5 elements stay on all ranks. That is every tensor of a small model.
             "stage3_param_persistence_threshold": 0,
             "zero_hpz_partition_size": hpz,
@@ -88,9 +88,9 @@ class Zero:
         return sum(any(map(is_gathered, block.parameters())) for block in self.blocks)
 
 
-def by_blocks(size: ModelSize) -> dict:
-    """DeepSpeed's configuration for communication block by block, as in all other contenders."""
-    elements = block_elements(size)
+def by_blocks(elements: int) -> dict:
+    """DeepSpeed's configuration for communication block by block of ``elements`` parameters, as in all other
+    contenders."""
     return {
         # The default of 5e8 elements suits models that are larger than such a bucket. Here it would be a buffer of 2
         # GB.

@@ -72,8 +72,9 @@ class Gpt(nn.Module):
 
     Args:
         size: size of the model.
-        recompute: ``full`` recomputes chunk by chunk, as ds_lgamp does, with head and loss in the last transformer
-            layer's chunk. ``layers`` recomputes only the transformer layers. ``none`` recomputes nothing.
+        recompute: ``full`` recomputes chunk by chunk, as ds_lgamp does, but for the last chunk, which has head and loss
+            and whose backward follows its forward. ``layers`` does not recompute the embedding either. ``none``
+            recomputes nothing.
         dtype: data type of the weights.
     """
 
@@ -103,8 +104,10 @@ def segments(types: list[str], recompute: str) -> list[tuple[range, bool]]:
     """Returns runs of consecutive layers, given all layers' types, each with whether it is recomputed."""
     if recompute == "none":
         return [(range(len(types)), False)]
-    bounds = split_automatic(types) if recompute == "full" else range(len(types) + 1)
+    chunks = split_automatic(types)
+    last_chunk = chunks[-2]
+    bounds = chunks if recompute == "full" else range(len(types) + 1)
     return [
-        (range(first, end), recompute == "full" or types[first] == "TransformerBlock")
+        (range(first, end), first < last_chunk and (recompute == "full" or types[first] == "TransformerBlock"))
         for first, end in zip(bounds, bounds[1:])
     ]

@@ -100,4 +100,5 @@ def test_peers_move_more_with_every_micro_batch(contender):
         for number, on_ranks in moved.items():
             assert on_ranks == [pytest.approx(RIGHT[contender.name](number))] * RANKS
     one, four = (max(loaded + stored for loaded, stored in moved[number]) for number in (1, 4))
-    assert four > 2 * one
+    # Whoever keeps the whole model on the device gathers it once.
+    assert four == one if "kept" in contender.name else four > 2 * one

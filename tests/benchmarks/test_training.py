@@ -1,13 +1,14 @@
 """The benchmark of whole training steps: its contenders, their equal training, and its report."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks import training, training_slow
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.field import BARE, KEPT, SHARDED, in_training
-from benchmarks.model import ModelSize
+from benchmarks.model import ModelSize, build_blocks
 from benchmarks.record import OURS
 from benchmarks.training import LAYOUTS, LIMIT, RATIO, Duration, compete, run
 from testing.namespaces import NetworkUnavailable
@@ -27,6 +28,18 @@ def test_everybody_trains_what_one_process_does(layout, held, recompute):
     found = compete({held: contenders}, layout, MICRO_BATCHES, repetitions=2)[held]
     assert list(found) == [contender.name for contender in contenders]
     assert all(len(each) == 2 and min(step.wall for step in each) > 0 for each in found.values())
+
+
+@pytest.mark.parametrize(("recompute", "all_at_turn", "last"), [(True, False, 0), (True, True, 1), (False, True, 0)])
+def test_the_last_block_recomputes_only_where_all_micro_batches_wait_at_the_turn(recompute, all_at_turn, last):
+    blocks = build_blocks(TINY, range(TINY.blocks), recompute, all_at_turn)
+    hidden = torch.zeros(1, TINY.sequence, TINY.width, requires_grad=True)
+    entered = []
+    for index, block in enumerate(blocks):
+        block.norm_attention.register_forward_hook(lambda *_, index=index: entered.append(index))
+        block(torch.zeros(1, TINY.sequence, dtype=torch.int64) if index == 0 else hidden).sum().backward()
+    again = [entered.count(index) - 1 for index in range(TINY.blocks)]
+    assert again == [int(recompute)] * (TINY.blocks - 1) + [last]
 
 
 class HalfTheBatch(Bare):
