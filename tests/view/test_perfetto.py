@@ -1,13 +1,16 @@
-"""Perfetto's own classes read the trace. Its trace processor is a program that no package ships, so none runs here."""
+"""Perfetto's own classes read the trace, and its trace processor imports it where it is installed."""
 
+import re
 from collections import Counter, defaultdict
 
+import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 
 from ds_lgamp.schedule.actions import SENDS, Action, Kind, receive_matching
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.view.perfetto import perfetto_trace
 from ds_lgamp.view.recording import Interval, RankRecording, Recording, Step, spec_fields
+from testing import trace_processor
 from tests.view.test_recording import recorded, spec_of
 
 BEGIN, END, COUNTER = (
@@ -127,3 +130,69 @@ def test_slices_tell_kind_and_bytes():
     }
     assert said["REDUCE1"] == {"bytes": 300}
     assert said["WAIT_REDUCE1"] == {"kind": "reduce"}
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Returns a function that asks the trace processor about a recording."""
+    if not trace_processor.is_installed():
+        pytest.skip("no trace processor is installed; CONTRIBUTING.md says how to get one")
+
+    def ask(recording, *statements):
+        path = tmp_path / "recording.pftrace"
+        path.write_bytes(perfetto_trace(recording))
+        return trace_processor.query(path, *statements)
+
+    return ask
+
+
+TRACKS = """
+    select p.name as rank, t.name as lane, s.name, s.ts, s.dur
+    from slice s join process_track t on s.track_id = t.id join process p using (upid)
+"""
+ARROWS = """
+    select send.name as send, compute.name as compute
+    from flow join slice send on slice_out = send.id join slice compute on slice_in = compute.id
+"""
+COMPLAINTS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
+
+
+def test_the_trace_processor_imports_slices_arrows_and_memory_without_complaint(imported):
+    recording = recorded(spec_of())
+    step = recording.ranks[0].steps[0]
+    recording.ranks[0].steps[0] = step._replace(memory=[(1.0, 7), (2.0, 5)])
+    memory = "select c.ts, c.value, t.name, t.unit from counter c join process_counter_track t on c.track_id = t.id"
+    complaints, slices, arrows, counters = imported(recording, COMPLAINTS, TRACKS, ARROWS, memory)
+    assert complaints == []
+    found = Counter(
+        (int(re.match(r"rank (\d+)", each["rank"])[1]), each["lane"], each["name"], int(each["ts"]), int(each["dur"]))
+        for each in slices
+    )
+    nanoseconds = 10**9
+    expected = Counter(
+        (rank.rank, each.lane, each.name, each.start * nanoseconds, (each.end - each.start) * nanoseconds)
+        for rank in recording.ranks
+        for each in rank.steps[0].intervals
+    )
+    expected.update((rank.rank, "step", "step 1", 0, rank.steps[0].end * nanoseconds) for rank in recording.ranks)
+    assert found == expected
+    sends = [action for actions in build_program(spec_of()) for action in actions if action.kind in SENDS]
+    receives = {str(send): receive_matching(send) for send in sends}
+    kinds = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
+    assert {each["send"]: each["compute"] for each in arrows} == {
+        send: str(Action(kinds[receive.kind], receive.chunk, receive.micro_batch)) for send, receive in receives.items()
+    }
+    assert [(int(each["ts"]), float(each["value"])) for each in counters] == [
+        (nanoseconds, 7.0),
+        (2 * nanoseconds, 5.0),
+    ]
+    assert {(each["name"], each["unit"]) for each in counters} == {("memory", "bytes")}
+
+
+def test_the_trace_processor_refuses_what_is_no_trace(imported, tmp_path):
+    imported(recorded(spec_of()))
+    (tmp_path / "junk").write_bytes(bytes(range(256)))
+    with pytest.raises(RuntimeError, match="refuses the trace"):
+        trace_processor.query(tmp_path / "junk")
+    with pytest.raises(RuntimeError, match="no such table: nowhere"):
+        trace_processor.query(tmp_path / "recording.pftrace", "select 1 from nowhere")
