@@ -1,0 +1,235 @@
+"""The parts of ``python -m benchmarks gpu-day``: what they find, refuse and keep, without a GPU."""
+
+import os
+import subprocess
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpt.sizes import SIZES, TINY
+from benchmarks.gpu_day import equality, killed, largest, layouts, offload, ranks, speed, trace, waits
+from benchmarks.gpu_day.wheels import THERE, WANTED, closure
+from benchmarks.record import OURS, Record
+
+
+@pytest.fixture
+def modes(monkeypatch):
+    """The debug modes that were set, on a device that looks like a GPU."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.append)
+    monkeypatch.setattr(waits, "device", lambda: torch.device("cuda"))
+    return found
+
+
+def training(step):
+    """A training whose step calls ``step`` with a function that sets the action."""
+    executor = SimpleNamespace(current=None)
+    return SimpleNamespace(
+        engine=SimpleNamespace(executor=executor),
+        step=lambda: step(lambda action: setattr(executor, "current", action)),
+    )
+
+
+def test_every_wait_is_noted_with_its_action_and_line(modes):
+    def step(during):
+        during("F0.1")
+        for _ in range(2):
+            warnings.warn(waits.WARNING, stacklevel=1)
+        during(None)
+        warnings.warn(waits.WARNING, stacklevel=1)
+
+    found = waits.waits_in_a_step(training(step))
+    first, second = found["host waits"]
+    assert (first["action"], first["times"], second["action"], second["times"]) == ("F0.1", 2, "no action", 1)
+    assert first["at"].startswith("tests/benchmarks/test_gpu_day_parts.py:") and "in step: warnings.warn" in first["at"]
+    assert found["failure"] == f"the host waits in a step, first in F0.1: {first['at']}"
+    assert modes == ["warn", "default"]
+
+
+def test_other_warnings_are_no_waits_and_still_shown(modes):
+    with pytest.warns(UserWarning, match="something else") as shown:
+        found = waits.waits_in_a_step(training(lambda during: warnings.warn("something else", stacklevel=1)))
+    assert (found, len(shown)) == ({"host waits": []}, 2)
+    assert modes == ["warn", "default", "error", "default"]
+
+
+def test_a_step_without_warnings_must_also_pass_where_a_wait_is_an_error(modes):
+    def step(during):
+        if modes[-1] == "error":
+            raise RuntimeError("rank 0 failed at STEP: called a synchronizing CUDA operation")
+
+    found = waits.waits_in_a_step(training(step))
+    assert found["failure"] == "a step that may not wait: rank 0 failed at STEP: called a synchronizing CUDA operation"
+    assert modes[-1] == "default"
+
+
+def test_losses_may_differ_by_the_precisions_tolerance():
+    for precision, tolerance in (("fp32", 1e-5), ("bf16", 1e-3)):
+        assert "failure" not in equality.compared([4.0, 2.0 * (1 + tolerance / 2)], [4.0, 2.0], precision)
+        found = equality.compared([4.0, 2.0 * (1 + tolerance * 2)], [4.0, 2.0], precision)
+        assert "in step 2" in found["failure"]
+        assert found["largest difference"] == pytest.approx(2 * tolerance)
+    assert "failure" in equality.compared([float("nan")], [4.0], "bf16")
+
+
+def test_an_error_of_ranks_is_named_by_its_cause_and_kept_as_a_whole():
+    text = "rank 1 failed:\nTraceback (most recent call last):\n    a: int = 3\nlib.AnyError: too large\nhint\n"
+
+    def fail():
+        raise AssertionError(text)
+
+    found = equality.caught(fail)
+    assert found["failure"] == "lib.AnyError: too large"
+    assert "in fail" in found["error"] and text in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "version", "reason"),
+    [
+        ("cuda", 1, (2, 28, 9), "NCCL 2.28.9 < 2.30"),
+        ("cuda", 2, (2, 28, 9), None),
+        ("cuda", 1, (2, 30, 3), None),
+        ("cpu", 1, (2, 28, 9), None),
+    ],
+)
+def test_several_ranks_on_a_gpu_need_a_new_nccl(device, devices, version, reason, monkeypatch):
+    accelerator = SimpleNamespace(device_name=lambda: device, device_count=lambda: devices)
+    monkeypatch.setattr(layouts, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(layouts, "nccl_version", lambda: version)
+    assert layouts.too_old(2) == reason
+
+
+@pytest.mark.parametrize("old", [None, "NCCL 2.28.9 < 2.30"])
+def test_layouts_run_with_few_and_many_queues_or_where_nccl_is_old_over_gloo(old, monkeypatch):
+    accelerator = SimpleNamespace(device_name=lambda: "cuda", communication_backend_name=lambda: "nccl")
+    monkeypatch.setattr(ranks, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(ranks, "too_old", lambda _: old)
+    monkeypatch.setattr(ranks, "run_on_ranks", lambda *_, **__: [{"fp32": [2.0], "bf16": [2.0]}])
+    asked = []
+
+    def measured(layout, connections, expected, over):
+        asked.append((str(layout), connections, over))
+        raise AssertionError("ranks [0, 1] hang")
+
+    monkeypatch.setattr(ranks, "measured", measured)
+    found = dict(ranks.run(Path()))
+    names = ["P2 W1", "P1 W2", "P2 W2"]
+    if old is None:
+        assert asked == [(name, connections, "nccl") for connections in (1, 8, 32) for name in names]
+        assert found["P2 W1, 1 connections"]["failure"] == "AssertionError: ranks [0, 1] hang"
+    else:
+        assert asked == [("P1 W2", None, "gloo")]
+        assert all(found[name] == {"not run": old} for name in names)
+        assert found["P1 W2, gloo"]["outcome"] == "AssertionError: ranks [0, 1] hang"
+        assert "failure" not in found["P1 W2, gloo"]
+        monkeypatch.setattr(killed, "too_old", lambda _: old)
+        assert list(dict(killed.run(Path())).values()) == [{"not run": old}] * 3
+
+
+def test_a_rank_is_set_up_before_cuda_starts(monkeypatch):
+    monkeypatch.setattr(layouts, "prepare_process", lambda rank, device: prepared.append((rank, device)))
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(layouts, "shares", lambda ranks: ranks > 4)
+    prepared = []
+    layouts.share_device(3, ranks=8, connections=8)
+    layouts.share_device(3, ranks=4)
+    assert os.environ == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert prepared == [(3, 0), (3, None)], "every rank gets a GPU if there are enough"
+
+
+def test_a_rank_that_runs_on_is_seen(monkeypatch):
+    monkeypatch.setattr(killed, "UNTIL_ENDED", 2)
+    ended, runs_on = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "600"])
+    try:
+        first, second = killed.seconds_to_end([ended, runs_on])
+    finally:
+        runs_on.kill()
+        runs_on.wait()
+    assert first is not None and second is None
+
+
+def test_only_runs_of_ours_can_fail_the_speed():
+    record = Record("gpu", {})
+    record.fail("DeepSpeed ZeRO-0", {"size": "6.7B"}, "out of memory")
+    assert "failure" not in speed.as_result(record)
+    record.fail(f"{OURS}, ZeRO-3", {"size": "125M"}, "out of memory")
+    found = speed.as_result(record)
+    assert found["failure"] == "ds_lgamp, ZeRO-3 125M: out of memory"
+    assert [failure["contender"] for failure in found["failures"]] == ["DeepSpeed ZeRO-0", "ds_lgamp, ZeRO-3"]
+
+
+def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory(monkeypatch):
+    size = SIZES[TINY]
+    run = {"losses": [4.0, 2.0], "seconds": [2.0, 4.0, 3.0], "peak": 7}
+    monkeypatch.setattr(offload, "measure", lambda *_: {"full": run})
+    ours, peer = offload.CONTENDERS[1], offload.CONTENDERS[3]
+    found = offload.measured(ours, size, 0.0, [4.0, 2.0])
+    assert found == {"tokens per second": size.tokens / 3, "peak bytes": 7, "losses": [4.0, 2.0]}
+    assert "in step 2" in offload.measured(ours, size, 0.0, [4.0, 2.1])["failure"]
+    assert "in step 2" in offload.measured(peer, size, 0.0, [4.0, 2.1])["outcome"]
+    monkeypatch.setattr(offload, "measure", lambda *_: {"full": {"failure": "out of memory"}})
+    assert offload.measured(ours, size, 0.0, None) == {"failure": "out of memory"}
+    assert offload.measured(peer, size, 0.0, None) == {"outcome": "out of memory"}
+
+
+def test_what_trained_before_memory_was_over_is_kept(monkeypatch):
+    def run_on_ranks(_, work, contender, results, **__):
+        results.write_text('[{"layers": 8}]')
+        raise AssertionError("rank 0 failed:\nTraceback\nOutOfMemoryError: 80 GB\n")
+
+    monkeypatch.setattr(largest, "run_on_ranks", run_on_ranks)
+    found = dict(largest.run(Path()))
+    assert all(each == {"trained": [{"layers": 8}], "ended by": "OutOfMemoryError: 80 GB"} for each in found.values())
+    monkeypatch.setattr(largest, "run_on_ranks", lambda *_, **__: [None])
+    found = dict(largest.run(Path()))
+    assert {name for name, each in found.items() if "failure" in each} == {
+        contender.name for contender in offload.CONTENDERS if contender.name.startswith(OURS)
+    }
+
+
+def event(category, name, begin, end):
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_a_trace_gives_busy_time_kernels_and_waits_by_action():
+    events = [
+        event("user_annotation", "F0.0", 0, 4e3),
+        event("user_annotation", "STEP", 5e3, 9e3),
+        event("user_annotation", "Optimizer.step#AdamW.step", 6e3, 8e3),
+        event("cuda_runtime", "cudaStreamSynchronize", 7e3, 7.5e3),
+        event("cuda_runtime", "cudaDeviceSynchronize", 9.5e3, 10e3),
+        event("cuda_runtime", "cudaMemcpyAsync", 1e3, 2e3),
+        event("kernel", "gemm", 1e3, 4e3),
+        event("kernel", "gemm", 6e3, 7e3),
+        event("kernel", "reduce", 3e3, 5e3),
+    ]
+    assert trace.figures(events) == {
+        "seconds": 0.01,
+        "busy": 0.5,
+        "kernels": 3,
+        "longest kernels, ms": {"gemm": 4.0, "reduce": 2.0},
+        "host waits, ms": {
+            "cudaStreamSynchronize in STEP > Optimizer.step#AdamW.step": 0.5,
+            "cudaDeviceSynchronize in no action": 0.5,
+        },
+    }
+
+
+def test_a_trace_that_is_too_large_to_carry_is_removed(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(bytes(10))
+    monkeypatch.setattr(trace, "LARGEST", 10)
+    assert (trace.kept(path), path.exists()) == ("trace.json.gz", True)
+    monkeypatch.setattr(trace, "LARGEST", 9)
+    assert (trace.kept(path), path.exists()) == ("removed: 10 bytes", False)
+
+
+def test_wheels_are_of_all_that_is_needed_beside_torch():
+    present = set(closure(THERE, ()))
+    needed = list(closure(WANTED, present))
+    assert needed[: len(WANTED)] == list(WANTED)
+    assert {"pydantic-core", "hjson", "einops"} < set(needed)
+    assert not present & set(needed)
