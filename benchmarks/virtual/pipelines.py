@@ -132,7 +132,7 @@ class Executed:
         spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group, updates, offload)
         self.program = build_rank_program(spec, rank)
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
-        host = None if offload is None else Host(Bus(DEVICE, bytes_per_second), HostThread(), offload.parameters)
+        host = None if offload is None else Host(Bus(DEVICE, bytes_per_second), HostThread(DEVICE), offload.parameters)
         policy = ZeroPolicy(data_group(1 if alone else setting.data_ranks), zero_stage, host=host)
         self.partition = build_partition(parameters, [], policy, DEVICE)
         self.partition.release_all()

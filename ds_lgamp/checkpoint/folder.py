@@ -18,8 +18,9 @@ from uuid import uuid4
 
 from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
+from ds_lgamp.checkpoint.files import damaged, sync_folder, unreadable, write_synced
 from ds_lgamp.checkpoint.state import check_state, check_tensors
-from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader, damaged, sync_folder, unreadable, write_synced
+from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader
 
 FORMAT = 3
 LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
@@ -87,7 +88,8 @@ def read_latest(directory: Path) -> str | None:
 
 
 def keep_last(directory: Path, tag: str, count: int) -> None:
-    """Removes old checkpoints in ``directory``. Keeps the newest ``count`` and the one that ``latest`` names.
+    """Removes old checkpoints in ``directory``, and what saves left there that were interrupted. Keeps the newest
+    ``count`` and the one that ``latest`` names.
 
     Only checkpoints with as many path parts in their tags as ``tag`` count. Links, other files in the folders, and
     checkpoints that this release cannot read stay.
@@ -99,13 +101,16 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
             sync_folder(folder)
             _remove_other_tensors(folder, None)
             _remove_if_empty(folder)
+    for folder in _folders_like(directory, tag):
+        if not (folder / STATE).exists() and any(folder.glob(f"{TENSORS}*")):
+            _remove_other_tensors(folder, None)
+            _remove_if_empty(folder)
 
 
 def newest_first(directory: Path, tag: str) -> list[Path]:
     """Returns the checkpoints in ``directory`` whose tags have as many path parts as ``tag``. Links, and checkpoints
     that this release cannot read, are left out."""
-    pattern = "/".join(["*"] * len(Path(tag).parts))
-    found = [folder for folder in directory.glob(pattern) if _is_own(directory, folder)]
+    found = [folder for folder in _folders_like(directory, tag) if _published_tensors(folder) is not None]
     return sorted(found, key=lambda folder: (folder / STATE).stat().st_mtime_ns, reverse=True)
 
 
@@ -115,10 +120,11 @@ def unfinished(directory: Path) -> list[str]:
     return sorted(folder.name for folder in begun if not (folder / STATE).exists())
 
 
-def _is_own(directory: Path, folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint below ``directory`` and no part of its path is a link."""
-    between = [folder, *folder.parents][: len(folder.relative_to(directory).parts)]
-    return not any(path.is_symlink() for path in between) and _published_tensors(folder) is not None
+def _folders_like(directory: Path, tag: str) -> list[Path]:
+    """Returns what lies as deep in ``directory`` as the folder of ``tag``, and has no link in its path."""
+    parts = len(Path(tag).parts)
+    found = directory.glob("/".join(["*"] * parts))
+    return [folder for folder in found if not any(path.is_symlink() for path in [folder, *folder.parents][:parts])]
 
 
 def read_state(folder: Path) -> dict[str, Any]:

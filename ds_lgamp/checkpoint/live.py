@@ -18,7 +18,7 @@ import torch
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.shares import Share
-from ds_lgamp.checkpoint.slot import RUN, Slot
+from ds_lgamp.checkpoint.slot import RUN, Slot, is_written
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host_thread import HostThread, Job, use_device
@@ -54,7 +54,7 @@ class LiveState:
     """Keeps the state of the last whole step in a folder; implements :class:`ds_lgamp.partition.unit.Copier`.
 
     Args:
-        folder: of the live states. Those of other runs are removed in the first step, ahead of the first copy.
+        folder: of the live states. Those of runs that are over are removed ahead of the first copy of a step.
         run: a number of this run, alike on all ranks.
         units: all units of this rank.
         optimizer: has their state.
@@ -81,7 +81,7 @@ class LiveState:
         self._share = share
         self._ranges = {unit: list(written(unit)) for unit in units}
         self._slots = [_Contents(Slot(self._own / f"{place['rank']}-{number}")) for number in range(slots)]
-        self._thread = HostThread("ds_lgamp live state")
+        self._thread = HostThread(device, "ds_lgamp live state")
         self._lock = RLock()
         self._changes = dict.fromkeys(units, 0)
         self._held: dict[Any, list[dict[str, Any]]] = {}
@@ -153,6 +153,13 @@ class LiveState:
                 size += path.stat().st_size
         return size
 
+    def leave(self) -> None:
+        """Leaves the files to the next run, when this rank trains no more."""
+        with suppress(CheckpointError):
+            self.wait()
+        for contents in self._slots:
+            contents.slot.close()
+
     def remove(self) -> None:
         """Removes the files of this rank, which trains no more."""
         with suppress(CheckpointError):
@@ -191,6 +198,8 @@ class LiveState:
         contents = self._slots[0]
         if not self._is_open:
             self._is_open = True
+            if contents.slot.is_gone:
+                contents.changes.clear()
             self._start(self._open, contents, event_now(self._device))
         return contents
 
@@ -234,7 +243,7 @@ class LiveState:
         # All ranks of the node make it.
         self._own.mkdir(parents=True, exist_ok=True)
         for other in self._folder.glob(f"{RUN}*"):
-            if other != self._own:
+            if other != self._own and not is_written(other):
                 shutil.rmtree(other, ignore_errors=True)
         contents.slot.open()
 

@@ -16,7 +16,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges, ShardGroup
 from ds_lgamp.checkpoint.shares import Share, enter, merged
-from ds_lgamp.checkpoint.slot import RUN, Header, read_blobs, read_header
+from ds_lgamp.checkpoint.slot import RUN, Header, is_written, read_blobs, read_header
 from ds_lgamp.checkpoint.units import BUFFERS, rank_name
 from ds_lgamp.checkpoint.whole import write_alone
 from ds_lgamp.partition.agreement import everyone
@@ -72,20 +72,20 @@ class LiveSlots(NamedTuple):
 
 
 def publish_newest(folder: Path, directory: Path, run: str) -> None:
-    """Makes the newest whole live state in ``folder``, but for those of ``run``, a checkpoint in ``directory``, unless
-    that has one as new. Collective over all ranks, each of which looks at the folder on its node. Raises
-    CheckpointError on all if the checkpoint cannot be written.
+    """Makes the newest whole live state in ``folder``, but for those of ``run`` and of runs that go on, a checkpoint in
+    ``directory``, unless that has one as new. Collective over all ranks, each of which looks at the folder on its node;
+    the first one tells where ``directory`` is. Raises CheckpointError on all if the checkpoint cannot be written.
 
     It removes no other checkpoint there: the earlier run may have loaded them without saving any itself.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = _slots_in(folder, rank)
-    published = everyone(everywhere(partial(last_step, directory)))[0]
-    for state in _whole_states(slot for seen in everyone(list(own)) for slot in seen if slot.run != run):
+    own = everywhere(partial(_slots_in, folder, rank, run))
+    published, where = everyone(everywhere(lambda: (last_step(directory), str(directory.resolve()))))[0]
+    for state in _whole_states(slot for seen in everyone(list(own)) for slot in seen):
         if state.step <= published:
             return
         its_directory = state.slots[0].directory
-        if its_directory not in (None, str(directory.absolute())):
+        if its_directory not in (None, where):
             _warn(f"{folder} has the live state of step {state.step} of a run with checkpoints in {its_directory}")
             continue
         read = state.read_by(rank, ranks)
@@ -97,40 +97,59 @@ def publish_newest(folder: Path, directory: Path, run: str) -> None:
         headers = {slot.rank: header for each in everyone({s: own[s] for s in read}) for slot, header in each.items()}
         tensors, whole = _tensors(numbers, headers), _state(headers)
         _warn(f"{directory} goes on from the live state of step {state.step} in {folder}")
-        Saver(asynchronous=False, keep_last=None).save(directory, state.tag, tensors, whole, publish_latest=True)
+        try:
+            Saver(asynchronous=False, keep_last=None).save(directory, state.tag, tensors, whole, publish_latest=True)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; the live state is in {folder}, and ds_lgamp checkpoint publish {folder} writes it elsewhere"
+            ) from None
         return
 
 
 def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
     """Makes the newest whole live state in ``folder`` a checkpoint, in this process. Returns the checkpoint's folder.
 
-    Raises CheckpointError if there is none, or if it is damaged.
+    Raises CheckpointError if there is none, or if all are damaged.
 
     Args:
         place: returns the checkpoint's folder for its tag.
     """
     own = _slots_in(folder, 0)
-    state = next(_whole_states(own), None)
-    if state is None:
-        raise CheckpointError(f"{folder} has no whole live state; name a live_checkpoint with the files of all ranks")
-    numbers = _read({slot: own[slot] for slot in state.slots})
-    headers = {slot.rank: own[slot] for slot in state.slots}
-    target = place(state.tag)
-    write_alone(target, _tensors(numbers, headers), _state(headers))
-    return target
-
-
-def _slots_in(folder: Path, process: int) -> dict[Seen, Header]:
-    """Returns the slots of ``folder`` that have a header. Warns of headers that are damaged."""
-    found = {}
-    for path in sorted(folder.glob(f"{RUN}*/*.json")):
+    damage: DamageError | None = None
+    for state in _whole_states(own):
         try:
-            header = read_header(path)
-        except CheckpointError as error:
-            logger.warning(str(error))
+            numbers = _read({slot: own[slot] for slot in state.slots})
+        except DamageError as error:
+            logger.warning(f"{error}: looking for an older state now")
+            damage = damage or error
             continue
-        about = header.run, header.step, header.rank, header.ranks, header.written, header.directory
-        found[Seen(str(path), process, *about)] = header
+        headers = {slot.rank: own[slot] for slot in state.slots}
+        target = place(state.tag)
+        write_alone(target, _tensors(numbers, headers), _state(headers))
+        return target
+    raise damage or CheckpointError(
+        f"{folder} has no whole live state; name a live_checkpoint with the files of all ranks"
+    )
+
+
+def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[Seen, Header]:
+    """Returns the slots of ``folder`` that have a header, but for those of ``run``. Warns of headers that are damaged,
+    and of runs that go on: what they hold would change while it is read."""
+    found = {}
+    for own in sorted(folder.glob(f"{RUN}*")):
+        if own.name == f"{RUN}{run}":
+            continue
+        if is_written(own):
+            logger.warning(f"{own} belongs to a job that runs, and is left alone")
+            continue
+        for path in sorted(own.glob("*.json")):
+            try:
+                header = read_header(path)
+            except CheckpointError as error:
+                logger.warning(str(error))
+                continue
+            about = header.run, header.step, header.rank, header.ranks, header.written, header.directory
+            found[Seen(str(path), process, *about)] = header
     return found
 
 

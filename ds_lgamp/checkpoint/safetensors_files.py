@@ -1,8 +1,6 @@
 """Exports weights to safetensors files and imports them."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -12,7 +10,8 @@ import torch
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.storage import VerifyingReader, sync, sync_folder, write_synced
+from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_synced
+from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.units import BUFFERS, PARAMETERS
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.version import __version__
@@ -57,16 +56,8 @@ def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_byte
     shards = _shards(_plan(state, reader, dtype), shard_bytes)
     if target.exists():
         raise CheckpointError(f"{target} exists; remove it or name another folder")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(target) as partial:
         _write(shards, reader, partial)
-        os.rename(partial, target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def read_safetensors(source: Path) -> WholeCheckpoint:

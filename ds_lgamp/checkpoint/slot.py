@@ -7,11 +7,13 @@ The header is removed before the first blob changes, and renamed into place when
 slot of a rank that dies while it writes has no header.
 """
 
+import fcntl
 import json
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ds_lgamp.checkpoint.checksum import Checksum, Hasher, checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import damaged, open_data, reading, sync_folder, write_synced
 from ds_lgamp.checkpoint.index import Count, DataType, Sizes, first_complaint
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.storage import damaged, open_data, sync_folder, write_synced
 
 FORMAT: Literal[1] = 1
 RUN = "live-"
@@ -120,12 +122,24 @@ class Slot:
         """Position and length of every blob."""
 
     def open(self) -> None:
-        """Begins another state in the place of the last one."""
+        """Begins another state in the place of the last one. The process locks the file, also against other nodes where
+        their disk can."""
         self.drop()
+        if self.is_gone:
+            self.close()
+            self._places, self._end = {}, 0
         if self._file is None:
             self._data.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             self._close = weakref.finalize(self, os.close, self._file)
+            with suppress(OSError):
+                # Unlike that of flock, it ends with this process: the processes of a data loader do not inherit it.
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the file has none of the blobs that were written: it is closed, or somebody has removed it."""
+        return self._file is None or os.fstat(self._file).st_nlink == 0
 
     def drop(self) -> None:
         """Lets the state in the slot be none."""
@@ -136,11 +150,16 @@ class Slot:
         self.drop()
         # A full disk may have left it.
         self._fresh.unlink(missing_ok=True)
-        if self._close is not None:
+        if self._file is not None:
             # Memory stays in use as long as a file is open.
+            self.close()
+            self._data.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets others take what the files hold."""
+        if self._close is not None:
             self._close()
             self._file = self._close = None
-            self._data.unlink(missing_ok=True)
 
     def write(self, key: Any, dtype: torch.dtype, length: int, pieces: Iterable[memoryview], held: list[Any]) -> Any:
         """Writes a blob, where the one with the same ``key`` was if it has the same ``length``. Returns its entry in
@@ -179,9 +198,24 @@ class Slot:
         sync_folder(self._header.parent)
 
 
+def is_written(folder: Path) -> bool:
+    """Whether another process has a slot in the ``folder`` of a run open. A process that asks this of its own run loses
+    its locks."""
+    for path in folder.glob("*.bin"):
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return True
+            except OSError:
+                # A disk without locks.
+                continue
+    return False
+
+
 def read_header(path: Path) -> Header:
     """Reads a header. Raises DamageError if it is damaged, CheckpointError if it is not what a slot writes."""
-    with open_data(path) as file:
+    with open_data(path) as file, reading(path):
         checksum, _, text = file.read().partition(b"\n")
     if checksum_of(text) != checksum.decode(errors="replace"):
         raise damaged(path)

@@ -10,7 +10,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -36,7 +36,8 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import damaged, open_data, reading, save_into, sync, sync_folder, verified, write_synced
 from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
 
 METADATA, INDEX = ".metadata", "index.json"
@@ -91,14 +92,15 @@ class ChecksummedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the indices. Runs on the first rank when all ranks have written."""
-        written = [(result.index, *result.storage_data) for rank in results for result in rank]
+        written = [(result.index, result.storage_data) for rank in results for result in rank]
         places = [
             [dataclasses.replace(result, storage_data=result.storage_data.place) for result in rank] for rank in results
         ]
         super().finish(metadata, places)
         folder = Path(self.path)
+        _require_files(folder, [result.place for _, result in written])
         with open(folder / METADATA, "rb") as file:
-            index = make_index(metadata, written, checksum_of(file.read()))
+            index = make_index(metadata, [(where, *each) for where, each in written], checksum_of(file.read()))
             # DCP syncs the file before its last bytes are written.
             os.fsync(file.fileno())
         write_synced(folder / INDEX, index.model_dump_json())
@@ -108,6 +110,22 @@ class ChecksummedWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Omits the path, which changes when somebody moves the folder."""
         return StorageMeta()
+
+
+def _require_files(folder: Path, places: Sequence[_StorageInfo]) -> None:
+    """Raises CheckpointError unless ``folder`` has everything that ranks have written, as this rank sees it."""
+    ends: dict[str, int] = {}
+    for place in places:
+        ends[place.relative_path] = max(place.offset + place.length, ends.get(place.relative_path, 0))
+    for name, end in ends.items():
+        # Opening a file asks a network file system for its size anew.
+        with suppress(FileNotFoundError), open(folder / name, "rb") as file:
+            if os.fstat(file.fileno()).st_size >= end:
+                continue
+        raise CheckpointError(
+            f"{folder / name} was written by another rank and is not there for the first rank; save where all ranks "
+            "share a disk"
+        )
 
 
 class _ChecksummedFile(io.RawIOBase):
@@ -132,14 +150,9 @@ class _ChecksummedFile(io.RawIOBase):
 
 
 def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
-    try:
-        with _without_crc32():
-            # torch.save would also write the rest of a larger storage.
-            torch.save(_by_itself(tensor), cast(IO[bytes], file))
-    except RuntimeError as error:
-        # If a write fails, torch.save still closes its archive and raises a misleading error. The original error is its
-        # context.
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    with _without_crc32():
+        # torch.save would also write the rest of a larger storage.
+        save_into(cast(IO[bytes], file), _by_itself(tensor))
 
 
 @contextmanager
@@ -193,7 +206,7 @@ class VerifyingReader(FileSystemReader):
             part = self.storage_data[item.storage_index]
             by_file.setdefault(part.file, []).append((part, item))
         for name, items in by_file.items():
-            with open_data(self.folder / name) as file:
+            with open_data(self.folder / name) as file, reading(self.folder / name):
                 for part, item in sorted(items, key=lambda pair: pair[0].position):
                     self._read_item(file, part, item, planner)
         future: Future[None] = Future()
@@ -206,7 +219,7 @@ class VerifyingReader(FileSystemReader):
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for part in self.index.tensors[name].parts:
             target = whole[tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.sizes))]
-            with open_data(self.folder / part.file) as file:
+            with open_data(self.folder / part.file) as file, reading(self.folder / part.file):
                 self._read(file, name, part, target, [slice(None)] * target.dim())
         return whole
 
@@ -297,53 +310,3 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-def verified(path: Path, checksum: str) -> bytes:
-    """Reads ``path``. Raises DamageError if it is missing or damaged."""
-    with open_data(path) as file:
-        data = file.read()
-    if checksum_of(data) != checksum:
-        raise damaged(path)
-    return data
-
-
-def open_data(path: Path) -> io.BufferedReader:
-    """Opens ``path`` for reading. Raises DamageError if it is missing or cannot be read."""
-    try:
-        return open(path, "rb")
-    except FileNotFoundError:
-        raise DamageError(f"{path} is missing; restore it, or load another checkpoint") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: Path, error: OSError) -> DamageError:
-    return DamageError(f"{path} cannot be read ({error.strerror}); restore it, or load another checkpoint")
-
-
-def damaged(path: Path) -> DamageError:
-    return DamageError(
-        f"{path} is damaged: its checksum differs; restore the original file, or load another checkpoint"
-    )
-
-
-def sync(file: Any) -> None:
-    """Waits until everything written to ``file`` is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        sync(file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the names in ``folder`` are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import verified
 from ds_lgamp.checkpoint.state import decode_text
-from ds_lgamp.checkpoint.storage import METADATA, VerifyingReader, verified
+from ds_lgamp.checkpoint.storage import METADATA, VerifyingReader
 from ds_lgamp.checkpoint.units import RANKS
 
 

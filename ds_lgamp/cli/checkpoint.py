@@ -168,7 +168,11 @@ def _inside(directory: Path, tag: str) -> Path:
     checkpoint itself."""
     if _is_checkpoint(directory):
         raise CheckpointError(f"{directory} is a checkpoint; name the directory that holds it")
-    return _new(directory / tag, tag)
+    folder = (directory / tag).resolve()
+    # What an interrupted save has left there goes away with the next one.
+    if _is_checkpoint(folder):
+        raise CheckpointError(f"{folder} exists; remove it or name another folder")
+    return folder
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.disk_copies import through_buffers
+from ds_lgamp.partition.host_room import HostRoom
 from ds_lgamp.partition.host_thread import use_device
 from ds_lgamp.partition.launches import Flight, launched
 
@@ -111,6 +112,8 @@ class Bus:
                 f"bytes_per_second is {bytes_per_second} on {device}: use a positive number on a CPU, None elsewhere"
             )
         self.device, self.disk = device, disk
+        self.room = HostRoom(pinned=device.type != "cpu")
+        """The memory of the host that copies read and write."""
         self.bytes_loaded = self.bytes_stored = 0
         """Bytes of all copies that have begun."""
         copies = [_copy_of(device, bytes_per_second) for _ in range(2)]
@@ -124,7 +127,7 @@ class Bus:
 
         Args:
             target: on the device.
-            source: on the host, from :meth:`host_empty`, or on the disk; of the target's shape and dtype.
+            source: on the host, from ``room``, or on the disk; of the target's shape and dtype.
             after: what the transfer's thread calls before the copy. It returns when the source is final.
 
         Raises:
@@ -143,10 +146,6 @@ class Bus:
         return self._stores.start(
             Transfer(target, source, None, event_now(self.device), launched("store", target.nbytes))
         )
-
-    def host_empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns ``size`` elements on the host, pinned where there is an accelerator."""
-        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type != "cpu")
 
 
 class _Lane:

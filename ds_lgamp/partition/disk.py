@@ -159,7 +159,10 @@ class Moving:
 
 def aligned(size: int, pinned: bool = False) -> torch.Tensor:
     """Returns ``size`` bytes of memory that the disk can read and write."""
-    whole = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+    if pinned:
+        # It begins with a page.
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    whole = torch.empty(size + BLOCK, dtype=torch.uint8)
     return whole[-whole.data_ptr() % BLOCK :][:size]
 
 

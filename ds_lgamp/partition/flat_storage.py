@@ -1,6 +1,7 @@
 """Where the parameters of a unit lie: one flat storage, of which every data-parallel rank keeps a shard."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ds_lgamp.partition.host_home import LoadedPart
 from ds_lgamp.partition.host_thread import Job, Work
 from ds_lgamp.partition.launches import followed
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.pool import pooled
+from ds_lgamp.partition.pool import in_pool
 
 
 class UnitParameter(NamedTuple):
@@ -98,8 +99,9 @@ class FlatStorage:
         first = self.parameters[0].parameter
         *self.offsets, self.end = offsets(entry.parameter.numel() for entry in self.parameters)
         ranks = policy.data_group.size()
-        with pooled(first.device):
-            self.flat = first.new_zeros(part_size(self.end, ranks) * ranks, requires_grad=False)
+        make = partial(first.new_zeros, part_size(self.end, ranks) * ranks, requires_grad=False)
+        # All chunks are laid out at once, and released.
+        self.flat = make() if self.frees_weights else in_pool(first.device, make)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._released = first.new_empty(0, requires_grad=False)
         self._views = []
@@ -305,8 +307,7 @@ class FlatStorage:
             self._complete()
             return
         if not self.resident:
-            with pooled(self.flat.device):
-                self.flat.untyped_storage().resize_(self._bytes)
+            in_pool(self.flat.device, partial(self.flat.untyped_storage().resize_, self._bytes))
         # A program has awaited the refresh; a block or a loaded state has not.
         self.start_refresh()
         self.finish_refresh()

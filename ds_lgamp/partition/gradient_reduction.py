@@ -1,13 +1,15 @@
 """The gradient of a unit: it accumulates over micro-batches, is summed over the data-parallel ranks, and ends as this
 rank's shard of it."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import Finish, start_all_reduce, start_reduce_scatter, sum_in_rank_order
 from ds_lgamp.partition.flat_storage import FlatStorage
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.pool import pooled
+from ds_lgamp.partition.pool import in_pool
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
@@ -91,8 +93,8 @@ class GradientReduction:
     def begin_accumulation(self) -> None:
         """Gives every parameter a zeroed view of the flat gradient, into which autograd accumulates in place."""
         if self._gradient is None:
-            with pooled(self._storage.flat.device):
-                self._gradient = torch.zeros_like(self._storage.flat, dtype=self._dtype)
+            make = partial(torch.zeros_like, self._storage.flat, dtype=self._dtype)
+            self._gradient = in_pool(self._storage.flat.device, make)
         elif self.shard_gradient is None:
             self._gradient.zero_()
         for entry, offset in zip(self._storage.parameters, self._storage.offsets):
@@ -117,10 +119,10 @@ class GradientReduction:
         if self._averages_first:
             gradient.div_(self._ranks)
         if self._partitioned:
-            with pooled(gradient.device):
-                # In another dtype a copy travels, and the accumulated gradient is freed.
-                gradient = self._gradient = gradient.to(self._communication_dtype)
-                self._reducing = start_reduce_scatter(gradient, self._group, self._master_dtype, self._in_rank_order)
+            # In another dtype a copy travels, and the accumulated gradient is freed.
+            gradient = self._gradient = in_pool(gradient.device, partial(gradient.to, self._communication_dtype))
+            reduce = partial(start_reduce_scatter, gradient, self._group, self._master_dtype, self._in_rank_order)
+            self._reducing = in_pool(gradient.device, reduce)
         elif self._ranks > 1:
             gradient = gradient.to(self._communication_dtype)
             self._reducing = start_all_reduce(gradient, self._group, self._in_rank_order)

@@ -41,7 +41,8 @@ def own_of_disjoint(
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    if world.bound_device_id is not None:
+    # Splits of two backends would meet under names that count a rank's groups, which are unequal.
+    if world.bound_device_id is not None and dist.get_backend() == "nccl":
         return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=options())
     made = [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups]
     return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)

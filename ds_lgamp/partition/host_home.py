@@ -2,6 +2,7 @@
 stored. Both may lie on a disk."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from ds_lgamp.cost.disk import OnDisk
 from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.host_thread import HostThread
-from ds_lgamp.partition.pool import pooled
+from ds_lgamp.partition.pool import in_pool
 
 
 class Host(NamedTuple):
@@ -28,11 +29,11 @@ class Host(NamedTuple):
 
     def weights(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for what loads copy, or room on the disk."""
-        return self._disk.empty(size, dtype) if self.on_disk.parameters else self.bus.host_empty(size, dtype)
+        return self._disk.empty(size, dtype) if self.on_disk.parameters else self.bus.room.empty(size, dtype)
 
     def optimizer_room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for what stores copy, or room for it and for states on the disk."""
-        return self._disk.empty(size, dtype) if self.on_disk.optimizer else self.bus.host_empty(size, dtype)
+        return self._disk.empty(size, dtype) if self.on_disk.optimizer else self.bus.room.empty(size, dtype)
 
     def master_weights(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns a copy of half-precision weights in fp32."""
@@ -77,8 +78,7 @@ class LoadedPart:
         if self.is_current or self._loading is not None:
             return
         if self._frees and not self.part.untyped_storage().nbytes():
-            with pooled(self.part.device):
-                self.part.untyped_storage().resize_(self._bytes)
+            in_pool(self.part.device, partial(self.part.untyped_storage().resize_, self._bytes))
         self._loading = self._bus.load(self.part, self.home, after)
 
     def finish(self) -> None:

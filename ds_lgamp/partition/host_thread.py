@@ -52,11 +52,12 @@ class HostThread:
     When a job has failed, all later ones fail with its error: they would work on half a step.
 
     Args:
+        device: where the jobs' events and tensors are, beside the host.
         name: the thread's.
     """
 
-    def __init__(self, name: str = "ds_lgamp updates") -> None:
-        self._name = name
+    def __init__(self, device: torch.device, name: str = "ds_lgamp updates") -> None:
+        self._device, self._name = device, name
         self._queue: SimpleQueue[Job | None] | None = None
         self._thread: Thread | None = None
 
@@ -65,14 +66,15 @@ class HostThread:
         if self._queue is None or self._thread is None:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None)
-            self._thread = Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
+            self._thread = Thread(target=_serve, args=(self._queue, self._device), name=self._name, daemon=True)
             self._thread.start()
         job = Job(function, self._thread)
         self._queue.put(job)
         return job
 
 
-def _serve(queue: "SimpleQueue[Job | None]") -> None:
+def _serve(queue: "SimpleQueue[Job | None]", device: torch.device) -> None:
+    use_device(device)
     failure = None
     while (job := queue.get()) is not None:
         failure = job._run(failure)

@@ -91,7 +91,7 @@ class _Buffer:
 
     def __init__(self, disk: Disk, size: int) -> None:
         self._disk, self._memory = disk, aligned(size)
-        self._thread = HostThread()
+        self._thread = HostThread(torch.device("cpu"))
         self._under_way: Job | None = None
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Tensors on the disk and their bytes in the buffer, by the tensor's id."""

@@ -1,7 +1,7 @@
 """All units of a pipeline rank, driven by the actions of its program."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.pool import outside_of_pools
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 
@@ -246,8 +247,9 @@ class ZeroPartition:
         All data-parallel ranks enter it together."""
         block = object()
         units = self.units if chunk is None else self.chunk_units[chunk]
-        for unit in units:
-            unit.storage.hold(block)
+        with outside_of_pools() if chunk is None else nullcontext():
+            for unit in units:
+                unit.storage.hold(block)
         for unit in units:
             unit.storage.finish_gather()
         try:

@@ -103,9 +103,10 @@ def _edge_groups(pipelines: Sequence[Sequence[int]], device: torch.device) -> di
 
 
 def link_options(timeout: timedelta | None) -> Any:
-    """Returns NCCL's options for a link; None on other backends, or if this torch offers none."""
+    """Returns NCCL's options for a link, also where hosts have another backend; None without NCCL, or if this torch
+    offers none."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if dist.get_backend() != "nccl" or nccl is None:
+    if "nccl" not in dist.get_backend() or nccl is None:
         return None
     options = nccl.Options()
     options.config.max_ctas = MAX_BLOCKS

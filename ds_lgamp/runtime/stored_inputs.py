@@ -1,5 +1,7 @@
 """The inputs of chunks that wait for their backward on the host."""
 
+from contextlib import suppress
+
 import torch
 
 from ds_lgamp.partition.bus import Bus, Transfer
@@ -26,19 +28,24 @@ class StoredInputs:
         """Copies, each with its end on the host and the leaf whose data it moves."""
         self._away: dict[_Place, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         """Data on the host, each with its leaf."""
+        self._homes: dict[tuple[_Place, int], torch.Tensor] = {}
+        """Memory of the host for each tensor of each input, which every step uses again."""
 
     def store(self, chunk: int, micro_batch: int, beginning: Tensors) -> None:
         """Launches the copies of an input to the host."""
         copies = self._under_way[chunk, micro_batch] = []
         leaves = differentiable(beginning)
         _part(beginning, leaves)
-        for leaf in leaves:
-            on_host = self._home(leaf)
+        for number, leaf in enumerate(leaves):
+            on_host = self._home(((chunk, micro_batch), number), leaf)
             copies.append((self._bus.store(on_host, leaf.detach().reshape(-1)), on_host, leaf))
 
-    def _home(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _home(self, place: tuple[_Place, int], leaf: torch.Tensor) -> torch.Tensor:
         if not self._on_disk:
-            return self._bus.host_empty(leaf.numel(), leaf.dtype)
+            home = self._homes.get(place)
+            if home is None or home.numel() < leaf.nbytes:
+                home = self._homes[place] = self._bus.room.empty(leaf.nbytes, torch.uint8)
+            return home[: leaf.nbytes].view(leaf.dtype)
         assert self._bus.disk is not None, "inputs lie on it"
         return self._bus.disk.empty(leaf.numel(), leaf.dtype)
 
@@ -65,6 +72,11 @@ class StoredInputs:
 
     def clear(self) -> None:
         """Forgets the inputs of a batch that failed."""
+        for copies in self._under_way.values():
+            for transfer, _, _ in copies:
+                with suppress(RuntimeError):
+                    # The next batch writes to its memory.
+                    transfer.done()
         self._under_way.clear()
         self._away.clear()
 

@@ -107,6 +107,16 @@ def test_the_last_checkpoints_are_kept_and_that_named_in_latest(tmp_path):
         assert content(read_whole(tmp_path / tag)) == content(example())
 
 
+def test_what_interrupted_saves_left_is_removed_with_old_checkpoints(tmp_path):
+    write_whole(tmp_path / "new", example())
+    for tag in ("cut", "user's"):
+        (tmp_path / tag / "tensors-0badcafe").mkdir(parents=True)
+        (tmp_path / tag / "tensors-0badcafe" / "__0_0.distcp").write_text("")
+    (tmp_path / "user's" / "notes").write_text("")
+    keep_last(tmp_path, "new", 2)
+    assert names(tmp_path) == ["new", "user's"] and names(tmp_path / "user's") == ["notes"]
+
+
 def test_only_checkpoints_are_removed_and_none_through_a_link(tmp_path):
     for age, tag in enumerate(["new", "old"]):
         write_whole(tmp_path / tag, example())

@@ -1,6 +1,10 @@
 """Any reader of torch.distributed.checkpoint reads the files of a checkpoint. Damaged files are refused."""
 
+import errno
+import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_lgamp.checkpoint.boxes import boxes
 from ds_lgamp.checkpoint.checksum import checksum_of
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.storage import (
     INDEX,
@@ -141,6 +145,39 @@ def test_a_file_that_cannot_be_read_is_named(checkpoint):
             verify(checkpoint)
         path.rmdir()
         path.with_suffix(".away").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "advice"),
+    [(errno.EIO, DamageError, "restore it"), (errno.EMFILE, CheckpointError, "let all ranks read it, and load again")],
+)
+def test_only_a_disk_that_has_lost_data_makes_an_older_checkpoint_take_its_place(
+    checkpoint, monkeypatch, number, kind, advice
+):
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ds_lgamp.checkpoint.storage.os", SimpleNamespace(fstat=fail))
+    with pytest.raises(CheckpointError, match=f"distcp cannot be read .*{advice}") as raised:
+        read_whole(checkpoint)
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize("left", [None, 100])
+def test_a_file_that_is_not_there_for_the_first_rank_fails_the_save(tmp_path, monkeypatch, left):
+    """As where every node has a disk of its own."""
+    write_data = ChecksummedWriter.write_data
+
+    def elsewhere(writer, plan, planner):
+        written = write_data(writer, plan, planner)
+        (path,) = Path(writer.path).glob("*.distcp")
+        path.unlink() if left is None else os.truncate(path, left)
+        return written
+
+    monkeypatch.setattr(ChecksummedWriter, "write_data", elsewhere)
+    with pytest.raises(CheckpointError, match="__0_0.distcp was written by another rank .* share a disk"):
+        written(tmp_path / "run" / "tag")
+    assert not (tmp_path / "run" / "tag").exists()
 
 
 def test_bytes_that_nobody_wrote_are_found(checkpoint):

@@ -25,12 +25,12 @@ def bus_threads():
 
 def test_what_was_loaded_and_stored_arrives_and_is_counted():
     bus = Bus(CPU)
-    host = bus.host_empty(1000, torch.bfloat16).copy_(torch.arange(1000))
+    host = bus.room.empty(1000, torch.bfloat16).copy_(torch.arange(1000))
     device = torch.zeros(1000, dtype=torch.bfloat16)
     bus.load(device, host).wait()
     assert torch.equal(device, host)
     gradient = torch.randn(500)
-    stored = bus.host_empty(500, torch.float32)
+    stored = bus.room.empty(500, torch.float32)
     bus.store(stored, gradient).done()
     assert torch.equal(stored, gradient)
     assert (bus.bytes_loaded, bus.bytes_stored) == (2 * 1000, 4 * 500)

@@ -37,7 +37,7 @@ def test_tensors_go_to_the_disk_and_back(bus, elements):
 
 
 def test_what_lies_in_memory_does_not_touch_the_disk(bus):
-    home = bus.host_empty(100, torch.float32)
+    home = bus.room.empty(100, torch.float32)
     bus.store(home, torch.ones(100)).wait()
     bus.load(torch.zeros(100), home).wait()
     assert bus.disk.bytes_written == bus.disk.bytes_read == 0

@@ -31,7 +31,7 @@ def data_group(request):
 
 
 def unit_of(data_group, zero_stage=3, parameters=True, dtype=torch.float32, trains=True):
-    host = Host(Bus(torch.device("cpu")), HostThread(), parameters)
+    host = Host(Bus(torch.device("cpu")), HostThread(torch.device("cpu")), parameters)
     weight = torch.nn.Parameter(torch.arange(ELEMENTS, dtype=dtype), requires_grad=trains)
     policy = ZeroPolicy(data_group, zero_stage, host=host)
     return Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], policy), weight, host

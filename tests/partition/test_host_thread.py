@@ -3,14 +3,16 @@
 import threading
 
 import pytest
+import torch
 
+from ds_lgamp.partition import host_thread
 from ds_lgamp.partition.host_thread import HostThread
 
 SECONDS = 30
 
 
 def test_a_waiter_waits_for_the_write_and_the_next_job_does_not():
-    thread, written, order = HostThread(), threading.Event(), []
+    thread, written, order = HostThread(torch.device("cpu")), threading.Event(), []
 
     def write():
         assert written.wait(SECONDS)
@@ -29,7 +31,7 @@ def test_a_waiter_waits_for_the_write_and_the_next_job_does_not():
 
 def test_the_thread_does_not_wait_for_itself():
     """Its garbage collection may delete an engine, which waits for its jobs."""
-    thread, queued, jobs = HostThread(), threading.Event(), []
+    thread, queued, jobs = HostThread(torch.device("cpu")), threading.Event(), []
     jobs.append(thread.start(lambda: queued.wait(SECONDS) and jobs[1].wait()))
     jobs.append(thread.start(lambda: None))
     queued.set()
@@ -43,14 +45,14 @@ def test_an_error_of_the_write_is_raised_by_every_waiter():
     def write():
         raise OSError("full")
 
-    job = HostThread().start(lambda: write)
+    job = HostThread(torch.device("cpu")).start(lambda: write)
     for _ in range(2):
         with pytest.raises(OSError, match="full"):
             job.wait()
 
 
 def test_after_a_failed_job_no_other_one_runs():
-    thread, ran = HostThread(), []
+    thread, ran = HostThread(torch.device("cpu")), []
 
     def fail():
         raise ValueError("no luck")
@@ -60,3 +62,13 @@ def test_after_a_failed_job_no_other_one_runs():
         with pytest.raises(ValueError, match="no luck"):
             job.wait()
     assert not ran
+
+
+def test_the_thread_has_the_device_of_its_rank(monkeypatch):
+    """Otherwise its first event would make a context on the first device of the node."""
+    made = []
+    monkeypatch.setattr(
+        host_thread, "use_device", lambda device: made.append((device, threading.current_thread().name))
+    )
+    HostThread(torch.device("cuda", 3), "updates").start(lambda: None).wait()
+    assert made == [(torch.device("cuda", 3), "updates")]

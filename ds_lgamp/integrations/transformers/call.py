@@ -33,6 +33,10 @@ class Call:
         """Keeps what every block gets, so that :meth:`block_arguments` need not compute it."""
         self._blocks = arguments
 
+    def forget_blocks(self) -> None:
+        """Lets go of what the blocks get, which none needs any more."""
+        self._blocks = None
+
     def block_arguments(self, index: int, compute: Callable[["Call"], list[BlockArguments]]) -> BlockArguments:
         """Returns what block ``index`` gets. ``compute`` is called at most once."""
         if self._blocks is None:

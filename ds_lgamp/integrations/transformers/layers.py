@@ -76,6 +76,7 @@ class ModelLayers:
         shown = survey(model, blocks, random_sources)
         ahead, behind = ({path: model.get_submodule(path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
+        self._blocks = list(blocks.modules)
         self._without_cache = without_cache(model)
         self._names = list(signature(model.forward).parameters)
         split = SplitForward(model, blocks, ahead, behind, shown.returned, random_sources)
@@ -95,6 +96,11 @@ class ModelLayers:
         self._checkpointing.switch_off()
         refuse_arguments({**dict(zip(self._names, positional)), **named})
         return positional, {**named, **self._without_cache}
+
+    def compile(self, **options: Any) -> None:
+        """Compiles the blocks with torch.compile's ``options``."""
+        for block in self._blocks:
+            block.compile(**options)
 
     @staticmethod
     def first_input(call: Call) -> Call:

@@ -19,14 +19,19 @@ _COLLECTED = {
 def refuse_model(model: Any) -> None:
     """Raises ConfigError if the model's configuration asks for what a split model cannot compute."""
     name = type(model_of(model)).__name__
+    taken = getattr(model_of(model), "main_input_name", "input_ids")
+    if taken != "input_ids":
+        raise ConfigError(f"{name} takes {taken}, but a {BLOCK} block splits models of token ids; remove the block")
     for config in _configs(model_of(model).config):
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
                 f"{name} has an encoder and a decoder, but a {BLOCK} block splits one list of blocks; remove the block"
             )
-        for key, value in vars(config).items():
-            if key in _COLLECTED and value:
+        for key in _COLLECTED:
+            # Some are properties.
+            if getattr(config, key, False):
                 raise ConfigError(_collecting(f"{key} of {name}'s config", key))
+        for key, value in vars(config).items():
             if key.endswith("layerdrop") and value:
                 raise ConfigError(f"{key} of {name}'s config is {value}; with a {BLOCK} block, set it to 0")
         if getattr(config, "return_dict", True) is False:

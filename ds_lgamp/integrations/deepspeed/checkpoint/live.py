@@ -85,12 +85,12 @@ class LiveCheckpoint:
 
     def saves_in(self, directory: Path) -> None:
         """Notes where the run saves a checkpoint."""
-        self._saved_in = directory.absolute()
+        self._saved_in = directory.resolve()
         self._directory = str(self._saved_in)
 
     def loads_from(self, directory: Path) -> None:
         """Notes where the run loads a checkpoint, and will probably save."""
-        self._directory = str(directory.absolute())
+        self._directory = str(directory.resolve())
 
     def publish(self, directory: Path) -> None:
         """Makes the newest whole state of an earlier run a checkpoint in ``directory``, unless that has one as new.
@@ -119,7 +119,9 @@ class LiveCheckpoint:
         step = self._state.step
         if step is None or (self._saved_in is not None and last_step(self._saved_in) >= step):
             self._state.remove()
-        elif self._rank == 0:
+            return
+        self._state.leave()
+        if self._rank == 0:
             logger.warning(
                 f"{self._folder} keeps the live state of step {step}, {self._state.bytes_here / 1e9:.3g} GB on this "
                 f"node: load_checkpoint goes on from it, and ds_lgamp checkpoint publish {self._folder} "

@@ -1,5 +1,6 @@
 """Goes on with a training run where a checkpoint was written, at the same layout or another."""
 
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -36,14 +37,21 @@ def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
     looks."""
     if tag is not None:
         return [directory / str(tag)]
-    found = everyone(everywhere(partial(_last_and_others, directory)))[0]
+    first = dist.get_rank() == 0
+    found = everyone(everywhere(partial(_last_and_others, directory) if first else list))[0]
     if not found:
-        begun = everyone(everywhere(partial(folders.unfinished, directory)))[0]
-        hint = "pass a tag, or save a checkpoint first"
-        if begun:
-            hint = f"the save in {', '.join(begun)} was not finished; remove {directory}, and go on from one that was"
+        hint = everyone(everywhere(partial(_hint, directory) if first else str))[0]
         logger.warning(f"{directory} has no file '{folders.LATEST}'; {hint}")
     return found
+
+
+def _hint(directory: Path) -> str:
+    whole, begun = folders.newest_first(directory, "any"), folders.unfinished(directory)
+    if whole:
+        return f"pass the tag '{whole[0].name}', which is whole"
+    if begun:
+        return f"the save in {', '.join(begun)} was not finished; remove {directory}, and go on from one that was"
+    return "pass a tag, or save a checkpoint first"
 
 
 def _last_and_others(directory: Path) -> list[Path]:
@@ -51,13 +59,21 @@ def _last_and_others(directory: Path) -> list[Path]:
     return [] if last is None else list(dict.fromkeys([directory / last, *folders.newest_first(directory, last)]))
 
 
-def load_first_whole(run: Run, candidates: list[Path], parts: Parts) -> tuple[Path, dict[str, Any]]:
+def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: Parts) -> tuple[Path, dict[str, Any]]:
     """Does :func:`load` with the first of ``candidates`` whose files are whole, and returns it too. Raises that of the
-    first if none is."""
+    first if none is.
+
+    A run that goes on from another than the first lets ``latest`` in ``directory`` name it: of the run's live states,
+    those count that are newer than that.
+    """
     first: DamageError | None = None
     for folder in candidates:
         try:
-            return folder, load(run, folder, parts)
+            client_state = load(run, folder, parts)
+            if first is not None and parts.progress and dist.get_rank() == 0:
+                with suppress(OSError):
+                    folders.write_latest(directory, str(folder.relative_to(directory)))
+            return folder, client_state
         except DamageError as error:
             first = first or error
             if folder != candidates[-1] and dist.get_rank() == 0:

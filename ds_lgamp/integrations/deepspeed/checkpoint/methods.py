@@ -98,7 +98,7 @@ def load_checkpoint(
         scheduler=load_lr_scheduler_states and not load_module_only,
         progress=not load_module_only,
     )
-    folder, client_state = load_first_whole(engine, candidates, parts)
+    folder, client_state = load_first_whole(engine, Path(load_dir), candidates, parts)
     engine.forget_nonfinite()
     if engine.live is not None:
         engine.live.forget()

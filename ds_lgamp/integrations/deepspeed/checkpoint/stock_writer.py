@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,6 +18,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import save_into, sync, whole_folder
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
@@ -70,23 +70,27 @@ def write_stock(
     """
     _check(whole, folder, pipeline_ranks, data_ranks, stage)
     bounds = _bounds(whole.state, pipeline_ranks, layer_bounds)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for layer in range(bounds[-1]):
-        torch.save(_layer_content(whole, layer), partial / layer_file(layer))
-    bf16 = whole.state["layout"]["data_type"] == "bfloat16"
-    for rank, layers in enumerate(pairwise(bounds)):
-        modules = _modules(whole.state, range(*layers))
-        groups = _groups(whole, modules)
-        content = _rank_content(whole, modules, groups, pipeline_ranks, data_ranks)
-        if stage == 0:
-            content["optimizer"] = _whole_optimizer(whole, groups)
-        else:
-            _write_shards(whole, groups, [partial / shard_file(rank, number, bf16) for number in range(data_ranks)])
-        torch.save(content, partial / rank_file(rank))
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        for layer in range(bounds[-1]):
+            _save(partial / layer_file(layer), _layer_content(whole, layer))
+        bf16 = whole.state["layout"]["data_type"] == "bfloat16"
+        for rank, layers in enumerate(pairwise(bounds)):
+            modules = _modules(whole.state, range(*layers))
+            groups = _groups(whole, modules)
+            content = _rank_content(whole, modules, groups, pipeline_ranks, data_ranks)
+            if stage == 0:
+                content["optimizer"] = _whole_optimizer(whole, groups)
+            else:
+                shards = [partial / shard_file(rank, number, bf16) for number in range(data_ranks)]
+                _write_shards(whole, groups, shards)
+            _save(partial / rank_file(rank), content)
     write_latest(folder.parent, folder.name)
+
+
+def _save(path: Path, content: Any) -> None:
+    with open(path, "wb") as file:
+        save_into(file, content)
+        sync(file)
 
 
 def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks: int, stage: int) -> None:
@@ -264,7 +268,7 @@ def _write_shards(whole: WholeCheckpoint, groups: list[tuple[int, list[str]]], p
     for data_rank, path in enumerate(paths):
         shard = _shard(flat, data_rank, len(paths)) | scaling
         shard["base_optimizer_state"]["param_groups"] = options
-        torch.save({"optimizer_state_dict": shard, "ds_version": deepspeed.__version__}, path)
+        _save(path, {"optimizer_state_dict": shard, "ds_version": deepspeed.__version__})
 
 
 def _flatten(whole: WholeCheckpoint, group: int, names: list[str]) -> FlatGroup:

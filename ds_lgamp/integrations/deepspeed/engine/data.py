@@ -123,7 +123,8 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
     would wait until the device has done all earlier work."""
     if torch.is_tensor(value):
         from_host = value.device.type == "cpu"
-        start = get_accelerator().pin_memory(value) if from_host else value
+        # Pinned memory keeps strides, and a copy of strided memory starts elsewhere.
+        start = get_accelerator().pin_memory(value.contiguous()) if from_host else value
         return start.to(device, dtype=dtype if value.is_floating_point() else None, non_blocking=from_host)
     if isinstance(value, (list, tuple)):
         return tuple(to_device(member, device, dtype) for member in value)

@@ -62,7 +62,7 @@ def partition_parameters(
         if spec.offload is None
         else Host(
             Bus(device, disk=disk),
-            HostThread(),
+            HostThread(device),
             spec.offload.parameters,
             on_disk_of(config, settings),
             spec.offload.on_device,

@@ -1,12 +1,12 @@
 """Calls of a model that pass by its engine, as transformers' Trainer evaluates."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
 
 _ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
 
@@ -17,15 +17,9 @@ def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) 
     Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
     a model that is spread, because the engine keeps no keys and values.
     """
-    _replace(model, "forward", lambda stock: _forward(engine if is_spread else stock, model))
+    replace_method(model, "forward", lambda stock: _forward(engine if is_spread else stock, model))
     if is_spread and hasattr(model, "generate"):
-        _replace(model, "generate", lambda _: _refuse_generate)
-
-
-def _replace(model: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    stock = getattr(model, name)
-    # The Trainer looks at the signature of a model's forward.
-    setattr(model, name, wraps(stock)(replacement(stock)))
+        replace_method(model, "generate", lambda _: _refuse_generate)
 
 
 def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:

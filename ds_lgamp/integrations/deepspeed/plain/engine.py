@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
 from ds_lgamp.integrations.deepspeed.engine.casting import cast_and_move
@@ -23,7 +23,8 @@ from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
-from ds_lgamp.integrations.deepspeed.plain.layers import Layers
+from ds_lgamp.integrations.deepspeed.plain.kept import Kept
+from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.told_loss import ToldLosses
 from ds_lgamp.integrations.transformers.call import Arguments, Call
 from ds_lgamp.partition.groups import own_host_group
@@ -68,8 +69,8 @@ class ModelEngine(LgampEngine):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._kept: list[Arguments] = []
-        """The calls since the last step."""
+        self._kept = Kept()
+        self._parameters = dict(user_model.named_parameters())
         self._told = ToldLosses(self.gradient_accumulation_steps)
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
@@ -107,7 +108,7 @@ class ModelEngine(LgampEngine):
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
-        self._kept.append(arguments)
+        self._kept.add(arguments)
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
         return self._layers.training_output(self._told.tell(value))
 
@@ -119,6 +120,7 @@ class ModelEngine(LgampEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         """Steps the optimizer if the batch is complete, and the scheduler with ``lr_kwargs``."""
         self._lr_kwargs = lr_kwargs
+        self._step_applied = False
         completes = self.is_gradient_accumulation_boundary()
         if completes:
             if self._waiting is None:
@@ -126,7 +128,8 @@ class ModelEngine(LgampEngine):
                 self._compute_gradients()
             assert self._waiting is not None
             with here.back_in_batch():
-                self.optimizer.loss_factor = self._told.common_factor(len(self._kept))
+                self._refuse_other_gradients()
+                self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
                 next(self._waiting, None)
             self._waiting = None
             self._kept.clear()
@@ -137,7 +140,7 @@ class ModelEngine(LgampEngine):
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As LgampEngine's. The next call begins a batch, however many calls the batches of the checkpoint had."""
         loaded = super().load_checkpoint(*positional, **named)
-        self.micro_steps = len(self._kept)
+        self.micro_steps = len(self._kept.calls)
         return loaded
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
@@ -154,6 +157,26 @@ class ModelEngine(LgampEngine):
         if self._is_gradient_accumulation_boundary is None:
             return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
         return self._is_gradient_accumulation_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeedEngine's; every rank feeds data. Raises ConfigError if micro-batches of all ranks do not make the
+        batch."""
+        ranks = self.dp_world_size * self.num_stages
+        each = self.train_micro_batch_size_per_gpu() * ranks
+        if train_batch_size < each or train_batch_size % each:
+            raise ConfigError(
+                f"train_batch_size is {train_batch_size}, but {ranks} ranks with micro-batches of "
+                f"{self.train_micro_batch_size_per_gpu()} make multiples of {each}; use one of them"
+            )
+        super().set_train_batch_size(train_batch_size)
+
+    def compile(self, *positional: Any, **options: Any) -> None:
+        """As DeepSpeedEngine's, for the blocks of the model, where the program calls them."""
+        model, self.module = self.module, Compiled(self._layers)
+        try:
+            super().compile(*positional, **options)
+        finally:
+            self.module = model
 
     def train(self, mode: bool = True) -> None:
         super().train(mode)
@@ -181,7 +204,9 @@ class ModelEngine(LgampEngine):
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
         with self.in_batch(training=True):
-            self._begin(Next.TRAIN, self._kept)
+            self._kept.check()
+            self._refuse_other_gradients()
+            self._begin(Next.TRAIN, self._kept.calls)
             self.micro_batches = len(self._layers.calls.all)
             self._waiting = self._run_training(self._train_schedule())
             next(self._waiting)
@@ -191,6 +216,16 @@ class ModelEngine(LgampEngine):
             if self.num_stages > 1:
                 dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         return losses[self.stage_id :: self.num_stages].sum()
+
+    def _refuse_other_gradients(self) -> None:
+        """Raises ConfigError if the script has computed gradients itself. Here the program has none left in
+        ``grad``."""
+        name = next((name for name, parameter in self._parameters.items() if parameter.grad is not None), None)
+        if name is not None:
+            raise ConfigError(
+                f"{name} has a gradient that does not come from a loss of engine(...), and would be lost; with a "
+                f"{BLOCK} block, leave terms that depend on parameters out of the loss"
+            )
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """Returns the model's output for the call of this rank."""
@@ -226,19 +261,23 @@ class ModelEngine(LgampEngine):
         load = self._noting(self._load, spec)
         batch = BatchState(spec.micro_batches, load, True, spec.turns_at_once, schedule.actions)
         with monitored(self, self._step_monitor, self._loader), self.executor.run_batch(batch):
-            self._loader.tokens += sum(map(_tokens, self._kept))
+            self._loader.tokens += sum(map(_tokens, self._kept.calls))
+            lowest = spec.placement.index(self.stage_id)
             actions = iter(schedule.actions)
             with kept_from_script(self.random_sources, self.lgamp_settings.reproducible):
                 for action in actions:
                     if action.kind is Kind.STEP:
                         break
                     self.executor.execute(action)
+                    if action.kind is Kind.BACKWARD and action.chunk == lowest:
+                        # Masks of long sequences are large.
+                        self._layers.calls.all[action.micro_batch].forget_blocks()
             self.executor.current = None
+            self._layers.calls.all = []
             yield
             self.executor.execute(action)
             self.executor.run(actions)
         self.placed.micro_offset += spec.micro_batches
-        self._layers.calls.all = []
         self._act_on_nonfinite()
 
     def _noting(self, load: LoadMicroBatch, spec: ProgramSpec) -> LoadMicroBatch:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ds_lgamp.integrations.deepspeed.engine.data import to_device
 from ds_lgamp.partition.agreement import everyone
 
 _ALIGNMENT = 8
@@ -59,7 +60,7 @@ class Exchange:
 
     def gather(self, own: Any) -> list[Any]:
         """Returns ``own`` of every rank of the pipeline. Collective."""
-        own = tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), own)
+        own = tree_map_only(Tensor, lambda tensor: to_device(tensor, self._device), own)
         if self._group.size() == 1:
             return [own]
         packed, tensors = _pack(own)

@@ -47,6 +47,10 @@ class Layers(Protocol):
         """Returns what the engine returns for a call in training."""
         ...
 
+    def compile(self, **options: Any) -> None:
+        """Compiles what the layers compute with torch.compile's ``options``."""
+        ...
+
 
 class SequentialLayers:
     """The layers of an nn.Sequential whose last module returns the loss."""
@@ -72,6 +76,21 @@ class SequentialLayers:
 
     def training_output(self, loss: Tensor) -> Tensor:
         return loss
+
+    def compile(self, **options: Any) -> None:
+        for module in self.modules:
+            module.compile(**options)
+
+
+class Compiled(nn.Module):
+    """Stands in for a model whose layers are compiled, and not the model as a whole: nobody calls it as a whole."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def compile(self, *_positional: Any, **options: Any) -> None:
+        self._layers.compile(**options)
 
 
 def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layers:

@@ -1,7 +1,7 @@
 """The whole state of the model of a plain script, by the model's own names, though its layers are on many ranks."""
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     transfer,
 )
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
+from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
 from ds_lgamp.partition.agreement import raise_everywhere
 
 
@@ -59,24 +60,27 @@ def give_state(engine: Engine) -> None:
     A model that every rank has whole keeps its own ``state_dict`` and ``save_pretrained``.
     """
     model = engine.module
-    stock_load = model.load_state_dict
+    replace_method(model, "load_state_dict", partial(_loads_whole, engine))
+    if is_spread(engine):
+        replace_method(model, "state_dict", partial(_gathers, engine))
+        if hasattr(model, "save_pretrained"):
+            replace_method(model, "save_pretrained", partial(_first_rank_saves, engine))
 
-    @wraps(stock_load)
+
+def _loads_whole(engine: Engine, stock: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         if assign:
             raise ConfigError(f"load_state_dict has assign=True, but a {BLOCK} block keeps its parameters; remove it")
-        return _load(engine, stock_load, state_dict, strict)
+        return _load(engine, stock, state_dict, strict)
 
-    model.load_state_dict = load_state_dict
-    if not is_spread(engine):
-        return
-    stock_state = model.state_dict
+    return load_state_dict
 
-    @wraps(stock_state)
+
+def _gathers(engine: Engine, stock: Callable[..., Any]) -> Callable[..., Any]:
     def state_dict(*positional: Any, **options: Any) -> Any:
-        given = signature(stock_state).bind(*positional, **options).arguments
+        given = signature(stock).bind(*positional, **options).arguments
         if given.get("keep_vars"):
-            return stock_state(*positional, **options)
+            return stock(*positional, **options)
         state = whole_state(engine)
         if given.get("destination") is None and not given.get("prefix"):
             return state
@@ -84,15 +88,12 @@ def give_state(engine: Engine) -> None:
         destination.update({f"{given.get('prefix', '')}{name}": value for name, value in state.items()})
         return destination
 
-    model.state_dict = state_dict
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _first_rank_saves(engine, model.save_pretrained)
+    return state_dict
 
 
 def _first_rank_saves(engine: Engine, stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``save_pretrained`` that gathers the state unless it is given one, and writes it on the first rank."""
 
-    @wraps(stock)
     def save_pretrained(*positional: Any, **options: Any) -> Any:
         given = signature(stock).bind(*positional, **options)
         state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))

@@ -27,6 +27,12 @@ and 3."""
 _OFFLOADED = ("offload_optimizer", "offload_param")
 _OF_ONE_RANK = ("rank", "local_rank", "tensorboard", "wandb")
 """How arguments begin that may differ, because only one rank heeds them."""
+_OF_THE_ENDS = {
+    "reset_attention_mask": "the masks",
+    "sft": "the boundaries of its documents",
+    "full_validation": "the length of its data",
+}
+"""Arguments that need data of Megatron-LM which it leaves out between the first and the last chunk."""
 _SAME = "give every rank the same command line and configuration"
 _UNBOUNDED = 2**62
 """A bucket size that no chunk exceeds."""
@@ -138,6 +144,8 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
             "--multiple-validation-sets is True: every chunk would take another of the sets; remove it, or set "
             f"{BLOCK}.chunks_per_rank to 1"
         )
+    if chunks > max(ranks, 2):
+        _refuse_data_of_the_middle(args)
     if ranks == 1 and layout is not None and chunks > 1:
         _validate_one_rank(args, layout, chunks, validate)
     else:
@@ -153,6 +161,17 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
         # Without bounds, a chunk is one bucket, which is gathered and reduced as a whole.
         args.ddp_bucket_size = _UNBOUNDED
     return _unread_keys(job)
+
+
+def _refuse_data_of_the_middle(args: Namespace) -> None:
+    """Raises ConfigError if the chunks between the first and the last need what Megatron-LM's ``get_batch`` and its
+    data loaders leave out there, however few pipeline ranks there are."""
+    for name, missing in _OF_THE_ENDS.items():
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"{option_of(name)} is given, but Megatron-LM gives {missing} to the first and the last chunk only; "
+                f"remove it, or set {BLOCK}.chunks_per_rank to 1 with at most 2 pipeline ranks"
+            )
 
 
 def _refuse_another_stage(args: Namespace, job: Job) -> None:

@@ -99,6 +99,7 @@ _PARALLELISM = (
     *_flags("local_rank model_parallel_size scatter_gather_tensors_in_pipeline", OUTSIDE),
     *_flags(LAYOUT, HONOURED),
     *_flags("overlap_p2p_comm", OUTSIDE),
+    *_flags("inprocess_restart", REFUSED, "a rank that dies ends the others, for a launcher to start all; remove it"),
     *(Flag("virtual_pipeline_model_parallel_size", HONOURED, argument) for argument in CHUNK_FLAGS),
     Flag("num_layers_in_first_pipeline_stage", HONOURED, "decoder_first_pipeline_num_layers"),
     Flag("num_layers_in_last_pipeline_stage", HONOURED, "decoder_last_pipeline_num_layers"),

@@ -166,11 +166,9 @@ def _skipping(stock: Callable[[Any], None], training: Any) -> Callable[[Any], No
 
     @wraps(stock)
     def dummy_train_step(data_iterator: Any) -> None:
-        if not isinstance(data_iterator, list):
-            stock(data_iterator)
-            return
-        # A chunk has an iterator of its own, or none.
-        iterators = [iterator for iterator in data_iterator if iterator is not None]
+        # A chunk has an iterator of its own, or none, as those between the first and the last.
+        every = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        iterators = [iterator for iterator in every if iterator is not None]
         machine = training.get_rerun_state_machine()
         while machine.should_run_forward_backward(data_iterator):
             for iterator in iterators:

@@ -7,7 +7,8 @@ import random
 import shutil
 import signal
 import time
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.checkpoint import live_states
-from ds_lgamp.checkpoint.live_states import _slots_in
-from ds_lgamp.checkpoint.slot import Slot
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.slot import Header, Slot, read_header
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import shared_number, started_ranks
@@ -210,7 +211,7 @@ def die_while_writing(folder: Path) -> None:
     def dying(slot, *arguments):
         written.append(len(opened))
         if written.count(TORN) == 3:
-            while not any(seen.step == TORN and seen.rank == 1 for seen in _slots_in(live, 0)):
+            while not any(header.step == TORN and header.rank == 1 for _, header in headers_in(live)):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return write(slot, *arguments)
@@ -219,6 +220,13 @@ def die_while_writing(folder: Path) -> None:
         Slot.open, Slot.write = opening, dying
     while True:
         run.step()
+
+
+def headers_in(live: Path) -> Iterator[tuple[Path, Header]]:
+    """Yields the headers of states, also of runs that go on, which may replace them meanwhile."""
+    for path in live.glob("live-*/*.json"):
+        with suppress(CheckpointError):
+            yield path, read_header(path)
 
 
 def _refusal(live: Path) -> str:
@@ -258,8 +266,8 @@ class Choices:
         return Loaded(run.engine.global_steps, path and Path(path).name, client_state, said)
 
     def slot(self, rank: int, step: int, suffix: str) -> Path:
-        (found,) = (seen.path for seen in _slots_in(self.live, 0) if (seen.rank, seen.step) == (rank, step))
-        return Path(found).relative_to(self.live).with_suffix(suffix)
+        (found,) = (path for path, header in headers_in(self.live) if (header.rank, header.step) == (rank, step))
+        return found.relative_to(self.live).with_suffix(suffix)
 
     def _prepare(self, damage: tuple[Path, ...]) -> None:
         for source, target in ((self.live, self._copy), (self._saved, self.checkpoints)):
@@ -312,7 +320,7 @@ def choose(folder: Path, torn: Path) -> dict:
     loaded = run.load(folder / "checkpoints")
     # Each rank drops its own.
     dist.barrier()
-    found["own"] = loaded, len(_slots_in(folder / "live", 0))
+    found["own"] = loaded, len(list(headers_in(folder / "live")))
     return found
 
 

@@ -199,7 +199,8 @@ def newest_whole(folder):
         except CheckpointError as error:
             found.append(str(error))
         else:
-            found.append((Path(path).name, engine.global_steps))
+            dist.barrier()
+            found.append((Path(path).name, engine.global_steps, (Path(folder) / "latest").read_text()))
     return found
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from ds_lgamp.checkpoint.whole import write_whole
 from ds_lgamp.integrations.deepspeed.checkpoint import loading
 from ds_lgamp.integrations.deepspeed.checkpoint.data_position import micro_batches_here
+from testing.checkpoints import example
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.checkpoint.live_runs import heard
 from tests.integrations.deepspeed.checkpoint.resumed_runs import LAYOUTS, run_all
@@ -61,11 +63,11 @@ def test_only_the_last_checkpoints_are_kept(results):
     assert results[0]["few kept"] == [sorted([*tags, "latest"]) for tags in kept]
 
 
-def test_where_the_last_checkpoint_is_damaged_the_newest_whole_one_is_loaded(results):
+def test_where_the_last_checkpoint_is_damaged_the_newest_whole_one_is_loaded_and_named_in_latest(results):
     for rank in results:
         *loaded, said = rank["newest whole"]
-        assert loaded == [(f"global_step{step}", step) for step in (3, 2, 1)]
-        assert "global_step3/tensors-" in said and "__3_0.distcp is damaged: its checksum differs" in said
+        assert loaded == [(f"global_step{step}", step, f"global_step{step}") for step in (3, 2, 1)]
+        assert "global_step1/tensors-" in said and "__3_0.distcp is damaged: its checksum differs" in said
 
 
 def test_a_model_with_more_layers_takes_what_there_is(results):
@@ -154,9 +156,11 @@ def test_a_save_that_was_not_finished_is_named_where_there_is_no_latest(tmp_path
     begun = tmp_path / "unfinished"
     hints = {
         "empty": "pass a tag, or save a checkpoint first",
+        "whole": "pass the tag 'global_step3', which is whole",
         "unfinished": f"the save in global_step3 was not finished; remove {begun}, and go on from one that was",
     }
     (tmp_path / "unfinished" / "global_step3" / "tensors-0badcafe").mkdir(parents=True)
+    write_whole(tmp_path / "whole" / "global_step3", example())
     for name, hint in hints.items():
         (said,) = run_on_ranks(1, look_for_checkpoints, tmp_path / name)
         assert said == [f"{tmp_path / name} has no file 'latest'; {hint}"]

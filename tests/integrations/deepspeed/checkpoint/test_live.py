@@ -1,5 +1,6 @@
 """A run whose ranks are all killed goes on from its live state, to the bit, and loses one step at most."""
 
+import os
 import shutil
 import signal
 
@@ -8,6 +9,7 @@ import torch
 
 from ds_lgamp.checkpoint.folder import read_state, reader
 from ds_lgamp.checkpoint.live_states import publish_alone
+from ds_lgamp.checkpoint.slot import read_header
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.cli.main import main
 from testing.ranks import run_on_ranks, shared_number, started_ranks
@@ -151,13 +153,25 @@ def test_a_live_state_becomes_what_save_checkpoint_writes(choices, tmp_path):
     assert {**states[0], **OF_FILES} == {**states[1], **OF_FILES}
 
 
+def test_a_command_publishes_the_state_before_a_damaged_one(choices, tmp_path):
+    folder, _ = choices
+    shutil.copytree(folder / "copy", tmp_path / "live")
+    for header in (tmp_path / "live").glob("live-*/*.json"):
+        if read_header(header).step == 4:
+            os.truncate(header.with_suffix(".bin"), 1)
+    assert publish_alone(tmp_path / "live", lambda tag: tmp_path / tag).name == "global_step3"
+
+
 def test_one_rank_goes_on_from_the_state_of_two_which_a_command_can_publish(choices, tmp_path, capfd):
     folder, ranks = choices
     states = tmp_path / "checkpoints"
     publish = ["checkpoint", "publish", str(folder / "copy")]
+    # A save of that step was interrupted.
+    (states / "global_step4" / "tensors-0badcafe").mkdir(parents=True)
     assert main([*publish, str(states)]) == 0
     assert capfd.readouterr().out == f"wrote {states / 'global_step4'}\n"
     assert (states / "latest").read_text() == "global_step4"
+    assert len(list((states / "global_step4").iterdir())) == 2
     assert main([*publish, str(states / "global_step4")]) == 1
     assert "is a checkpoint; name the directory that holds it" in capfd.readouterr().err
     made = read_whole(states / "global_step4")

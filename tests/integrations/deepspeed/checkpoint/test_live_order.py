@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from ds_lgamp.checkpoint.live_states import _slots_in
 from ds_lgamp.checkpoint.slot import Slot, read_blobs, read_header
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run
+from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run, headers_in
 
 ONE_STEP = "zero 3"
 DELAY = 0.3
@@ -20,12 +19,12 @@ FIRST = "0.weight"
 
 
 def steps_on_disk(folder: Path) -> set[int]:
-    return {seen.step for seen in _slots_in(folder, 0)}
+    return {header.step for _, header in headers_in(folder)}
 
 
 def weights_in(folder: Path, step: int) -> torch.Tensor:
     """Returns the weights of the first layer in the state of a step."""
-    (header,) = (Path(seen.path) for seen in _slots_in(folder, 0) if seen.step == step)
+    (header,) = (path for path, header in headers_in(folder) if header.step == step)
     (shard,) = read_blobs(header, read_header(header))[f"parameters/{FIRST}"]
     return shard.values.clone()
 

@@ -1,5 +1,6 @@
 """Reads stock DeepSpeed's files, refuses the ones it cannot convert, and runs no code from them."""
 
+import errno
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +11,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
+from ds_lgamp.integrations.deepspeed.checkpoint import stock_writer
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_reader import read_stock
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
 
@@ -281,6 +283,21 @@ def test_what_cannot_be_written_is_refused(tmp_path, change, arguments, message)
     with pytest.raises(CheckpointError, match=message):
         write_stock(whole, tmp_path / "tag", **{"pipeline_ranks": 2, "data_ranks": 2, **arguments})
     assert not (tmp_path / "tag").exists()
+
+
+def test_of_a_checkpoint_that_does_not_fit_on_the_disk_nothing_stays(tmp_path, monkeypatch):
+    saved = []
+
+    def save(file, content):
+        saved.append(content)
+        if len(saved) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        torch.save(content, file)
+
+    monkeypatch.setattr(stock_writer, "save_into", save)
+    with pytest.raises(OSError, match="No space left"):
+        write_stock(whole_checkpoint(), tmp_path / "run" / "tag", 2, 2)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_checkpoint_is_not_overwritten(folder):

@@ -15,8 +15,8 @@ from benchmarks.model import ModelSize
 from ds_lgamp.config import ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.partition import disk_copies
-from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
+from ds_lgamp.partition.host_room import HostRoom
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors
 from ds_lgamp.schedule.stored_inputs import add_stored_inputs
 from testing.deepspeed_rank import prepare_rank
@@ -32,7 +32,7 @@ BLOCKS = {
 
 def keep_the_host_apart(patch):
     """Lets PeakMemory see the device's memory alone. Here both are main memory."""
-    for owner, name in ((Bus, "host_empty"), (Disk, "empty"), (disk_copies, "aligned")):
+    for owner, name in ((HostRoom, "empty"), (Disk, "empty"), (disk_copies, "aligned")):
         patch.setattr(owner, name, unseen(getattr(owner, name)))
 
 

@@ -12,6 +12,7 @@ from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.partition import unit as units_of_partition
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.host_room import HostRoom
 from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, build_partition
@@ -44,16 +45,23 @@ KEPT = [(1, False), (2, False), (3, False), (3, True), (3, False, (0, 2)), (3, T
 """ZeRO stage, whether the host holds the parameters, and the chunks of which it holds nothing."""
 
 
+class CountedRoom(HostRoom):
+    def __init__(self):
+        super().__init__(pinned=False)
+        self.homes = []
+
+    def empty(self, size, dtype):
+        self.homes.append(super().empty(size, dtype))
+        return self.homes[-1]
+
+
 class CountedBus(Bus):
     """Knows which memory is the host's."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
-        self.homes = []
-
-    def host_empty(self, size, dtype):
-        self.homes.append(super().host_empty(size, dtype))
-        return self.homes[-1]
+        self.room = CountedRoom()
+        self.homes = self.room.homes
 
 
 class DeviceMemory(PeakMemory):
@@ -99,7 +107,7 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
     )
     actions, bus = build_program(spec)[0], CountedBus()
     chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
-    host = Host(bus, HostThread(), offload.parameters, on_device=offload.on_device)
+    host = Host(bus, HostThread(torch.device("cpu")), offload.parameters, on_device=offload.on_device)
     partition = build_partition(
         {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
         [TiedParameters("embedding", parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype), [0, 6], tie_group)],

@@ -1,7 +1,9 @@
 """What scripts do with the engine beside training steps. The functions run on ranks and return what they saw."""
 
+import copy
 import time
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import deepspeed
@@ -271,10 +273,85 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     engine.eval()
     fails("in evaluation", engine.backward, engine(*pairs(0, rank, 0)))
 
+    engine = engine_of(sequential())
+    fails("batch size", engine.set_train_batch_size, 6)
+    fails("no batch", engine.set_train_batch_size, 0)
+
+    def reuse() -> None:
+        inputs, targets = pairs(0, rank, 0)
+        for number in range(MICRO_BATCHES):
+            engine.backward(engine(inputs, targets))
+            engine.step()
+            inputs.copy_(pairs(0, rank, number + 1)[0])
+
+    fails("reused tensor", reuse)
+
+    def regularize(last: int) -> None:
+        for number in range(MICRO_BATCHES):
+            loss = engine(*pairs(0, rank, number))
+            if number == last:
+                loss = loss + sum(parameter.pow(2).sum() for parameter in engine.module.parameters())
+            engine.backward(loss)
+            engine.step()
+
+    for last in range(MICRO_BATCHES):
+        engine = engine_of(sequential())
+        fails(f"own term {last}", regularize, last)
+
     engine = initialize(nn.Sequential(Inputs(), WithTargets(), Inputs()), configuration(1, {}))
     engine.set_gradient_accumulation_boundary(True)
     fails("no loss", lambda: engine(*pairs(0, rank, 0)), error=ActionError)
     return errors
+
+
+def copy_models() -> tuple[Any, Any]:
+    """Copies a model that an engine trains, then trains on. Returns the weights before and after, and those of the copy
+    and of one that has loaded what was before, each by what it computes."""
+    prepare_rank()
+    ds_lgamp.install()
+    model = make("GPT-2")
+    engine = initialize(model, configuration(1, {}))
+    batch = micro_batch(0, 0, 0)
+
+    def computed(model: Any) -> list[float]:
+        with torch.no_grad():
+            return model.eval()(**batch).logits[0, 0, :4].tolist()
+
+    before, reference = computed(model), copy.deepcopy(model)
+    state = copy.deepcopy(reference.state_dict())
+    model.train()
+    engine.train()
+    applied = []
+    for number in range(MICRO_BATCHES):
+        engine.backward(engine(**micro_batch(0, dist.get_rank(), number)).loss)
+        engine.step()
+        applied.append(engine.was_step_applied())
+    after, average = computed(model), copy.deepcopy(model)
+    average.load_state_dict(state)
+    again = computed(model)
+    names = list(signature(reference.forward).parameters), list(signature(model.forward).parameters)
+    return (before, after, again, applied, names), (computed(reference), computed(average))
+
+
+def compile_blocks() -> tuple[list[float], list[float], int]:
+    """Trains on two pipeline ranks, then with compiled blocks. Returns the losses of both, and the number of graphs."""
+    prepare_rank()
+    ds_lgamp.install()
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    losses = []
+    for compiled in (False, True):
+        engine = initialize(make("Llama"), configuration(2, {"pipeline_ranks": 2}))
+        if compiled:
+            engine.compile(backend=counting)
+        batches = [micro_batch(0, dist.get_rank(), number) for number in range(MICRO_BATCHES)]
+        losses.append([train(engine, *batches)[-1] for _ in range(2)])
+    return *losses, len(graphs)
 
 
 def work_alone_after_training(seconds: float) -> None:

@@ -114,6 +114,20 @@ def test_a_rank_that_is_done_waits_for_one_that_works_alone():
     run_on_ranks(2, calls.work_alone_after_training, 4.0)
 
 
+def test_a_copy_of_the_model_computes_and_loads_by_itself():
+    for (before, after, again, applied, names), copies in run_on_ranks(2, calls.copy_models):
+        assert before != after == again
+        assert copies == (before, before)
+        assert applied == [False] * (MICRO_BATCHES - 1) + [True]
+        assert names[0] == names[1] and names[0][0] == "input_ids"
+
+
+def test_blocks_are_compiled_where_the_program_calls_them():
+    for plain, compiled, graphs in run_on_ranks(2, calls.compile_blocks):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+        assert graphs > 0
+
+
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
@@ -135,6 +149,13 @@ def test_mistakes_are_named_on_every_rank():
         "state in a step": "rank 0 reads the state of the whole model (state_dict, save_pretrained, save_16bit_model), "
         "but rank 1 calls engine.step() with losses multiplied by 0.5",
         "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
+        "batch size": "train_batch_size is 6, but 2 ranks with micro-batches of 2 make multiples of 4; use one of them",
+        "no batch": "train_batch_size is 0",
+        "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
+        **{
+            f"own term {last}": "1.linear.weight has a gradient that does not come from a loss of engine(...)"
+            for last in range(MICRO_BATCHES)
+        },
         "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
     }.items():
         assert words in errors[what]

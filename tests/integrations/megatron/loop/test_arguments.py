@@ -307,6 +307,10 @@ REFUSED = [
         "--microbatch-group-size-.* 2: .* set ds_lgamp.micro_batch_group",
     ),
     ({}, {}, {"multiple_validation_sets": True}, "--multiple-validation-sets is True: every chunk"),
+    ({}, {}, {"reset_attention_mask": True}, "--reset-attention-mask is given, but Megatron-LM gives the masks to the"),
+    ({}, {}, {"sft": True}, "--sft is given, but Megatron-LM gives the boundaries of its documents to"),
+    ({}, {}, {"full_validation": True}, "--full-validation is given, but Megatron-LM gives the length of its data to"),
+    ({}, {}, {"inprocess_restart": True}, "--inprocess-restart is True: a rank that dies ends the others"),
     ({}, {}, {"mtp_num_layers": 1}, "--mtp-num-layers is given; place these layers with --pipeline-model"),
     (
         {},

@@ -1,0 +1,108 @@
+"""Files of checkpoints on the disk: written so that they are there after a loss of power, and read with an error that
+tells what to do."""
+
+import errno
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ds_lgamp.checkpoint.checksum import checksum_of
+from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
+
+_LOST = (errno.EIO, errno.EUCLEAN, errno.EISDIR, errno.ENOTDIR)
+"""Errors of a disk that has lost data, or another kind of file where it was."""
+
+
+def save_into(file: IO[bytes], content: Any) -> None:
+    """Writes as torch.save does. Raises OSError if a write fails."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        # If a write fails, torch.save still closes its archive and raises a misleading error. The original error is its
+        # context.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def verified(path: Path, checksum: str) -> bytes:
+    """Reads ``path``. Raises DamageError if it is missing or damaged."""
+    with open_data(path) as file, reading(path):
+        data = file.read()
+    if checksum_of(data) != checksum:
+        raise damaged(path)
+    return data
+
+
+def open_data(path: Path) -> io.BufferedReader:
+    """Opens ``path`` for reading. Raises DamageError if it is missing, CheckpointError if it cannot be opened."""
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise DamageError(f"{path} is missing; restore it, or load another checkpoint") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises as :func:`unreadable` tells where ``path`` cannot be read inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Returns a DamageError if the disk has lost data. Another cause may pass, and then nothing is to be replaced."""
+    if error.errno in _LOST:
+        return DamageError(f"{path} cannot be read ({error.strerror}); restore it, or load another checkpoint")
+    return CheckpointError(f"{path} cannot be read ({error.strerror}); let all ranks read it, and load again")
+
+
+def damaged(path: Path) -> DamageError:
+    return DamageError(
+        f"{path} is damaged: its checksum differs; restore the original file, or load another checkpoint"
+    )
+
+
+def sync(file: Any) -> None:
+    """Waits until everything written to ``file`` is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder to write and sync files into. It becomes ``target``, which does not exist, at the end of the
+    block, and nothing of it stays if the block raises."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        sync_folder(partial)
+        os.rename(partial, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
