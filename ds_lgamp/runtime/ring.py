@@ -106,7 +106,8 @@ def link_options(timeout: timedelta | None) -> Any:
     """Returns NCCL's options for a link, also where hosts have another backend; None without NCCL, or if this torch
     offers none."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if "nccl" not in dist.get_backend() or nccl is None:
+    of_devices = [each.rpartition(":")[2] for each in dist.get_backend().split(",")]
+    if "nccl" not in of_devices or nccl is None:
         return None
     options = nccl.Options()
     options.config.max_ctas = MAX_BLOCKS

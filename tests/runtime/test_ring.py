@@ -135,6 +135,17 @@ def test_links_have_no_options_without_nccl(monkeypatch, backend, lacking):
     assert link_options(TIMEOUT) is None
 
 
+def test_beside_a_backend_of_hosts_links_have_options_and_no_group_is_split(monkeypatch):
+    """torch would name split groups of both backends by how many groups a rank has, and ranks have unlike numbers."""
+    stand_in = StandIn(0, splits=True)
+    stand_in.get_backend = lambda: "cpu:gloo,cuda:nccl"
+    for module in (ring, groups):
+        monkeypatch.setattr(module, "dist", stand_in)
+    ring_links(grid(4, 2), torch.device("cpu"))
+    assert stand_in.calls.keys() == {"new_group"}
+    assert {options.config.max_ctas for options in stand_in.options} == {MAX_BLOCKS}
+
+
 def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
     """Activations flow from rank 0 to 1 to 2, gradients back; even links open before odd ones."""
     stand_in = StandIn(1, splits=True)
