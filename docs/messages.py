@@ -54,7 +54,8 @@ class Module:
         for node in ast.walk(self._tree):
             said = _said(node)
             if said is not None:
-                texts = tuple(dict.fromkeys(text for text in self.texts(said, self._scope_of(node)) if text))
+                # A word alone is the argument of a function that passes on an error.
+                texts = tuple(dict.fromkeys(text for text in self.texts(said, self._scope_of(node)) if " " in text))
                 yield Raised(self.file, node.lineno, ast.unparse(said), texts)  # type: ignore[attr-defined]
 
     def texts(self, said: ast.expr, scope: ast.AST, depth: int = 0) -> list[str]:

@@ -314,12 +314,13 @@ _ZERO = (
     Key("aio.*", MEANINGLESS, "threads of ds_lgamp read and write the disk"),
 )
 
+_STORED_INPUTS = "ds_lgamp.offload_activations 'cpu' keeps inputs on the host; set that instead"
 _PARALLELISM = (
     *_keys("pipeline", "stages partition seed_layers", MEANINGLESS, _STOCK_IGNORES),
     Key("pipeline.activation_checkpoint_interval", MEANINGLESS, "ds_lgamp.recompute decides", takes=INDEX),
     Key("pipeline.use_reentrant", MEANINGLESS, "ds_lgamp.recompute decides", takes=SWITCH),
     *_keys("pipeline", "pipe_partitioned grad_partitioned", MEANINGLESS, "only with tensor parallelism", takes=SWITCH),
-    Key("activation_checkpointing.cpu_checkpointing", REFUSED, "stored inputs stay on the device; remove it", (False,)),
+    Key("activation_checkpointing.cpu_checkpointing", REFUSED, _STORED_INPUTS, (False,)),
     *_keys(
         "activation_checkpointing",
         "partition_activations number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary "
