@@ -10,7 +10,9 @@ state.json into place. Saving a tag again writes a new tensor folder, and the re
 
 import json
 import os
+import re
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from ds_lgamp.checkpoint.state import check_state, check_tensors
 from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader
 
 FORMAT = 3
+_A_DAY = 86_400
+"""Seconds."""
 LATEST, STATE, TENSORS = "latest", "state.json", "tensors-"
 
 
@@ -102,9 +106,18 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
             _remove_other_tensors(folder, None)
             _remove_if_empty(folder)
     for folder in _folders_like(directory, tag):
-        if not (folder / STATE).exists() and any(folder.glob(f"{TENSORS}*")):
-            _remove_other_tensors(folder, None)
-            _remove_if_empty(folder)
+        if not (folder / STATE).exists():
+            for tensors in filter(_is_forgotten, folder.glob(f"{TENSORS}*")):
+                shutil.rmtree(tensors, ignore_errors=True)
+                _remove_if_empty(folder)
+
+
+def _is_forgotten(tensors: Path) -> bool:
+    """Whether a save has made the folder, and none goes on there: nothing was written for a day."""
+    with suppress(OSError):
+        times = [path.stat().st_mtime for path in (tensors, *tensors.iterdir())]
+        return re.fullmatch(f"{TENSORS}[0-9a-f]{{8}}", tensors.name) is not None and max(times) < time.time() - _A_DAY
+    return False
 
 
 def newest_first(directory: Path, tag: str) -> list[Path]:

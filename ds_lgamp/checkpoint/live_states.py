@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from ds_lgamp.checkpoint.whole import write_alone
 from ds_lgamp.partition.agreement import everyone
 
 logger = logging.getLogger(__name__)
+_PATIENCE = 10.0
+"""Seconds for processes that were killed to be gone."""
 _BUFFER = f"{BUFFERS}/"
 """How the names of buffers in a slot begin."""
 
@@ -115,7 +118,7 @@ def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
         place: returns the checkpoint's folder for its tag.
     """
     own = _slots_in(folder, 0)
-    damage: DamageError | None = None
+    damage: CheckpointError | None = None
     for state in _whole_states(own):
         try:
             numbers = _read({slot: own[slot] for slot in state.slots})
@@ -127,6 +130,8 @@ def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
         target = place(state.tag)
         write_alone(target, _tensors(numbers, headers), _state(headers))
         return target
+    if damage is None and any(map(is_written, folder.glob(f"{RUN}*"))):
+        raise CheckpointError(f"{folder} has live states of a job that runs; end it first")
     raise damage or CheckpointError(
         f"{folder} has no whole live state; name a live_checkpoint with the files of all ranks"
     )
@@ -139,7 +144,7 @@ def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[Seen, 
     for own in sorted(folder.glob(f"{RUN}*")):
         if own.name == f"{RUN}{run}":
             continue
-        if is_written(own):
+        if _goes_on(own):
             logger.warning(f"{own} belongs to a job that runs, and is left alone")
             continue
         for path in sorted(own.glob("*.json")):
@@ -151,6 +156,16 @@ def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[Seen, 
             about = header.run, header.step, header.rank, header.ranks, header.written, header.directory
             found[Seen(str(path), process, *about)] = header
     return found
+
+
+def _goes_on(own: Path) -> bool:
+    """Whether processes hold the states in the folder of a run, and do not end soon."""
+    end = time.monotonic() + _PATIENCE
+    while is_written(own):
+        if time.monotonic() > end:
+            return True
+        time.sleep(_PATIENCE / 100)
+    return False
 
 
 def _whole_states(slots: Iterable[Seen]) -> Iterator[LiveSlots]:

@@ -132,14 +132,17 @@ class Slot:
             self._data.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             self._close = weakref.finalize(self, os.close, self._file)
-            with suppress(OSError):
-                # Unlike that of flock, it ends with this process: the processes of a data loader do not inherit it.
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):
+            # Unlike that of flock, it ends with this process: the processes of a data loader do not inherit it.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def is_gone(self) -> bool:
         """Whether the file has none of the blobs that were written: it is closed, or somebody has removed it."""
-        return self._file is None or os.fstat(self._file).st_nlink == 0
+        with suppress(OSError):
+            return self._file is None or os.fstat(self._file).st_nlink == 0
+        # A network file system has forgotten it.
+        return True
 
     def drop(self) -> None:
         """Lets the state in the slot be none."""
@@ -201,15 +204,19 @@ class Slot:
 def is_written(folder: Path) -> bool:
     """Whether another process has a slot in the ``folder`` of a run open. A process that asks this of its own run loses
     its locks."""
-    for path in folder.glob("*.bin"):
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                return True
-            except OSError:
-                # A disk without locks.
-                continue
+    return any(map(_is_locked, folder.glob("*.bin")))
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        # Also if it is a file of somebody else.
+        return True
+    except OSError:
+        # It is gone, or the disk has no locks.
+        pass
     return False
 
 

@@ -170,7 +170,7 @@ def _inside(directory: Path, tag: str) -> Path:
         raise CheckpointError(f"{directory} is a checkpoint; name the directory that holds it")
     folder = (directory / tag).resolve()
     # What an interrupted save has left there goes away with the next one.
-    if _is_checkpoint(folder):
+    if folder.exists() and not all(path.name.startswith(folders.TENSORS) for path in folder.iterdir()):
         raise CheckpointError(f"{folder} exists; remove it or name another folder")
     return folder
 

@@ -5,6 +5,7 @@ out of the memory of a released chunk, and then finds no room for the next chunk
 pool has once taken, it keeps as long as it lives, so only what returns in every step belongs there.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -48,4 +49,7 @@ def outside_of_pools() -> Iterator[None]:
 @cache
 def _pool(device: torch.device) -> Any:
     kind = getattr(torch.get_device_module(device), "MemPool", None)
-    return None if kind is None else kind()
+    if kind is None:
+        return None
+    # Before an allocation outside fails, it gets what lies idle in the pool, in releases of torch that offer this.
+    return kind(use_on_oom=True) if "use_on_oom" in inspect.signature(kind).parameters else kind()

@@ -1,10 +1,9 @@
 """The inputs of chunks that wait for their backward on the host."""
 
-from contextlib import suppress
-
 import torch
 
 from ds_lgamp.partition.bus import Bus, Transfer
+from ds_lgamp.partition.host_room import shared_size
 from ds_lgamp.runtime.chunk import Tensors, differentiable
 from ds_lgamp.runtime.graph import placeholder
 
@@ -25,60 +24,62 @@ class StoredInputs:
     def __init__(self, bus: Bus, on_disk: bool = False) -> None:
         self._bus, self._on_disk = bus, on_disk
         self._under_way: dict[_Place, list[tuple[Transfer, torch.Tensor, torch.Tensor]]] = {}
-        """Copies, each with its end on the host and the leaf whose data it moves."""
+        """Copies, each with its memory on the host and the leaf whose data it moves."""
         self._away: dict[_Place, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Data on the host, each with its leaf."""
-        self._homes: dict[tuple[_Place, int], torch.Tensor] = {}
-        """Memory of the host for each tensor of each input, which every step uses again."""
+        """Memory on the host with data, and the leaf of each."""
+        self._free: dict[int, list[torch.Tensor]] = {}
+        """Memory on the host without data, by its bytes."""
 
     def store(self, chunk: int, micro_batch: int, beginning: Tensors) -> None:
         """Launches the copies of an input to the host."""
         copies = self._under_way[chunk, micro_batch] = []
         leaves = differentiable(beginning)
         _part(beginning, leaves)
-        for number, leaf in enumerate(leaves):
-            on_host = self._home(((chunk, micro_batch), number), leaf)
-            copies.append((self._bus.store(on_host, leaf.detach().reshape(-1)), on_host, leaf))
+        for leaf in leaves:
+            home = self._home(leaf)
+            copies.append((self._bus.store(_values(home, leaf), leaf.detach().reshape(-1)), home, leaf))
 
-    def _home(self, place: tuple[_Place, int], leaf: torch.Tensor) -> torch.Tensor:
-        if not self._on_disk:
-            home = self._homes.get(place)
-            if home is None or home.numel() < leaf.nbytes:
-                home = self._homes[place] = self._bus.room.empty(leaf.nbytes, torch.uint8)
-            return home[: leaf.nbytes].view(leaf.dtype)
-        assert self._bus.disk is not None, "inputs lie on it"
-        return self._bus.disk.empty(leaf.numel(), leaf.dtype)
+    def _home(self, leaf: torch.Tensor) -> torch.Tensor:
+        if self._on_disk:
+            assert self._bus.disk is not None, "inputs lie on it"
+            return self._bus.disk.empty(leaf.numel(), leaf.dtype)
+        size = shared_size(leaf.nbytes)
+        free = self._free.get(size)
+        return free.pop() if free else self._bus.room.empty(size, torch.uint8)
 
     def wait_store(self, chunk: int, micro_batch: int) -> None:
         """Waits for the copies, and frees the input on the device."""
         away = self._away[chunk, micro_batch] = []
-        for transfer, on_host, leaf in self._under_way.pop((chunk, micro_batch)):
+        for transfer, home, leaf in self._under_way.pop((chunk, micro_batch)):
             transfer.wait()
             leaf.data = placeholder(leaf)
-            away.append((on_host, leaf))
+            away.append((home, leaf))
 
     def load(self, chunk: int, micro_batch: int) -> None:
         """Launches the copies of an input back to the device."""
         copies = self._under_way[chunk, micro_batch] = []
-        for on_host, leaf in self._away.pop((chunk, micro_batch)):
+        for home, leaf in self._away.pop((chunk, micro_batch)):
             data = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-            copies.append((self._bus.load(data.view(-1), on_host), on_host, leaf))
+            copies.append((self._bus.load(data.view(-1), _values(home, data)), home, leaf))
             leaf.data = data
 
     def wait_load(self, chunk: int, micro_batch: int) -> None:
         """Waits until the input is on the device."""
-        for transfer, _, _ in self._under_way.pop((chunk, micro_batch)):
+        for transfer, home, _ in self._under_way.pop((chunk, micro_batch)):
             transfer.wait()
+            if not self._on_disk:
+                # The next copy to it begins behind what the device does from now on.
+                self._free.setdefault(home.numel(), []).append(home)
 
     def clear(self) -> None:
         """Forgets the inputs of a batch that failed."""
-        for copies in self._under_way.values():
-            for transfer, _, _ in copies:
-                with suppress(RuntimeError):
-                    # The next batch writes to its memory.
-                    transfer.done()
         self._under_way.clear()
         self._away.clear()
+
+
+def _values(home: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Returns the part of ``home`` that holds the values of ``leaf``, in its dtype."""
+    return home if home.dtype == leaf.dtype else home[: leaf.numel() * leaf.itemsize].view(leaf.dtype)
 
 
 def _part(beginning: Tensors, leaves: list[torch.Tensor]) -> None:

@@ -109,12 +109,17 @@ def test_the_last_checkpoints_are_kept_and_that_named_in_latest(tmp_path):
 
 def test_what_interrupted_saves_left_is_removed_with_old_checkpoints(tmp_path):
     write_whole(tmp_path / "new", example())
-    for tag in ("cut", "user's"):
-        (tmp_path / tag / "tensors-0badcafe").mkdir(parents=True)
-        (tmp_path / tag / "tensors-0badcafe" / "__0_0.distcp").write_text("")
+    for path in ("cut/tensors-0badcafe", "user's/tensors-0badcafe", "writing/tensors-0badcafe", "data/tensors-train"):
+        (tmp_path / path).mkdir(parents=True)
+        file = tmp_path / path / "__0_0.distcp"
+        file.write_text("")
+        if not path.startswith("writing"):
+            os.utime(file, (1000, 1000))
+            os.utime(file.parent, (1000, 1000))
     (tmp_path / "user's" / "notes").write_text("")
     keep_last(tmp_path, "new", 2)
-    assert names(tmp_path) == ["new", "user's"] and names(tmp_path / "user's") == ["notes"]
+    assert names(tmp_path) == ["data", "new", "user's", "writing"] and names(tmp_path / "user's") == ["notes"]
+    assert names(tmp_path / "data") == ["tensors-train"], "no save names a folder so"
 
 
 def test_only_checkpoints_are_removed_and_none_through_a_link(tmp_path):

@@ -3,10 +3,12 @@
 import logging
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from ds_lgamp.checkpoint import live_states, slot
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.live_states import publish_alone
 from ds_lgamp.checkpoint.slot import Slot, is_written
@@ -23,10 +25,10 @@ time.sleep(600)
 """
 
 
-def fill(slot, value):
+def fill(written, value):
     """Writes a blob of four numbers. Returns its place in the file."""
     numbers = torch.full((4,), float(value))
-    return slot.write("key", numbers.dtype, 16, [memoryview(numbers.numpy())], [])["position"]
+    return written.write("key", numbers.dtype, 16, [memoryview(numbers.numpy())], [])["position"]
 
 
 def numbers_in(path):
@@ -34,28 +36,33 @@ def numbers_in(path):
 
 
 def test_a_slot_whose_file_was_removed_begins_anew(tmp_path):
-    slot, data = Slot(tmp_path / "live-0badcafe" / "0-0"), tmp_path / "live-0badcafe" / "0-0.bin"
-    slot.open()
-    assert fill(slot, 1) == 0 and not slot.is_gone
+    own, data = Slot(tmp_path / "live-0badcafe" / "0-0"), tmp_path / "live-0badcafe" / "0-0.bin"
+    own.open()
+    assert fill(own, 1) == 0 and not own.is_gone
     data.unlink()
     data.parent.rmdir()
-    assert slot.is_gone
-    slot.open()
-    assert not slot.is_gone
-    assert fill(slot, 2) == 0 and numbers_in(data) == [2.0] * 4
-    slot.remove()
-    assert not data.exists() and slot.is_gone
+    assert own.is_gone
+    own.open()
+    assert not own.is_gone
+    assert fill(own, 2) == 0 and numbers_in(data) == [2.0] * 4
+    own.remove()
+    assert not data.exists() and own.is_gone
+
+
+@contextmanager
+def holding(folder):
+    """Inside the block, another process has a slot in ``folder`` open."""
+    words = [sys.executable, "-c", HOLDS, str(folder)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Another process that has a slot open."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "open\n"
+    with holding(tmp_path) as process:
         yield process
-        process.kill()
 
 
 def test_a_slot_is_written_until_its_process_ends(job, tmp_path):
@@ -65,11 +72,22 @@ def test_a_slot_is_written_until_its_process_ends(job, tmp_path):
     assert not is_written(tmp_path / "live-0badcafe")
 
 
-def test_the_state_of_a_job_that_runs_is_not_published(job, tmp_path, caplog):
+def test_the_file_of_somebody_else_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "0-0.bin").write_text("")
+    monkeypatch.setattr(slot, "open", refuse, raising=False)
+    assert is_written(tmp_path)
+
+
+def refuse(*_):
+    raise PermissionError
+
+
+def test_the_state_of_a_job_that_runs_is_not_published(job, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(live_states, "_PATIENCE", 0.1)
     (tmp_path / "live-0badcafe" / "0-0.json").write_text("half a header")
     with (
         caplog.at_level(logging.WARNING, "ds_lgamp"),
-        pytest.raises(CheckpointError, match="has no whole live state"),
+        pytest.raises(CheckpointError, match="has live states of a job that runs; end it first"),
     ):
         publish_alone(tmp_path, lambda tag: tmp_path / tag)
     assert [record.message for record in caplog.records] == [

@@ -71,8 +71,7 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
         try:
             client_state = load(run, folder, parts)
             if first is not None and parts.progress and dist.get_rank() == 0:
-                with suppress(OSError):
-                    folders.write_latest(directory, str(folder.relative_to(directory)))
+                _name(directory, candidates[0], folder)
             return folder, client_state
         except DamageError as error:
             first = first or error
@@ -80,6 +79,13 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
                 logger.warning(f"{error}: looking for an older one now")
     assert first is not None, "there is a candidate"
     raise first
+
+
+def _name(directory: Path, damaged: Path, loaded: Path) -> None:
+    """Lets ``latest`` name what was ``loaded`` in place of what is ``damaged``, if nobody has saved meanwhile."""
+    with suppress(OSError):
+        if directory / (folders.read_latest(directory) or "") == damaged:
+            folders.write_latest(directory, str(loaded.relative_to(directory)))
 
 
 def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class Kept:
     def add(self, call: Arguments) -> None:
         tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self.calls.append(call)
-        self._versions.append([(tensor, tensor._version) for tensor in tensors])
+        # A view counts the changes of all of the tensor that it is a part of.
+        self._versions.append([(tensor, tensor._version) for tensor in tensors if not tensor._is_view()])
 
     def clear(self) -> None:
         self.calls.clear()

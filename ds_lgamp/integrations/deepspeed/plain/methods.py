@@ -14,7 +14,10 @@ def replace_method(model: Any, name: str, replacement: Callable[[Callable[..., A
     it was. So the replacement is a bound method: Python binds that of a copy to the copy.
     """
     stock = getattr(model, name)
-    own, new = stock.__func__ if ismethod(stock) else getattr(type(model), name), replacement(stock)
+    own, new = stock.__func__ if ismethod(stock) else getattr(type(model), name, None), replacement(stock)
+    if own is None:
+        setattr(model, name, new)
+        return
 
     @wraps(own)
     def method(self: Any, *positional: Any, **named: Any) -> Any:

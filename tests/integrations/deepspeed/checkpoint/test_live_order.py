@@ -1,6 +1,7 @@
 """What a live state waits for, and what waits for it, where its thread is slow."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from ds_lgamp.checkpoint.slot import Slot, read_blobs, read_header
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
+from tests.checkpoint.test_slot import holding
 from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run, headers_in
 
 ONE_STEP = "zero 3"
@@ -66,6 +68,47 @@ def steps_before_sums(folder: Path) -> list[set[int]]:
     for _ in range(3):
         run.step()
     return found
+
+
+def beside_another_job(folder: Path) -> list[bool]:
+    """Returns whether another job's states are there, while it runs and after its end."""
+    prepare_rank()
+    other = folder / "live-0badcafe" / "0-0.bin"
+    run, found = Run(CASES[ONE_STEP], folder), []
+    with holding(folder) as job:
+        run.step()
+        run.engine.live.wait()
+        found.append(other.exists())
+        job.kill()
+        job.wait()
+        run.step()
+        run.engine.live.wait()
+        found.append(other.exists())
+    return found
+
+
+def removed_by_somebody(folder: Path) -> tuple[list[int], set[str]]:
+    """Returns the steps whose states are whole after somebody has removed all files, and what all of them hold."""
+    prepare_rank()
+    run = Run(CASES[ONE_STEP], folder)
+    for _ in range(2):
+        run.step()
+    run.engine.live.wait()
+    shutil.rmtree(folder)
+    for _ in range(3):
+        run.step()
+    run.engine.live.wait()
+    held = {header.step: read_blobs(path, header).keys() for path, header in headers_in(folder)}
+    return sorted(held), set.intersection(*map(set, held.values()))
+
+
+def test_the_states_of_a_job_that_runs_are_left_alone(tmp_path):
+    assert run_on_ranks(1, beside_another_job, tmp_path) == [[True, False]]
+
+
+def test_states_that_somebody_removes_are_written_anew_also_what_is_frozen(tmp_path):
+    ((steps, held),) = run_on_ranks(1, removed_by_somebody, tmp_path)
+    assert steps == [4, 5] and {"parameters/0.weight", "parameters/3.weight"} <= held
 
 
 def test_a_change_between_steps_waits_until_the_state_of_the_step_is_copied(tmp_path):
