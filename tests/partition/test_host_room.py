@@ -44,6 +44,14 @@ def test_many_tensors_of_one_size_take_a_third_more_at_most(elements):
     assert room.bytes <= 1.33 * needed
 
 
+def test_a_tensor_goes_where_least_room_is_left():
+    room = HostRoom(pinned=False)
+    wide, narrow = room.empty(1100, torch.uint8), room.empty(1900, torch.uint8)
+    between = room.empty(100, torch.uint8)
+    assert between.untyped_storage().data_ptr() == narrow.untyped_storage().data_ptr()
+    assert room.empty(500, torch.uint8).untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()
+
+
 @given(st.integers(0, 10**6))
 def test_sizes_that_are_shared_are_an_eighth_larger_at_most_and_few(needed):
     size = shared_size(needed)
