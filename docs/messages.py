@@ -54,8 +54,7 @@ class Module:
         for node in ast.walk(self._tree):
             said = _said(node)
             if said is not None:
-                # A word alone is the argument of a function that passes on an error.
-                texts = tuple(dict.fromkeys(text for text in self.texts(said, self._scope_of(node)) if " " in text))
+                texts = tuple(dict.fromkeys(text for text in self.texts(said, self._scope_of(node)) if text))
                 yield Raised(self.file, node.lineno, ast.unparse(said), texts)  # type: ignore[attr-defined]
 
     def texts(self, said: ast.expr, scope: ast.AST, depth: int = 0) -> list[str]:
@@ -195,7 +194,8 @@ def section_of(file: str) -> str:
 def messages(section: str) -> str:
     """The messages of a section: what each says, and what it asks to do."""
     texts = {text for place in raised() if section_of(place.file) == section for text in place.texts}
-    rows = sorted(map(_split, texts), key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
+    # A word alone is the argument of a function that passes on an error.
+    rows = sorted(map(_split, (text for text in texts if " " in text)), key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
     return table(["message", "what to do"], rows)
 
 

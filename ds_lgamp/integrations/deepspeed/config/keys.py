@@ -314,7 +314,7 @@ _ZERO = (
     Key("aio.*", MEANINGLESS, "threads of ds_lgamp read and write the disk"),
 )
 
-_STORED_INPUTS = "ds_lgamp.offload_activations 'cpu' keeps inputs on the host; set that instead"
+_STORED_INPUTS = "ds_lgamp.offload_activations 'cpu' keeps inputs on the host; remove it and set that"
 _PARALLELISM = (
     *_keys("pipeline", "stages partition seed_layers", MEANINGLESS, _STOCK_IGNORES),
     Key("pipeline.activation_checkpoint_interval", MEANINGLESS, "ds_lgamp.recompute decides", takes=INDEX),
