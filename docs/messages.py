@@ -195,7 +195,8 @@ def messages(section: str) -> str:
     """The messages of a section: what each says, and what it asks to do."""
     texts = {text for place in raised() if section_of(place.file) == section for text in place.texts}
     # A word alone is the argument of a function that passes on an error.
-    rows = sorted(map(_split, (text for text in texts if " " in text)), key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
+    split = map(_split, (text for text in texts if " " in text))
+    rows = sorted(split, key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
     return table(["message", "what to do"], rows)
 
 
