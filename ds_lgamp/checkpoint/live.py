@@ -155,9 +155,11 @@ class LiveState:
 
     def leave(self) -> None:
         """Leaves the files to the next run, when this rank trains no more."""
+        # No job closes them: garbage collection may have ended the thread.
         with suppress(CheckpointError):
-            self._start(self._close)
             self.wait()
+        for contents in self._slots:
+            contents.slot.close()
 
     def remove(self) -> None:
         """Removes the files of this rank, which trains no more."""
@@ -234,10 +236,6 @@ class LiveState:
         return self._last
 
     # In the thread
-
-    def _close(self) -> None:
-        for contents in self._slots:
-            contents.slot.close()
 
     def _open(self, contents: "_Contents", behind: Any) -> None:
         if behind is not None:
