@@ -4,8 +4,6 @@ import torch
 
 ALIGNMENT = 64
 """Bytes. Copies and the host's vector instructions are fastest on whole cache lines."""
-
-
 _SHARE = 8
 """A new block has at least this part of the bytes of the earlier ones."""
 
@@ -32,9 +30,9 @@ class HostRoom:
         if suitable:
             block = self._free.pop(min(suitable, key=lambda number: self._free[number].numel()))
         else:
-            size = block_bytes(max(needed, self.bytes // _SHARE))
-            block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-            self.bytes += size
+            whole = block_bytes(max(needed, self.bytes // _SHARE))
+            block = torch.empty(whole, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self.bytes += whole
         rest = block[-(-needed // ALIGNMENT) * ALIGNMENT :]
         if rest.numel():
             self._free.append(rest)

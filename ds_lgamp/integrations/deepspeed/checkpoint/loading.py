@@ -71,7 +71,7 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
         try:
             client_state = load(run, folder, parts)
             if first is not None and parts.progress and dist.get_rank() == 0:
-                _name(directory, candidates[0], folder)
+                _rename_latest(directory, candidates[0], folder)
             return folder, client_state
         except DamageError as error:
             first = first or error
@@ -81,7 +81,7 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
     raise first
 
 
-def _name(directory: Path, damaged: Path, loaded: Path) -> None:
+def _rename_latest(directory: Path, damaged: Path, loaded: Path) -> None:
     """Lets ``latest`` name what was ``loaded`` in place of what is ``damaged``, if nobody has saved meanwhile."""
     with suppress(OSError):
         if directory / (folders.read_latest(directory) or "") == damaged:

@@ -70,8 +70,8 @@ class ModelEngine(LgampEngine):
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
         self._kept = Kept()
-        self._named = list(user_model.named_parameters())
-        for _, parameter in self._named:
+        self._user_parameters = list(user_model.named_parameters())
+        for _, parameter in self._user_parameters:
             # Of a trial before the engine was there.
             parameter.grad = None
         self._told = ToldLosses(self.gradient_accumulation_steps)
@@ -223,7 +223,7 @@ class ModelEngine(LgampEngine):
     def _refuse_other_gradients(self) -> None:
         """Raises ConfigError if the script has computed gradients itself. Here the program has none left in
         ``grad``."""
-        name = next((name for name, parameter in self._named if parameter.grad is not None), None)
+        name = next((name for name, parameter in self._user_parameters if parameter.grad is not None), None)
         if name is not None:
             raise ConfigError(
                 f"{name} has a gradient that does not come from a loss of engine(...), and would be lost; with a "

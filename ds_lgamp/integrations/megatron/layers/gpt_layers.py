@@ -53,11 +53,11 @@ _REFUSED = {
     "pipeline_model_parallel_size": (1, "DeepSpeed's PipelineModule places the layers"),
     "context_parallel_size": (1, "every rank sees the whole sequence"),
     "fp8": (None, "layers do not enter Transformer Engine's autocast and would compute in params_dtype"),
+    "fp4": (None, "layers do not enter Transformer Engine's autocast and would compute in params_dtype"),
     "fp32_residual_connection": (False, "embeddings return params_dtype"),
     "qk_l2_norm": (False, "the specification of layers has no such norm"),
     "mtp_num_layers": (None, "there are no layers for several tokens"),
     "experimental_attention_variant": (None, "layers have plain self-attention"),
-    "fp4": (None, "layers do not enter Transformer Engine's autocast and would compute in params_dtype"),
 }
 _REFUSED_LOCALLY = {
     "window_size": (None, "PyTorch's attention has no window"),

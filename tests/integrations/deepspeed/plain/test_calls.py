@@ -149,6 +149,15 @@ def test_mistakes_are_named_on_every_rank():
         "state in a step": "rank 0 reads the state of the whole model (state_dict, save_pretrained, save_16bit_model), "
         "but rank 1 calls engine.step() with losses multiplied by 0.5",
         "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
+        "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
+    }.items():
+        assert words in errors[what]
+        assert words in others[what]
+
+
+def test_what_would_be_lost_is_refused_on_every_rank():
+    errors, others = run_on_ranks(2, calls.lose_work, 2)
+    for what, words in {
         "batch size": "train_batch_size is 6, but 2 ranks with micro-batches of 2 make multiples of 4; use one of them",
         "no batch": "train_batch_size is 0",
         "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
@@ -156,7 +165,6 @@ def test_mistakes_are_named_on_every_rank():
             f"own term {last}": "1.linear.weight has a gradient that does not come from a loss of engine(...)"
             for last in range(MICRO_BATCHES)
         },
-        "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
     }.items():
         assert words in errors[what]
         assert words in others[what]
