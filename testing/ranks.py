@@ -73,6 +73,7 @@ def started_ranks(
         finally:
             for process in ranks:
                 process.kill()
+            for process in ranks:
                 process.join()
 
 
