@@ -20,12 +20,12 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import LARGE, PEAK_FLOPS, SIZES, TINY, GptSize
-from benchmarks.record import OURS, Record, begin, finish, write_json
+from benchmarks.record import OURS, Failure, Record, begin, finish, write_json
 from testing.ranks import run_on_ranks
 
-NAME = "gpu"
+NAME, NOT_RUN = "gpu", "not run"
 SECONDS = 450
-"""For all contenders together. A contender that does not run in this time is recorded as a failure."""
+"""For all contenders together. What is not run in this time is recorded among the failures, as not run."""
 PROCESS_SECONDS = 100
 """For one contender at one size."""
 WARM_UP, STEPS = 2, 5
@@ -35,8 +35,8 @@ SLOWEST = 0.98
 """Lowest share of plain torch's tokens per second, at the same recomputation."""
 
 Runs = dict[str, dict[str, Any]]
-"""Measurements of one process, by recomputation: ``failure``, or ``losses`` of all steps, ``seconds`` of counted steps,
-``peak`` and ``reserved`` bytes, number of ``parameters``, and name of the ``device``."""
+"""Measurements of one process, by recomputation: ``failure``, ``not run`` or ``losses`` of all steps, ``seconds`` of
+counted steps, ``peak`` and ``reserved`` bytes, number of ``parameters``, and name of the ``device``."""
 
 
 def run(size: str | None = None, trace: Path | None = None) -> Record:
@@ -77,7 +77,7 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
     """Trains in its own process. Keeps the results measured before a failure."""
     recompute = (*size.recompute, *contender.also)
     seconds = min(PROCESS_SECONDS, deadline - time.monotonic())
-    reason = f"not run: the {SECONDS} s for all contenders were over"
+    ended = {NOT_RUN: f"the {SECONDS} s for all contenders were over"}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "runs.json"
         if seconds > 0:
@@ -91,9 +91,9 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
                 )
             except AssertionError as error:
                 over = time.monotonic() - started >= seconds
-                reason = f"stopped after {seconds:.0f} s" if over else str(error).strip().splitlines()[-1]
+                ended = {"failure": f"stopped after {seconds:.0f} s" if over else str(error).strip().splitlines()[-1]}
         found: Runs = json.loads(results.read_text()) if results.exists() else {}
-    return {kind: found.get(kind, {"failure": reason}) for kind in recompute}
+    return {kind: found.get(kind, ended) for kind in recompute}
 
 
 def _measure_on_device(
@@ -112,7 +112,8 @@ def _measure_on_device(
         except Exception as error:
             traceback.print_exc()
             message = str(error).strip().splitlines() or [""]
-            runs.setdefault(kind, {"failure": f"{type(error).__name__}: {message[0]}"})
+            # A run that was measured and could not be traced has failed, too.
+            runs.setdefault(kind, {})["failure"] = f"{type(error).__name__}: {message[0]}"
             write_json(results, runs)
         # By now the exception above no longer holds the frames of the failed engine.
         training = None
@@ -174,6 +175,9 @@ def enter(record: Record, name: str, contender: str, runs: Runs, expected: list[
     size = SIZES[name]
     for kind, measured in runs.items():
         config = size.config(name, kind)
+        if NOT_RUN in measured:
+            record.fail(contender, config, f"{NOT_RUN}: {measured[NOT_RUN]}")
+            continue
         failure = measured.get("failure") or deviation(measured["losses"], expected or [])
         if failure:
             record.fail(contender, config, failure)
@@ -200,6 +204,11 @@ def deviation(losses: list[float], expected: list[float], tolerance: float = LOS
     return None
 
 
+def failures_of_ours(record: Record) -> list[Failure]:
+    """Returns the runs of ds_lgamp that failed, or for which no time was left."""
+    return [failure for failure in record.failures if failure.contender.startswith(OURS)]
+
+
 def aim(record: Record) -> None:
     """Compares ds_lgamp with plain torch at the same recomputation."""
     rates = {
@@ -211,5 +220,5 @@ def aim(record: Record) -> None:
         if contender.startswith(OURS) and (BASELINE, size, recompute) in rates:
             text = f"tokens per second of {BASELINE} / of {contender}, {size}, recompute {recompute}"
             record.aim(text, rates[BASELINE, size, recompute] / rate, 1 / SLOWEST)
-    failed = [failure for failure in record.failures if failure.contender.startswith(OURS)]
+    failed = [failure for failure in failures_of_ours(record) if not failure.reason.startswith(NOT_RUN)]
     record.aim(f"runs of {OURS} that failed", len(failed), 0)

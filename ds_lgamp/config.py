@@ -348,7 +348,8 @@ def program_spec(
     if settings.schedule == "interleaved_1f1b" and micro_batches % pipeline_ranks:
         raise ConfigError(
             f"{BLOCK}.schedule is 'interleaved_1f1b', which needs a multiple of {pipeline_ranks} (pipeline ranks) "
-            f"micro-batches, but gradient_accumulation_steps is {micro_batches}; change that, or use 'layered'"
+            f"micro-batches, but a batch has {micro_batches} (gradient_accumulation_steps, or Megatron-LM's "
+            "--global-batch-size); change that, or use 'layered'"
         )
     try:
         return ProgramSpec(

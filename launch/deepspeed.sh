@@ -7,13 +7,13 @@
 # command and starts nothing. Settings are environment variables:
 #
 #     HOSTFILE       nodes, one line "NAME slots=GPUS" for each (default: this node, unless there is a /job/hostfile)
-#     GPUS_PER_NODE  ranks per node (default: the hostfile's slots, else the GPUs that torch sees)
+#     GPUS_PER_NODE  ranks per node (default: the hostfile's slots, else the visible GPUs)
 #     NNODES         number of nodes to use from the top of the hostfile (default: all)
 #     MASTER_ADDR    with a hostfile: address of its first node for all others (default: the launcher asks the node)
 #     MASTER_PORT    a free port there (default: one that is free here; this launcher does not support port 0)
 #     RUN_OPTIONS    options of ds_lgamp run, such as "--cluster cluster.json" (default: none)
 #
-# The launcher ignores CUDA_VISIBLE_DEVICES if it gets a number of GPUs. launch/torchrun.sh respects it.
+# The launcher ignores CUDA_VISIBLE_DEVICES if it gets a hostfile or a number of GPUs. launch/torchrun.sh respects it.
 
 set -euo pipefail
 
@@ -46,7 +46,10 @@ if [ -n "${HOSTFILE:-}" ]; then
     [ -z "${MASTER_ADDR:-}" ] || command+=(--master_addr "$MASTER_ADDR")
 else
     [ "${NNODES:-1}" = 1 ] || refuse "NNODES is $NNODES, but HOSTFILE is not set; it names the nodes"
-    gpus=${gpus:-$(python -c 'import torch; print(torch.cuda.device_count())' || echo 0)}
+    # Without a number, the launcher takes the GPUs of CUDA_VISIBLE_DEVICES.
+    if [ -z "$gpus${CUDA_VISIBLE_DEVICES:-}" ]; then
+        gpus=$(python -c 'import torch; print(torch.cuda.device_count())' || echo 0)
+    fi
 fi
 if [ -n "$gpus" ]; then
     [[ $gpus =~ ^[1-9][0-9]*$ ]] ||

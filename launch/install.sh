@@ -8,7 +8,12 @@ install_ds_lgamp() {
     local extras=$1 constraints=launch/constraints.txt
     local active_site
     active_site=$(python3 launch/active_torch.py) || active_site=
-    [ -x .venv/bin/pip ] || python3 -m venv --clear .venv
+    if [ ! -x .venv/bin/python ]; then
+        python3 -m venv --clear .venv
+    elif ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        # Other tools make environments without pip.
+        .venv/bin/python -m ensurepip >/dev/null
+    fi
     if ! .venv/bin/python launch/active_torch.py >/dev/null; then
         if [ -n "$active_site" ]; then
             # Adds the active environment's packages after the venv's own. --system-site-packages would add the base
@@ -21,12 +26,18 @@ with open(sysconfig.get_path("purelib") + "/active_environment.pth", "w") as fil
                 echo "No GPU found: should pip download a CUDA build of torch now, stop and set TORCH_INDEX_URL" \
                     "to PyTorch's index of CPU builds."
             fi
-            .venv/bin/pip install --quiet ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
+            .venv/bin/python -m pip install --quiet ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
                 "$(grep '^torch==' "$constraints")"
         fi
     fi
-    grep -v '^torch==' "$constraints" >.venv/constraints.txt
-    .venv/bin/pip install --quiet --constraint .venv/constraints.txt --editable ".[$extras]"
+    # What was installed once needs no network, such as on the nodes of a cluster.
+    local installed=.venv/ds_lgamp_installed wanted
+    wanted=$(echo "$extras" | cat - pyproject.toml "$constraints" | cksum)
+    if ! grep -qxF "$wanted" "$installed" 2>/dev/null; then
+        grep -v '^torch==' "$constraints" >.venv/constraints.txt
+        .venv/bin/python -m pip install --quiet --constraint .venv/constraints.txt --editable ".[$extras]"
+        echo "$wanted" >>"$installed"
+    fi
     # shellcheck disable=SC1091
     source .venv/bin/activate
 }

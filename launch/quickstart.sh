@@ -13,6 +13,8 @@ if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt 4 ]; th
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 
+# What an earlier start has recorded is not of these runs.
+rm -rf "$runs/trace"
 python launch/prepare_data.py --output-prefix data/pydoc
 for name in stock lgamp; do
     # The page shows steps with ds_lgamp. Stock DeepSpeed records none.

@@ -118,7 +118,7 @@ def test_more_chunks_than_layers_are_refused():
 
 def test_a_batch_that_does_not_interleave_is_refused():
     settings = read_block({"ds_lgamp": {"schedule": "interleaved_1f1b"}})
-    with pytest.raises(ConfigError, match="needs a multiple of 2 .* but gradient_accumulation_steps is 3"):
+    with pytest.raises(ConfigError, match="needs a multiple of 2 .* but a batch has 3 .gradient_accumulation_steps"):
         program_spec(settings, (0, 1, 0, 1), 3, 1)
 
 

@@ -8,7 +8,13 @@ from benchmarks.record import machine, write_json
 
 module, out = sys.argv[1], Path(sys.argv[2])
 results: dict[str, dict] = {}
-report = {"part": module.rpartition(".")[2], "status": "running", "machine": machine(), "results": results}
+report = {
+    "part": module.rpartition(".")[2],
+    "status": "running",
+    "reason": "",
+    "machine": machine(),
+    "results": results,
+}
 for name, found in importlib.import_module(module).run(out):
     results[name] = found
     write_json(out / f"{report['part']}.json", report)

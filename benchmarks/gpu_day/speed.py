@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 from benchmarks import gpu
 from benchmarks.gpt.sizes import LARGE, SIZES, TINY
-from benchmarks.record import OURS, Record
+from benchmarks.record import Record
 
 
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -24,7 +24,10 @@ def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def as_result(record: Record) -> dict[str, Any]:
-    """Returns the whole record, and a failure if one of ds_lgamp's runs failed. Peers may run out of memory."""
-    failed = [failure for failure in record.failures if failure.contender.startswith(OURS)]
-    reasons = [f"{failure.contender} {failure.config['size']}: {failure.reason}" for failure in failed]
-    return {**json.loads(record.to_json()), **({"failure": "; ".join(reasons)} if failed else {})}
+    """Returns the whole record, and which of ds_lgamp's runs failed or were not run. Peers may run out of memory."""
+    found: dict[str, Any] = json.loads(record.to_json())
+    for failure in gpu.failures_of_ours(record):
+        key = gpu.NOT_RUN if failure.reason.startswith(gpu.NOT_RUN) else "failure"
+        reason = f"{failure.contender} {failure.config['size']}: {failure.reason}"
+        found[key] = f"{found[key]}; {reason}" if key in found else reason
+    return found

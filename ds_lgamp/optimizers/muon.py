@@ -225,6 +225,8 @@ def _check(group: dict[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum is {group['momentum']}; use a number from 0 to below 1")
     for parameter in group["params"]:
+        if not parameter.requires_grad:
+            continue
         if parameter.numel() and (parameter.dim() != 2 or parameter.shape[0] % group["blocks"]):
             raise ValueError(
                 f"a group with use_muon and {group['blocks']} blocks holds a parameter of shape "

@@ -43,8 +43,8 @@ class Transfer:
         self._issued = Event()
         self._over: Any = None
         """The end of the copy on the device; None on a CPU, where the copy is over when it is issued."""
-        self._flight = flight if now is None else None
-        """Who records the copy. On a device the wait for it tells its end, and not the thread that issues it."""
+        self._flight = flight
+        """Who records the copy. On a device its end is that of the wait for it, not when the thread has issued it."""
         self._error: BaseException | None = None
 
     def wait(self) -> None:
@@ -59,6 +59,8 @@ class Transfer:
             raise self._error
         if self._over is not None:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(self._over)
+            if self._flight is not None:
+                self._flight.end()
         self.tensors = None
 
     def done(self) -> None:
@@ -72,13 +74,13 @@ class Transfer:
         try:
             if self._after is not None:
                 self._after()
-            if self._flight is not None:
+            if self._flight is not None and self._now is None:
                 self._flight.begin()
             with torch.no_grad():
                 self._over = copy(*self.tensors, self._now)
         except BaseException as error:
             self._error = error
-        if self._flight is not None:
+        if self._flight is not None and self._now is None:
             self._flight.end()
         self._issued.set()
 

@@ -64,7 +64,7 @@ class Disk:
         self._offsets = WeakIdKeyDictionary()
         """Where in the file a tensor begins."""
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """Where tensors were, by their bytes. The list is all that a finalizer touches."""
+        """Where nobody's space begins, by its bytes. The list is all that a finalizer touches."""
         self._threads = _Threads()
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -76,12 +76,12 @@ class Disk:
         """
         bytes_ = max(room(size * dtype.itemsize), BLOCK)
         with self._lock:
-            try:
-                offset = self._free[bytes_].pop()
-            except IndexError:
-                offset = self._extend(bytes_)
+            fitting = [there for there, offsets in self._free.items() if offsets and there >= bytes_]
+            taken = min(fitting, default=bytes_)
+            offset = self._free[taken].pop() if fitting else self._extend(bytes_)
+            give_back = self._free[taken].append
         memory = _mapped(self._file.descriptor, offset, bytes_)
-        weakref.finalize(memory, self._free[bytes_].append, offset).atexit = False
+        weakref.finalize(memory, give_back, offset).atexit = False
         tensor = torch.frombuffer(memory, dtype=torch.uint8)[: size * dtype.itemsize].view(dtype)
         self._offsets[tensor] = offset
         return tensor

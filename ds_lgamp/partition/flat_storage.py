@@ -174,7 +174,9 @@ class FlatStorage:
                 updating.wait()
         elif self._postponed is not None:
             update, self._postponed = self._postponed, None
-            update()
+            # An evaluation may be in inference mode. State that was made in it could not be updated later.
+            with torch.inference_mode(False), torch.no_grad():
+                update()
             if self.resident and not self.stale:
                 self._unguard()
 
@@ -334,7 +336,8 @@ class FlatStorage:
             raise NotGatheredError(
                 f"parameter {names[0]} {lacks} on this rank until it is gathered; read it inside a block of "
                 "deepspeed.zero.GatheredParameters, or with deepspeed.utils.safe_get_full_fp32_param or "
-                "engine.module.state_dict(), on all data-parallel ranks together"
+                "engine.module.state_dict(), on all data-parallel ranks together; in Megatron-LM's loop, read it from "
+                "a checkpoint"
             )
         self.finish_gather()
 

@@ -28,8 +28,9 @@ class NotGatheredError(RuntimeError):
 def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
     """Returns the class of parameters of ``kind`` while their values are not current.
 
-    Functions that need no values, such as ``dtype`` or ``grad``, work as usual. All other functions call ``settle``
-    first. It gets the parameter, or None if the search through the arguments does not find one.
+    Functions that need no values, such as ``dtype`` or ``grad``, work as usual. ``detach`` gives a tensor that refuses
+    to be read if the values cannot come. All other functions call ``settle`` first. It gets the parameter, or None if
+    the search through the arguments does not find one.
     """
 
     class Guarded(kind):  # type: ignore[misc, valid-type]
@@ -42,9 +43,18 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
                 return super().__torch_function__(function, types, arguments, options)
             if _changes_nothing(function, arguments, options):
                 return arguments[0] if function in _CONVERSIONS else None
-            settle(next((leaf for leaf in tree_leaves((arguments, options)) if type(leaf) is cls), None))
+            makes_parameter = function is Tensor.detach and sys._getframe(1).f_code is Parameter.__new__.__code__
+            try:
+                settle(_first(cls, arguments, options))
+            except NotGatheredError as error:
+                if function is not Tensor.detach or makes_parameter:
+                    raise
+                # state_dict of any module detaches, and who only lists names needs no values.
+                detached = super().__torch_function__(function, types, arguments, options).as_subclass(_Absent)
+                detached.complaint = str(error)
+                return detached
             result = function(*arguments, **options)
-            if function is Tensor.detach and sys._getframe(1).f_code is Parameter.__new__.__code__:
+            if makes_parameter:
                 # nn.Parameter(parameter) expects a tensor of the parameter's class, which it has yet to look up.
                 return result.as_subclass(kind)
             return result
@@ -63,6 +73,29 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
             return repr(self)
 
     return Guarded
+
+
+class _Absent(Tensor):
+    """A detached parameter whose values cannot come. It has their shape and type, and refuses to be read."""
+
+    complaint = "a tensor has no values on this rank"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], arguments: tuple = (), options: dict | None = None
+    ) -> Any:
+        if function in _WITHOUT_VALUES:
+            return super().__torch_function__(function, types, arguments, options or {})
+        absent = _first(cls, arguments, options or {})
+        raise NotGatheredError((cls if absent is None else absent).complaint)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{self.complaint}>"
+
+
+def _first(kind: type, arguments: tuple, options: dict) -> Any:
+    """Returns the first tensor of ``kind`` among the arguments of a call; None if the search does not find it."""
+    return next((leaf for leaf in tree_leaves((arguments, options)) if type(leaf) is kind), None)
 
 
 def _changes_nothing(function: Any, arguments: tuple, options: dict) -> bool:
@@ -95,6 +128,7 @@ def _functions(attributes: str, read_only: str, methods: str) -> Iterator[Any]:
 
 _WITHOUT_VALUES = frozenset(
     [
+        torch.is_complex,
         torch.is_floating_point,
         torch.numel,
         torch._has_compatible_shallow_copy_type,
@@ -103,8 +137,8 @@ _WITHOUT_VALUES = frozenset(
             "shape dtype device layout ndim itemsize nbytes names is_leaf grad_fn retains_grad output_nr _version "
             "is_cpu is_cuda is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu",
             "size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous "
-            "is_floating_point requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook __len__ "
-            "__format__",
+            "is_floating_point is_complex is_signed is_shared is_pinned is_inference requires_grad_ retain_grad "
+            "register_hook register_post_accumulate_grad_hook __len__ __format__",
         ),
     ]
 )

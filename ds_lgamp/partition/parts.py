@@ -58,7 +58,8 @@ class Part(NamedTuple):
         """
         storage = self.unit.storage
         if not storage.partitioned:
-            return part.clone().view(self.shape)
+            # With offloading, the part is on the host.
+            return part.to(storage.flat.device, copy=True).view(self.shape)
         whole = part.new_zeros(self.shape.numel(), device=storage.flat.device)
         whole[self.in_parameter] = part
         return start_all_reduce(whole, self.unit.policy.shard_group)().view(self.shape)

@@ -125,4 +125,5 @@ class StallTalk:
             self._end(sentence, "" if self._failing else said.stall.stack)
         else:
             left = said.stall.limit - said.stall.seconds
-            self._say(f"ds_lgamp: {sentence}; if that lasts, the job ends in {left:.0f} s\n")
+            ends = f"; if that lasts, the job ends in {left:.0f} s" if math.isfinite(left) else ""
+            self._say(f"ds_lgamp: {sentence}{ends}\n")

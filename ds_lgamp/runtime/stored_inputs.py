@@ -43,9 +43,10 @@ class StoredInputs:
         if self._on_disk:
             assert self._bus.disk is not None, "inputs lie on it"
             return self._bus.disk.empty(leaf.numel(), leaf.dtype)
-        size = shared_size(leaf.nbytes)
-        free = self._free.get(size)
-        return free.pop() if free else self._bus.room.empty(size, torch.uint8)
+        fitting = [size for size, free in self._free.items() if free and size >= leaf.nbytes]
+        if fitting:
+            return self._free[min(fitting)].pop()
+        return self._bus.room.empty(shared_size(leaf.nbytes), torch.uint8)
 
     def wait_store(self, chunk: int, micro_batch: int) -> None:
         """Waits for the copies, and frees the input on the device."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ds_lgamp.partition import launches
+from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime.clocks import DeviceClock, HostClock, Mark
 from ds_lgamp.runtime.stopwatch import COMPUTE, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
@@ -76,6 +77,7 @@ class Trace:
         with TemporaryFile(dir=folder):
             pass
         self._first, self._last = first, last
+        self._rank = rank
         self._output = _Output(folder, rank, ranks)
         self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self._memory = _memory_of(device)
@@ -101,6 +103,7 @@ class Trace:
             return
         if not self._clock.runs:
             self._clock.start()
+            self._rank.begun = everyone(time.time(), host_group())[0]
         self._run = _Run(_Step(number, self._clock.now()), executor, executor.timing, spec)
         executor.timing, launches.listener = self, self
 
@@ -255,7 +258,10 @@ def _memory_of(device: torch.device) -> Callable[[], int]:
     """Returns what reads the bytes alive on ``device``; on a CPU, those of the process in main memory."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        return lambda: module.memory_allocated(device)
+        if not hasattr(module, "memory_stats_as_nested_dict"):
+            return lambda: module.memory_allocated(device)
+        # memory_allocated would flatten and sort all the allocator's statistics each time.
+        return lambda: module.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
     # Much faster than psutil, which DeepSpeed asks.
     file, page = os.open("/proc/self/statm", os.O_RDONLY), os.sysconf("SC_PAGE_SIZE")
 

@@ -24,6 +24,8 @@ FIRST_BATCH = 10
 """How many times as long an engine may take in its first training batch and its first evaluation, which may compile."""
 _EARLY, _ASKED_AFTER = 8, 5.0
 """A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
+_MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
+"""How the functions of torch.distributed begin that no rank can leave before all of the group have entered."""
 _FRAMES = 12
 """How many calls of a stack to show, the innermost ones."""
 
@@ -182,7 +184,7 @@ class Observer:
         if not waits and self._here.awaited:
             waits = (_named(self._here.awaited, ()),)
         elif not waits and calls is not None:
-            waits = calls.waits()
+            waits = calls.waits(self._rank)
         return standing._replace(waits=waits)
 
     def _frame(self) -> FrameType | None:
@@ -212,11 +214,12 @@ class _Calls(NamedTuple):
         ]
         return "".join(lines[_FRAMES - 1 :: -1])
 
-    def waits(self) -> tuple[Wait, ...]:
-        """Returns the call that waits for other ranks, if there is one: a function of torch.distributed, or a wait for
-        what such a function has begun."""
+    def waits(self, rank: int) -> tuple[Wait, ...]:
+        """Returns the call in which ``rank`` waits for others, if there is one: a function of torch.distributed, or a
+        wait for what such a function has begun."""
         if self.of_torch is not None:
-            return (_named(*self.of_torch),)
+            name, ranks = self.of_torch
+            return (_named(name, ranks)._replace(blocks=rank in ranks and name.startswith(_MEETINGS)),)
         file, line, _ = self.places[0]
         return (_named("what it has begun", self.group),) if "wait(" in getline(file, line) else ()
 

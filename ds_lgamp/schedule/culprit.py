@@ -5,7 +5,7 @@ until it comes to one that does not answer, or that waits for nobody. If all of 
 them is to blame.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -48,11 +48,11 @@ class Stall(NamedTuple):
     """For how long nobody between the rank and the culprit has done anything."""
     limit: float
     """How many seconds are too many."""
-    inside: bool
-    """Whether the rank waits in a batch."""
+    may_not_last: bool
+    """Whether the rank waits in a batch, or for ranks that never go on."""
     sentence: str
     stack: str
-    """The calls of the culprit's main thread; "" if it is not known or waits."""
+    """The calls of the main thread of a culprit that waits for nobody, or of ranks that never go on."""
 
 
 def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall:
@@ -69,24 +69,25 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
     known = [standings[each] for each in path if each in standings]
     involved = known + [standings[each] for each in blamed if each in standings]
     times = [standing.seconds for standing in involved] + [silent[each].seconds for each in path if each in silent]
-    own = cause is Cause.WORK and rank in standings
+    odd = search.odd(blamed) if cause is Cause.CIRCLE else []
+    stacks = [f"  rank {each}:\n{standings[each].stack}" for each in odd]
     return Stall(
         cause,
         (rank,) if cause <= Cause.WORK else (rank, *(each for each in blamed if each != rank)),
         min(times),
         max(standing.limit for standing in known),
-        victim.inside,
+        victim.inside or bool(odd),
         "; ".join(_clauses(search, path, cause, blamed)),
-        standings[rank].stack if own else "",
+        standings[rank].stack if cause is Cause.WORK else "".join(stacks),
     )
 
 
 def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent], tries: int = 8) -> Stall | None:
     """Returns the stall that has lasted longest, among those of the ``tries`` ranks that have waited longest; None if
-    no rank waits, or if all that do may: they are outside of batches, and who keeps them waiting answers."""
+    no rank waits, or if all that do may: they are outside of batches, and who keeps them waiting may go on."""
     waiting = sorted((each for each in standings.values() if each.waits), key=lambda each: -each.seconds)
     stalls = [find(victim, standings, silent) for victim in waiting[:tries]]
-    judged = [stall for stall in stalls if stall.inside or stall.cause is Cause.SILENCE]
+    judged = [stall for stall in stalls if stall.may_not_last or stall.cause is Cause.SILENCE]
     return max(judged, key=lambda stall: (stall.seconds, -stall.cause), default=None)
 
 
@@ -103,6 +104,8 @@ class _Search:
         self.victim, self.standings, self.silent = victim, standings, silent
         self.sources: dict[int, tuple[int, Wait] | None] = {victim.rank: None}
         """By rank, who waits for it and how."""
+        self.first_behind: dict[int, int] = {}
+        """By rank, whom it waits for first of all."""
 
     def run(self) -> tuple[Cause, int, Sequence[int]]:
         """Returns where the search ends and why; for the network and for circles, with the ranks at the other end."""
@@ -120,12 +123,20 @@ class _Search:
             if not behind:
                 ends.append((Cause.NETWORK, rank, self.involved(standing)))
             for other, wait in behind.items():
+                self.first_behind.setdefault(rank, other)
                 if other not in self.sources:
                     self.sources[other] = rank, wait
                     queue.append(other)
                 elif other in self.path(rank):
                     ends.append((Cause.CIRCLE, rank, self.path(rank)[self.path(rank).index(other) :]))
-        return min(ends, key=lambda end: end[0]) if ends else (Cause.CIRCLE, self.victim.rank, list(self.sources))
+        return min(ends, key=lambda end: end[0]) if ends else (Cause.CIRCLE, *self.circle())
+
+    def circle(self) -> tuple[int, Sequence[int]]:
+        """Returns a rank of the circle to which the first waits lead from the victim, and all of it."""
+        ranks = [self.victim.rank]
+        while (following := self.first_behind[ranks[-1]]) not in ranks:
+            ranks.append(following)
+        return following, ranks[ranks.index(following) :]
 
     def behind(self, standing: Standing, wait: Wait) -> list[int]:
         """Returns the ranks that have not done yet what ``wait`` waits for, those furthest behind first."""
@@ -140,11 +151,24 @@ class _Search:
     def is_behind(self, other: Standing, standing: Standing, wait: Wait) -> bool:
         if wait.is_call:
             same = any(each.is_call and each.what == wait.what and each.ranks == wait.ranks for each in other.waits)
-            return not same and (other.batch, other.row) <= (standing.batch, standing.row)
+            if same or not (other.inside or standing.inside):
+                # Between batches, rows are the lengths of programs, which differ.
+                return not same and other.batch <= standing.batch
+            return (other.batch, other.row) <= (standing.batch, standing.row)
         if wait.times == 0:
             # It was launched in the batch before, which all have left that stand outside of it.
             return other.batch < standing.batch and other.inside
         return (other.batch, other.done.get(wait.what, 0)) < (standing.batch, wait.times)
+
+    def odd(self, circle: Sequence[int]) -> list[int]:
+        """Returns the ranks of ``circle`` whose call has the fewest callers, if nobody leaves any of their calls before
+        all have entered it: the circle never goes on then. Otherwise returns none."""
+        calls = {rank: wait for rank in circle for wait in self.standings[rank].waits}
+        if not all(wait.blocks for wait in calls.values()):
+            return []
+        callers = Counter((wait.what, wait.ranks) for each in self.standings.values() for wait in each.waits)
+        fewest = min(callers[wait.what, wait.ranks] for wait in calls.values())
+        return [rank for rank, wait in calls.items() if callers[wait.what, wait.ranks] == fewest]
 
     def progress(self, rank: int) -> tuple[int, int]:
         standing = self.standings.get(rank)

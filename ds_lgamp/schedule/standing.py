@@ -37,6 +37,8 @@ class Wait(NamedTuple):
     times: int = -1
     """How often each must have done it in this batch; -1 if ``what`` is a call. 0 if it was begun in the batch
     before."""
+    blocks: bool = False
+    """Whether none of ``ranks`` leaves the call before all have entered it."""
 
     @property
     def is_call(self) -> bool:

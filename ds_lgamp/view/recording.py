@@ -98,6 +98,8 @@ class RankRecording:
     device: str = ""
     """What computes, in words."""
     steps: list[Step] = field(default_factory=list)
+    begun: float = 0.0
+    """When all ranks began to record, in seconds since 1970 on rank 0's clock; 0 if that is unknown or simulated."""
 
 
 @dataclass
@@ -250,6 +252,11 @@ def read_recording(folder: Path) -> Recording:
             f"{folder} is no recording of format {VERSION}, the one that this version reads; record the run again"
         )
     ranks = [_read_rank(folder, rank) for rank in range(about["ranks"])]
+    older = min(ranks, key=lambda rank: rank.begun)
+    if older.begun != max(rank.begun for rank in ranks):
+        raise RecordingError(
+            f"{folder} mixes two runs: what rank {older.rank} has recorded is older than what others have; record again"
+        )
     return Recording(about["source"], about["spec"], about["version"], ranks)
 
 

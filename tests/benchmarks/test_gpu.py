@@ -162,11 +162,22 @@ def test_a_run_that_fails_loses_no_other_and_is_recorded(monkeypatch):
     assert {row.config["recompute"] for row in record.rows} == {"full"}
 
 
-@pytest.mark.parametrize(("seconds", "reason"), [(0.02, "stopped after 0 s"), (0, "not run: the 450 s .* were over")])
-def test_who_takes_too_long_is_stopped_and_who_comes_too_late_is_not_started(seconds, reason):
+@pytest.mark.parametrize(
+    ("seconds", "key", "reason"),
+    [(0.02, "failure", "stopped after 0 s"), (0, "not run", "the 450 s .* were over")],
+)
+def test_who_takes_too_long_is_stopped_and_who_comes_too_late_is_not_started(seconds, key, reason):
     runs = gpu.measure(Contender("slow", PlainTorch), SIZES[TINY], time.monotonic() + seconds, None)
     assert list(runs) == ["full", "none"]
-    assert all(re.fullmatch(reason, run["failure"]) for run in runs.values())
+    assert all(list(run) == [key] and re.fullmatch(reason, run[key]) for run in runs.values())
+
+
+def test_a_run_for_which_no_time_was_left_has_not_failed():
+    record = Record("gpu", {})
+    gpu.enter(record, TINY, f"{OURS}, ZeRO-3", {"full": {"not run": "the time was over"}}, None)
+    gpu.aim(record)
+    assert [failure.reason for failure in record.failures] == ["not run: the time was over"]
+    assert [target.value for target in record.targets] == [0]
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,11 @@ def test_only_runs_of_ours_can_fail_the_speed():
     record.fail("DeepSpeed ZeRO-0", {"size": "6.7B"}, "out of memory")
     assert "failure" not in speed.as_result(record)
     record.fail(f"{OURS}, ZeRO-3", {"size": "125M"}, "out of memory")
+    record.fail(f"{OURS}, ZeRO-1", {"size": "125M"}, "not run: the time was over")
     found = speed.as_result(record)
     assert found["failure"] == "ds_lgamp, ZeRO-3 125M: out of memory"
-    assert [failure["contender"] for failure in found["failures"]] == ["DeepSpeed ZeRO-0", "ds_lgamp, ZeRO-3"]
+    assert found["not run"] == "ds_lgamp, ZeRO-1 125M: not run: the time was over"
+    assert [failure["contender"] for failure in found["failures"]][:2] == ["DeepSpeed ZeRO-0", "ds_lgamp, ZeRO-3"]
 
 
 def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory(monkeypatch):
@@ -173,6 +175,9 @@ def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory(monke
     monkeypatch.setattr(offload, "measure", lambda *_: {"full": {"failure": "out of memory"}})
     assert offload.measured(ours, size, 0.0, None) == {"failure": "out of memory"}
     assert offload.measured(peer, size, 0.0, None) == {"outcome": "out of memory"}
+    monkeypatch.setattr(offload, "measure", lambda *_: {"full": {"not run": "the time was over"}})
+    assert offload.measured(ours, size, 0.0, None) == {"not run": "the time was over"}
+    assert offload.measured(peer, size, 0.0, None) == {"outcome": "the time was over"}
 
 
 def test_what_trained_before_memory_was_over_is_kept(monkeypatch):

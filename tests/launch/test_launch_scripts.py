@@ -85,6 +85,7 @@ DRY_RUNS = [
         "--rdzv_endpoint first:29500 --rdzv_id ds_lgamp --rdzv_conf last_call_timeout=5 --nproc_per_node 8",
     ),
     ("deepspeed", {"GPUS_PER_NODE": 4, "MASTER_PORT": 1234}, "deepspeed --num_gpus 4 --master_port 1234"),
+    ("deepspeed", {"CUDA_VISIBLE_DEVICES": "2,3", "MASTER_PORT": 1234}, "deepspeed --master_port 1234"),
     ("slurm", SLURM, "--rdzv_endpoint gpu03:21234 --rdzv_id 431234 --nproc_per_node 8"),
     (
         "slurm",

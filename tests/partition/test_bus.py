@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_lgamp.partition import bus as bus_module
-from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.host_thread import use_device
 
 CPU = torch.device("cpu")
@@ -145,3 +145,25 @@ def test_a_thread_chooses_an_accelerator_and_no_cpu(monkeypatch):
     use_device(CPU)
     use_device(torch.device("cuda", 3))
     assert chosen == [torch.device("cuda", 3)]
+
+
+class Recorded:
+    def __init__(self):
+        self.said = []
+
+    def begin(self):
+        self.said.append("begin")
+
+    def end(self):
+        self.said.append("end")
+
+
+def test_a_recorded_copy_of_a_device_ends_with_the_wait_and_not_when_it_is_issued(monkeypatch):
+    waited, flight = [], Recorded()
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_stream=lambda _: stream))
+    transfer = Transfer(torch.zeros(4), torch.ones(4), None, "now", flight)
+    transfer._run(lambda target, source, now: f"over after {now}")
+    assert flight.said == []
+    transfer.wait()
+    assert (waited, flight.said) == (["over after now"], ["end"])

@@ -105,6 +105,23 @@ def test_the_space_of_a_tensor_is_used_again(disk):
     assert disk.bytes_taken == 2 * room(4 * ELEMENTS)
 
 
+def test_a_shorter_tensor_takes_the_smallest_space_that_is_free(disk):
+    """As inputs of changing lengths do."""
+    homes = [disk.empty(blocks * BLOCK, torch.uint8) for blocks in (6, 3, 4)]
+    del homes
+    gc.collect()
+    taken = disk.bytes_taken
+    for _ in range(3):
+        one, other = disk.empty(3 * BLOCK, torch.uint8), disk.empty(2 * BLOCK, torch.uint8)
+        one.fill_(1), other.fill_(2)
+        assert one.unique().tolist() == [1]
+        del one, other
+        gc.collect()
+    assert disk.bytes_taken == taken
+    whole = disk.empty(6 * BLOCK, torch.uint8).fill_(3)
+    assert disk.bytes_taken == taken and whole.unique().tolist() == [3]
+
+
 def test_a_kernel_that_moves_portions_is_asked_again(disk, monkeypatch):
     for name in ("preadv", "pwritev"):
         move = getattr(os, name)

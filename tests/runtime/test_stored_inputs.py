@@ -56,3 +56,17 @@ def test_a_mask_that_came_in_the_same_message_does_not_keep_the_message():
     stored.load(0, 0)
     stored.wait_load(0, 0)
     assert torch.equal(hidden, given[0]) and torch.equal(mask, given[1])
+
+
+def test_shorter_inputs_use_the_memory_of_longer_ones_again():
+    stored, sizes = StoredInputs(bus := Bus(torch.device("cpu"))), []
+    for length in (100, 70, 20, 99, 1):
+        given = torch.randn(length, WIDTH)
+        (hidden,) = beginning = as_leaves((given,))
+        stored.store(0, 0, beginning)
+        stored.wait_store(0, 0)
+        stored.load(0, 0)
+        stored.wait_load(0, 0)
+        assert torch.equal(hidden, given)
+        sizes.append(bus.room.bytes)
+    assert len(set(sizes)) == 1

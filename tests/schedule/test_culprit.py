@@ -112,7 +112,7 @@ def test_whoever_waits_names_the_rank_that_stands_still(job, data):
     assert all(standing.waits for each, standing in standings.items() if standing.inside and each != rank)
     for victim in waiting:
         stall = find(victim, standings, {})
-        assert (stall.cause, stall.culprits, stall.inside) == (Cause.WORK, (rank,), True), stall.sentence
+        assert (stall.cause, stall.culprits, stall.may_not_last) == (Cause.WORK, (rank,), True), stall.sentence
         assert stall.sentence.startswith(f"rank {victim.rank} has waited 40 s {victim.place} of step 7 for ")
         assert f"rank {rank} stands in {ranks.actions(rank)[row]} for 40 s and waits for no rank" in stall.sentence
         answering = {each: standing for each, standing in standings.items() if each != rank}
@@ -225,6 +225,48 @@ def test_ranks_that_wait_for_each_other_are_all_named():
     assert stall.sentence.endswith("so ranks 0, 1 wait for each other")
 
 
+def waiting_outside(*names, blocks=True):
+    """Returns the standings of ranks that wait outside of batches in calls of torch.distributed, by their names. Their
+    programs differ in length."""
+    ranks = tuple(range(len(names)))
+    calls = [Wait(ranks, f"{name} with all ranks", name, blocks=blocks) for name in names]
+    return {
+        rank: outside(rank, 40.0)._replace(row=20 - 3 * (rank % 2), waits=(calls[rank],), stack=f"in {names[rank]}\n")
+        for rank in ranks
+    }
+
+
+@given(st.integers(2, 16), st.data())
+def test_ranks_that_save_alone_are_named_though_all_wait_outside_of_batches(ranks, data):
+    """Such as rank 0, or the first rank of every node."""
+    savers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=(ranks - 1) // 2 or 1))
+    names = ["all_gather_object" if rank in savers else "barrier" for rank in range(ranks)]
+    stall = stalled_longest(waiting_outside(*names), {})
+    assert stall.cause is Cause.CIRCLE and savers & set(stall.culprits) and stall.may_not_last
+    assert "all_gather_object with all ranks" in stall.sentence and "barrier with all ranks" in stall.sentence
+    if 2 * len(savers) < ranks:
+        assert all(f"  rank {rank}:\nin all_gather_object\n" in stall.stack for rank in savers & set(stall.culprits))
+        assert "in barrier" not in stall.stack
+
+
+def test_a_call_that_some_ranks_leave_early_may_only_be_slow():
+    assert stalled_longest(waiting_outside("broadcast", "barrier", blocks=False), {}) is None
+
+
+def test_a_rank_that_is_at_work_outside_of_batches_may_let_all_others_wait():
+    standings = waiting_outside("all_gather_object", "barrier", "evaluate")
+    assert stalled_longest({**standings, 2: outside(2, 40.0)}, {}) is None
+
+
+def test_only_ranks_that_wait_for_each_other_are_blamed_for_it():
+    """Rank 0 waits for two circles, and nobody for rank 0."""
+    standings = waiting_outside("barrier", *("all_reduce", "all_gather") * 2)
+    inner = {rank: standings[rank].waits[0]._replace(ranks=(1, 2, 3, 4)) for rank in range(1, 5)}
+    standings |= {rank: standings[rank]._replace(waits=(wait,)) for rank, wait in inner.items()}
+    stall = find(standings[0], standings, {})
+    assert stall.cause is Cause.CIRCLE and 0 not in stall.culprits and stall.may_not_last
+
+
 def test_a_long_chain_is_cut_short():
     standings = {
         rank: Standing(rank, "host", "in F1.0", 7, "step 7", 9, True, 40.0, LIMIT, waits)
@@ -264,7 +306,7 @@ def test_a_sender_waits_until_all_but_the_last_two_messages_may_be_taken():
     program = [Action(Kind.SEND_FORWARD, 0, micro_batch) for micro_batch in range(5)]
     neighbours = Neighbours(previous=4, following=1, alike=(0,))
     (wait,) = waits_in(program, 4, "send", neighbours)
-    assert wait[2:] == ("RECV_F", 3) and wait.ranks == (1,)
+    assert (wait.what, wait.times) == ("RECV_F", 3) and wait.ranks == (1,)
     # At the end of the batch, until all may be.
     (wait,) = waits_in(program, 5, "send", neighbours)
-    assert wait[2:] == ("RECV_F", 5)
+    assert (wait.what, wait.times) == ("RECV_F", 5)

@@ -141,6 +141,15 @@ def test_a_torn_last_line_leaves_the_steps_before_it(tmp_path):
     assert read_recording(tmp_path) == recording
 
 
+def test_recordings_of_two_runs_in_one_folder_are_refused(tmp_path):
+    recording = recorded(spec_of())
+    for rank, begun in zip(recording.ranks, (7.0, 5.0, 7.0)):
+        rank.begun = begun
+    write_recording(tmp_path, recording)
+    with pytest.raises(RecordingError, match="mixes two runs: what rank 1 has recorded is older"):
+        read_recording(tmp_path)
+
+
 def test_what_is_no_recording_is_refused(tmp_path):
     with pytest.raises(RecordingError, match=r"nowhere is no recording: it has no readable recording\.json"):
         read_recording(tmp_path / "nowhere")

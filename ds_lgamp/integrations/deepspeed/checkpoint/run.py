@@ -23,6 +23,11 @@ class Optimizer(Protocol):
     """Whether the last step was skipped and the host has not counted it yet."""
 
     @property
+    def is_half_updated(self) -> bool:
+        """Whether a step has updated some chunks and not all."""
+        ...
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
     @property

@@ -32,6 +32,11 @@ def save(
         folders.check_tag(tag)
         if not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary that holds it")
+        if run.optimizer.is_half_updated:
+            raise CheckpointError(
+                "the last batch failed after some chunks had been updated, so weights of two steps would be saved; "
+                "go on from the last checkpoint"
+            )
         partition, optimizer = run.optimizer.partition, run.optimizer.optimizer
         partition.catch_up()
         tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}

@@ -11,6 +11,7 @@ from deepspeed.ops.adam import FusedAdam
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.disk import OnDisk
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    ON_ACCELERATOR,
     ON_CPU,
     check_updates_alone,
     choose_optimizer,
@@ -144,17 +145,22 @@ def refuse_offloaded_optimizer(config: Any, optimizer: Any) -> None:
     elif optimizer is None:
         device = device_of_updates(config)
         choice = choose_optimizer(config.optimizer_name, config.optimizer_params or {}, device, kernels_of(device))
-        check_offloaded(config, choice.kind)
         if choice.kind is FusedAdam and get_accelerator().device_name() != device.type:
             raise ConfigError(
                 "optimizer.params.bias_correction is False, for which DeepSpeed's Adam needs shards on the device, but "
                 f"{_said(config, _OPTIMIZER)}; write optimizer.type DeepSpeedCPUAdam"
             )
+        check_offloaded(config, choice.kind)
 
 
 def check_offloaded(config: Any, kind: type) -> None:
     """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result in the host's thread."""
     check_updates_alone(kind, _said(config, _OPTIMIZER))
+    if kind in ON_ACCELERATOR and get_accelerator().device_name() != "cpu":
+        raise ConfigError(
+            f"optimizer is {kind.__name__}, which takes shards on the device, but {_said(config, _OPTIMIZER)}; use "
+            "AdamW"
+        )
     ratio = config.zero_config.offload_optimizer.ratio
     if ratio < 1 and kind in ON_CPU and get_accelerator().device_name() != "cpu":
         raise ConfigError(

@@ -84,6 +84,8 @@ def _complaint_about_matrices(module: PipelineModule, groups: list[dict[str, Any
     for group in groups:
         for parameter in group["params"] if group.get("use_muon") else ():
             name, blocks = names.get(id(parameter), "of a group"), group.get("blocks", 1)
+            if not parameter.requires_grad:
+                continue
             if parameter.dim() != 2:
                 return (
                     f"parameter {name} has shape {list(parameter.shape)}, but Muon makes matrices orthogonal; put it "

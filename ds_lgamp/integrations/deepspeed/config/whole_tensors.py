@@ -53,8 +53,13 @@ def _muon_of_torch(optimizer: torch.optim.Optimizer) -> Muon:
 
 
 def _muon_of_deepspeed(optimizer: torch.optim.Optimizer) -> Muon:
-    if not getattr(optimizer, "adam_w_mode", True):
+    auxiliary = getattr(optimizer, "aux_optimizer", None)
+    if not all(getattr(each, "adam_w_mode", True) for each in (optimizer, auxiliary)):
         raise ConfigError("optimizer is MuonWithAuxAdam with adam_w_mode False; here its Adam is AdamW, set it to True")
+    if not all(group.get("bias_correction", True) for group in optimizer.param_groups):
+        raise ConfigError(
+            "optimizer is MuonWithAuxAdam with bias_correction False; here its Adam corrects its bias, set it to True"
+        )
     return Muon(optimizer.param_groups)
 
 

@@ -67,6 +67,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.optimizer = optimizer
         self.partition = partition
         self.dp_process_group = data_group
+        self.is_half_updated = False
+        """Whether a step has updated some chunks and not all."""
         self.overflow = False
         """Whether the last step was skipped; if the host learns of it late, the step before the last."""
         learns_late = not offloads and skips_by_itself(optimizer)
@@ -135,6 +137,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if self._updates_when == "next_step":
             self.partition.start_updates(chunk)
         elif not self._is_watched:
+            self.is_half_updated = True
             units = self.partition.finish_gradients_of(chunk)
             # The optimizer may change the gradient.
             self._row_norms |= {unit: unit.norm_rows(may_have_changed=False) for unit in units}
@@ -149,6 +152,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     @property
     def _is_watched(self) -> bool:
         return self._updates.is_watched or "step" in vars(self)
+
+    def show_gradients(self) -> None:
+        """Lets the host read every gradient, if user code watches the step."""
+        if self._is_watched:
+            for unit in self.partition.units:
+                unit.settle_store()
 
     @property
     def _factor(self) -> float:
@@ -168,6 +177,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if self._clipping > 0 or factor != 1:
             limit = self._clipping or float("inf")
             factor = clip_factor(self._global_grad_norm, limit) * factor
+        self.is_half_updated = True
+        self._update_all(factor)
+        self.is_half_updated = False
+
+    def _update_all(self, factor: Any) -> None:
+        """Updates what is not updated yet, or leaves that to later."""
         # An update that the host has begun uses its gradient still.
         units = [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
         if not self._is_watched and (self._updates_when == "next_step" or self.partition.host is not None):

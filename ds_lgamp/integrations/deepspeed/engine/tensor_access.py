@@ -214,6 +214,8 @@ class TensorAccess:
                 f"the gradient of {part.name} exists only while the optimizer steps; call this in an optimizer hook, "
                 "or wrap engine.optimizer.step and call it before the wrapped step"
             )
+        # The device may still be copying it to the host.
+        part.unit.settle_store()
         return reduction.shard_gradient[part.in_shard]
 
     def _local(self, parameter: torch.nn.Parameter) -> Part:

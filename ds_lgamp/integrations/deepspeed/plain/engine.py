@@ -22,6 +22,7 @@ from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
+from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
@@ -62,18 +63,21 @@ class ModelEngine(LgampEngine):
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
-        release(user_model, {id(parameter) for parameter in self.placed.parameters()})
+        own = {id(parameter) for parameter in self.placed.parameters()}
+        release(user_model, own)
         # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
         cast_and_move(self)
+        self.elsewhere = Elsewhere(user_model, own)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
         self._kept = Kept()
-        self._user_parameters = list(user_model.named_parameters())
-        for _, parameter in self._user_parameters:
+        for parameter in user_model.parameters():
             # Of a trial before the engine was there.
             parameter.grad = None
+        # Nothing computes with the others.
+        self._user_parameters = [item for item in user_model.named_parameters() if id(item[1]) in own]
         self._told = ToldLosses(self.gradient_accumulation_steps)
         self._waiting: Iterator[None] | None = None
         """The program, which has come to its step and waits for :meth:`step`."""
@@ -314,13 +318,6 @@ def _drives_deepspeed(accelerate: Any) -> bool:
 _NO_PIPELINE = (
     "engine.{} is called, but the model is no PipelineModule; call engine(...), engine.backward and engine.step"
 )
-
-
-def release(module: torch.nn.Module, own: set[int]) -> None:
-    """Frees the parameters of ``module`` that are not in ``own``, which holds ids."""
-    for parameter in module.parameters():
-        if id(parameter) not in own:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _tokens(arguments: Arguments) -> int:

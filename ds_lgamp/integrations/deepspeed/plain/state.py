@@ -21,6 +21,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     transfer,
 )
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
+from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere
 from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
 from ds_lgamp.partition.agreement import raise_everywhere
 
@@ -30,6 +31,7 @@ class Engine(Run, Protocol):
 
     module: Any
     """The model of the script."""
+    elsewhere: Elsewhere
 
     @property
     def lgamp_settings(self) -> LgampConfig: ...
@@ -181,7 +183,7 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
     RuntimeError on all if it does not fit one of them."""
     agree(Next.LOAD_STATE)
     own = {id(tensor) for layer in built_layers(engine.placed).values() for _, tensor in tensors_of(layer)}
-    with engine.placed.full_parameters():
+    with engine.placed.full_parameters(), engine.elsewhere.unguarded():
         mine = dict(state)
         for name, tensor in _references(engine.module).items():
             if name in mine and isinstance(tensor, nn.Parameter) and id(tensor) not in own:

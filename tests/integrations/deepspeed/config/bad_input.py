@@ -389,6 +389,14 @@ OPTIMIZERS = {
         ),
         "weight has 6 rows, but its group has blocks 4; use a divisor of the rows",
     ),
+    "Muon beside an Adam that does not correct its bias": (
+        lambda module: MuonWithAuxAdam(
+            [{"params": list(module.parameters()), "use_muon": False}],
+            adam_optimizer=torch.optim.SGD,
+            adam_optimizer_kwargs={"lr": 0.1, "bias_correction": False},
+        ),
+        "MuonWithAuxAdam with bias_correction False; here its Adam corrects its bias, set it to True",
+    ),
     "clipping inside LAMB": (
         lambda module: FusedLamb(module.parameters(), max_grad_norm=1.0),
         'FusedLamb with max_grad_norm 1.0; set it to 0, and write "gradient_clipping": 1.0 into the configuration',

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.lion import FusedLion
 
 from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config import offload
-from ds_lgamp.integrations.deepspeed.config.offload import live_folder, refuse_offloaded_optimizer
+from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, live_folder, refuse_offloaded_optimizer
 
 HOST = SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu", ratio=1.0)))
 
@@ -39,6 +41,14 @@ def test_chunks_that_stay_on_a_gpu_need_a_kernel_for_it(beside_a_gpu):
         with pytest.raises(ConfigError, match="ratio is 0.5, which leaves chunks on the device, but DeepSpeedCPU"):
             refuse_offloaded_optimizer(config, None)
     refuse_offloaded_optimizer(SimpleNamespace(**{**vars(config_of("adam")), "zero_config": partly}), None)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion])
+def test_kernels_of_a_gpu_do_not_update_on_the_host(beside_a_gpu, kind):
+    with pytest.raises(
+        ConfigError, match=f"optimizer is {kind.__name__}, which takes shards on the device, but .*; use"
+    ):
+        check_offloaded(config_of("adam"), kind)
 
 
 def test_without_a_gpu_the_kernel_of_the_device_is_that_of_the_host():

@@ -58,6 +58,7 @@ def do_alone():
         "interventions on a disk": differing_interventions(3, "parameters on nvme"),
         "left": bytes_left(3, "parameters"),
         "failure": failing_update(),
+        "under way": under_way_in_a_wrapper(),
     }
 
 
@@ -239,3 +240,21 @@ def test_an_update_that_fails_ends_the_next_step_that_needs_it(alone):
     assert "failed at WAIT_LOAD0 of step 2: HostUpdateError: rank 0 failed to update chunk 0 on the host" in first
     assert "(ValueError: no luck)" in first
     assert "an earlier batch failed" in second
+
+
+def under_way_in_a_wrapper():
+    """Returns the copies of gradients that are under way when a wrapper of the step may read them."""
+    engine = engine_of(1, 2, zero=OFFLOADS["optimizer"])
+    copies, own_step = [], engine.optimizer.step
+
+    def wrapped():
+        copies.extend(unit._stored._storing for unit in engine.optimizer.partition.units)
+        own_step()
+
+    engine.optimizer.step = wrapped
+    step(engine)
+    return copies
+
+
+def test_who_watches_the_step_finds_all_gradients_on_the_host(alone):
+    assert alone["under way"] and not any(alone["under way"])

@@ -10,6 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import (
@@ -186,3 +188,42 @@ ON_NODES = [
 @pytest.mark.slow
 def test_the_result_is_that_of_one_update_per_step_with_shards_of_nodes():
     run_cases((1, 4), [{**case, "grid": (1, 4), "stage": 3} for case in ON_NODES])
+
+
+def saves_after_a_batch_that_failed(folder):
+    """Returns what a save says after a batch that failed ahead of all updates, and behind some."""
+    prepare_rank()
+    said = []
+    for failing in ("F0.0", "B0.0"):
+        case = {
+            "grid": (1, 1),
+            "stage": 1,
+            "block": "layered",
+            "optimizer": "adamw",
+            "precision": "fp32",
+            "tied": False,
+        }
+        engine = engine_of({**case, "clipping": 0.0}, True)
+        engine.train_batch(batches(0, engine))
+        engine.executor.execute = partial(execute_until, failing, engine.executor.execute)
+        with pytest.raises(ActionError, match=f"failed at {failing}|no luck"):
+            engine.train_batch(batches(1, engine))
+        try:
+            engine.save_checkpoint(folder, tag=failing)
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def execute_until(failing, execute, action):
+    if str(action) == failing:
+        raise ValueError("no luck")
+    execute(action)
+
+
+def test_weights_of_two_steps_are_not_saved(tmp_path):
+    ((whole, half),) = run_on_ranks(1, saves_after_a_batch_that_failed, tmp_path)
+    assert whole == "" and (tmp_path / "F0.0").exists()
+    assert "after some chunks had been updated, so weights of two steps would be saved" in half
+    assert not (tmp_path / "B0.0").exists()

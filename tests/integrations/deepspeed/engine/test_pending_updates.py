@@ -70,6 +70,13 @@ def reloaded(engine):
     return {"loss": torch.tensor([step(engine, number) for number in (2, 3)])}
 
 
+def inferred(engine):
+    """The update under way makes the optimizer's state, which later steps change."""
+    with torch.inference_mode():
+        loss = engine.eval_batch(batches(5, engine))
+    return {"loss": loss.clone(), "next": torch.tensor(step(engine, 1))}
+
+
 def states(engine):
     shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
     return {str(index): engine.optimizer.state[shard][MOMENTUM] for index, shard in enumerate(shards)}
@@ -81,6 +88,7 @@ def states_of_torch(engine):
 
 
 READERS = {
+    "evaluation in inference mode": inferred,
     "a block": in_block,
     "weights": lambda engine: read(safe_get_full_fp32_param, engine),
     "states": lambda engine: read(safe_get_full_optimizer_state, engine, MOMENTUM),

@@ -244,4 +244,6 @@ def test_a_killed_job_leaves_whole_steps(tmp_path):
         for rank in ranks:
             rank.join(60)
         assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * 2
-    assert [[step.step for step in rank.steps] for rank in read_recording(tmp_path).ranks] == [[1, 2]] * 2
+    recorded = read_recording(tmp_path).ranks
+    assert [[step.step for step in rank.steps] for rank in recorded] == [[1, 2]] * 2
+    assert recorded[0].begun == recorded[1].begun > 0

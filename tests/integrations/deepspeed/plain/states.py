@@ -1,6 +1,7 @@
 """Reads and writes the state of models that train, on a rank."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,35 @@ def train_and_read(name: str, stage: int, block: dict[str, Any], folder: str) ->
         "generate": refusal(lambda: model.generate(torch.ones(1, 3, dtype=torch.long))),
         "direct": refusal(lambda: model(**micro_batch(0, 0, 0))),
         "alone": refusal(model.state_dict if dist.get_rank() == 0 else lambda: train(engine, 1)),
+    }
+    return seen
+
+
+def saved_with_a_whole_module(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    """Saves an adapter that trains the head beside it. peft lists the names of the head's own parameters."""
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
+    engine = trained(peft.get_peft_model(make("Llama"), lora), stage, {"pipeline_ranks": 2})
+    engine.module.save_pretrained(folder)
+    return {name: value for name, value in own_weights(engine.module).items() if "modules_to_save" in name}
+
+
+def values_of_other_ranks() -> dict[str, Any]:
+    """Does with the parameters of layers on the other pipeline rank what does and does not need their values."""
+    engine = trained(adapted("Llama"), 1, {"pipeline_ranks": 2})
+    model = engine.module
+    name, parameter = next(item for item in model.named_parameters() if not hasattr(item[1], "ds_id"))
+    base = model.get_base_model()
+    seen: dict[str, Any] = {"name": name, "printed": repr(parameter)}
+    seen["about"] = (parameter.dtype, parameter.grad, isinstance(parameter, torch.nn.Parameter))
+    model.to(engine.device)
+    model.zero_grad()
+    seen["refusals"] = {
+        "norm": refusal(lambda: parameter.norm()),
+        "data": refusal(lambda: parameter.data),
+        "set": refusal(lambda: torch.nn.init.zeros_(parameter)),
+        "copy": refusal(lambda: deepcopy(base)),
+        "merge": refusal(model.merge_and_unload),
     }
     return seen
 

@@ -9,7 +9,9 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.states import (
     adapted,
     adapter_at_two_layouts,
+    saved_with_a_whole_module,
     train_and_read,
+    values_of_other_ranks,
     with_longer_batches,
 )
 from tests.integrations.transformers.models import make
@@ -70,6 +72,23 @@ def test_a_loaded_state_is_trained_on(seen):
 def test_what_cannot_work_is_refused_on_every_rank(seen, name, words):
     ranks, _, _ = seen
     assert all(words in rank["refusals"][name] for rank in ranks)
+
+
+@pytest.mark.parametrize("stage", slow_except([1], [1, 3]))
+def test_an_adapter_is_saved_with_a_module_of_another_rank(stage, tmp_path):
+    (head,) = [weights for weights in run_on_ranks(2, saved_with_a_whole_module, stage, str(tmp_path)) if weights]
+    loaded = peft.PeftModel.from_pretrained(make("Llama"), tmp_path).state_dict()
+    (name,) = [name for name in loaded if "lm_head.modules_to_save" in name]
+    assert torch.equal(loaded[name], *head.values())
+
+
+def test_values_of_layers_on_other_ranks_are_refused_instead_of_missing():
+    for seen in run_on_ranks(2, values_of_other_ranks):
+        assert seen["about"] == (torch.float32, None, True)
+        assert f"<parameter {seen['name']} belongs to a layer on another pipeline rank" in seen["printed"]
+        for name, refusal in seen["refusals"].items():
+            assert "on another pipeline rank and has no elements on this rank" in refusal, name
+            assert name in ("copy", "merge") or seen["name"] in refusal, name
 
 
 def test_an_adapter_is_saved_whole_and_goes_on_at_another_layout_without_frozen_weights(tmp_path):

@@ -316,13 +316,13 @@ REFUSED = [
         {},
         {"schedule": "interleaved_1f1b"},
         {"global_batch_size": 12},
-        "but gradient_accumulation_steps is 3; change that, or use",
+        "but a batch has 3 .gradient_accumulation_steps, or Megatron-LM's --global-batch-size.; change that, or use",
     ),
     (
         {},
         {"schedule": "interleaved_1f1b"},
         {"rampup_batch_size": ["8", "4", "100"]},
-        "but gradient_accumulation_steps is 3; change that, or use",
+        "but a batch has 3 .gradient_accumulation_steps, or Megatron-LM's --global-batch-size.; change that, or use",
     ),
     ({}, {"schedule": "1f1b"}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "takes one chunk per rank"),
 ]
