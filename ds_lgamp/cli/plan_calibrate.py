@@ -63,16 +63,20 @@ def merged(text: dict[str, Any], found: Calibration) -> dict[str, Any]:
         elif name not in text:
             ready = getattr(assumed, name)
             text[name] = _link(ready.bandwidth, ready.latency)
+            if name == "between":
+                text[name]["cards_per_node"] = assumed.cards_per_node
             print(f"{name} was not measured: the file has that of {assumed.name}; correct it", file=sys.stderr)
     # The rates above were reached, so nothing remains to be lost but what small products lose.
-    reached = {"matmul": 1.0, "memory": 1.0, "between": 1.0, "dimension": round(found.half_size, 1)}
+    reached = {"matmul": 1.0, "memory": 1.0, "dimension": round(found.half_size, 1)}
+    if found.between is not None:
+        reached["between"] = 1.0
     if found.gather_inside is not None:
         reached["inside"] = round(min(1.0, found.gather_inside), 3)
     text["efficiency"] = {**text.get("efficiency", {}), **reached}
     return text
 
 
-def _link(bandwidth: float, latency: float) -> dict[str, str]:
+def _link(bandwidth: float, latency: float) -> dict[str, Any]:
     return {"bandwidth": with_unit(bandwidth, "B/s"), "latency": with_unit(latency, "s")}
 
 
@@ -85,4 +89,12 @@ def _existing(path: Path) -> dict[str, Any]:
         raise ValueError(f"--cluster is '{path}', which is no JSON ({error}); name another file") from error
     if not isinstance(text, dict):
         raise ValueError(f"--cluster is '{path}', which holds no JSON object; name another file")
+    if "islands" in text:
+        raise ValueError(
+            f"--cluster is '{path}', which has islands, but --calibrate describes nodes that are alike; name another "
+            "file, and copy its peak, memory and memory_bandwidth"
+        )
+    for key in ("nodes", "gpus_per_node"):
+        if not isinstance(text.get(key, 1), int):
+            raise ValueError(f"--cluster is '{path}', whose {key} is {text[key]!r}; write a whole number")
     return text

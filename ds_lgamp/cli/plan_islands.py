@@ -5,7 +5,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,7 +54,7 @@ def as_json(model: Model, cluster: IslandCluster, plans: Sequence[IslandPlan], t
         "plans": [
             {
                 "method": plan.method,
-                **asdict(plan.configuration),
+                **plan.configuration.to_json(),
                 "seconds": plan.seconds,
                 "exposed_seconds": plan.exposed,
                 "bytes_by_link": dict(plan.assignment.bytes_sent),

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,7 +75,7 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
         "plans": [
             {
                 "method": plan.method,
-                **asdict(plan.configuration),
+                **plan.configuration.to_json(),
                 "seconds": plan.prediction.seconds,
                 "parts_seconds": plan.prediction.parts,
                 "mfu": plan.prediction.mfu,

@@ -1,7 +1,6 @@
 """``ds_lgamp plan --model ... --law ...``: the shortest training by method."""
 
 import json
-from dataclasses import asdict
 from typing import TextIO
 
 from ds_lgamp.cli.progress import at_work
@@ -21,7 +20,7 @@ def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_jso
     batch = critical_batch(model, law)
     if as_json:
         rows = {
-            name: {"days": entry.days, "gpus": entry.plan.configuration.gpus, **asdict(entry.plan.configuration)}
+            name: {"days": entry.days, "gpus": entry.plan.configuration.gpus, **entry.plan.configuration.to_json()}
             for name, entry in found.items()
         }
         json.dump({"critical_batch": batch, "methods": rows}, output)

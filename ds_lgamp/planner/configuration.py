@@ -1,7 +1,8 @@
 """One way to train a model on a cluster."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -54,6 +55,11 @@ class Configuration:
     """Whether the inputs of chunks wait on the host, under the layered schedule with recomputation."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields, as JSON has them."""
+        hierarchy = None if self.hierarchy is None else self.hierarchy._asdict()
+        return {**asdict(self), "hierarchy": hierarchy}
 
     def __post_init__(self) -> None:
         if self.overlap_update and self.micro_batch_outer:

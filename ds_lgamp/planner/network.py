@@ -1,7 +1,7 @@
 """How long messages and collectives take, from the links of a cluster."""
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, gcd, log2
 
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.efficiency import Efficiency
@@ -9,7 +9,7 @@ from ds_lgamp.planner.efficiency import Efficiency
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other. Every node but the last holds as many of them."""
+    """Ranks that communicate with each other. Every node holds as many of them."""
 
     inside: int
     """Members on one node."""
@@ -39,8 +39,11 @@ class Network:
 
     def bandwidth(self, group: Group) -> float:
         """Returns the bytes per second in one direction through a ring over ``group``."""
-        inside = self.inside.bandwidth * (group.inside / self.gpus) ** self.crowding
-        return inside if group.nodes == 1 else min(inside, group.inside * self.between.bandwidth)
+        between = group.inside * self.between.bandwidth if group.nodes > 1 else float("inf")
+        if group.inside == 1 and group.nodes > 1:
+            # It uses no link inside a node.
+            return between
+        return min(between, self.inside.bandwidth * (group.inside / self.gpus) ** self.crowding)
 
     def all_gather(self, group: Group, size: float) -> float:
         """Returns the seconds until every member has all of ``size`` bytes, of which each held an equal part. Each
@@ -82,8 +85,13 @@ def network_of(cluster: Cluster, gpus: int, efficiency: Efficiency) -> Network:
     )
 
 
-def group_of(cluster: Cluster, size: int, stride: int) -> Group:
-    """Returns the group of ``size`` ranks that are ``stride`` ranks apart. Neighbouring ranks share a node while it has
-    GPUs left."""
-    inside = max(1, min(size, cluster.gpus_per_node // stride))
-    return Group(inside, ceil(size / inside))
+def group_of(cluster: Cluster, gpus: int, size: int, stride: int) -> Group:
+    """Returns the group of ``size`` ranks that are ``stride`` ranks apart, in a job of so many ``gpus``.
+
+    Neighbouring ranks share a node while it has GPUs left. If groups and nodes do not divide each other, some group has
+    few members on one of its nodes, and shares that node's cards with the next group. It counts as if all of its nodes
+    had as few.
+    """
+    fitting = max(1, cluster.gpus_per_node // stride)
+    inside = size if gpus <= cluster.gpus_per_node else gcd(size, fitting)
+    return Group(inside, size // inside)

@@ -275,7 +275,7 @@ def _exposed(
 ) -> tuple[float, float]:
     """Seconds of gathers and of reductions of ``parameters`` that a rank of a stock schedule cannot hide behind the
     ``compute`` of each micro-batch."""
-    group = group_of(cluster, configuration.data_ranks, configuration.tensor_ranks)
+    group = group_of(cluster, configuration.gpus, configuration.data_ranks, configuration.tensor_ranks)
     if group.size == 1:
         return 0.0, 0.0
     pieces = MODULES * ceil(model.layers / configuration.pipeline_ranks) if configuration.zero_stage == 3 else 1

@@ -48,6 +48,7 @@ def with_unit(number: float, unit: str) -> str:
     """Returns ``number`` with three digits and a prefix: ``with_unit(2.5e10, "B/s")`` is "25 GB/s"."""
     if number == 0:
         return f"0 {unit}"
+    number = float(f"{number:.3g}")
     for prefix, factor in sorted(_PREFIXES.items(), key=lambda item: -item[1]):
         if abs(number) >= factor or (prefix == "n"):
             return f"{number / factor:.3g} {prefix}{unit}"

@@ -1,6 +1,7 @@
 """What a micro-batch takes in a layer, at the ends of the model and on the network, on one tensor-parallel rank."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.compute import ELEMENT, Compute, Seconds
@@ -27,7 +28,7 @@ class Work:
 def work_of(model: Model, cluster: Cluster, configuration: Configuration, compute: Compute, network: Network) -> Work:
     """Returns the pieces of a micro-batch of ``configuration``."""
     sequences, tensor_ranks = configuration.micro_batch, configuration.tensor_ranks
-    group = group_of(cluster, tensor_ranks, 1)
+    group = group_of(cluster, configuration.gpus, tensor_ranks, 1)
     shares = model.tied_embeddings and configuration.placement[0] == configuration.placement[-1]
     words = 0.0 if shares else model.vocabulary_size * model.hidden_size / tensor_ranks
     return Work(
@@ -66,11 +67,12 @@ class Collectives:
 def collectives_of(cluster: Cluster, configuration: Configuration, network: Network, size: float) -> Collectives:
     """Returns what a chunk with ``size`` bytes of weights, and as many of gradients, takes."""
     hierarchy, stride = configuration.hierarchy, configuration.tensor_ranks
+    in_job = partial(group_of, cluster, configuration.gpus)
     if hierarchy is None:
-        group = group_of(cluster, configuration.data_ranks, stride)
+        group = in_job(configuration.data_ranks, stride)
         return Collectives(network.all_gather(group, size), reduction(configuration, network, group, size))
-    node = group_of(cluster, hierarchy.node_ranks, stride)
-    peers = group_of(cluster, hierarchy.nodes(configuration.data_ranks), stride * hierarchy.node_ranks)
+    node = in_job(hierarchy.node_ranks, stride)
+    peers = in_job(hierarchy.nodes(configuration.data_ranks), stride * hierarchy.node_ranks)
     kept = size / hierarchy.node_ranks
     combine = network.all_reduce if hierarchy.replicated else network.reduce_scatter
     return Collectives(

@@ -41,8 +41,12 @@ def write(
     reason = why_not(model, configuration)
     if reason is not None:
         raise ValueError(reason)
+    config = ds_config(model, configuration)
+    if islands is not None and configuration.tensor_ranks > 1 and not configuration.micro_batch_outer:
+        # launch/pretrain_gpt.py could give faster ranks more micro-batches, which the plan does not count.
+        config["ds_lgamp"]["data_rank_speeds"] = [1] * configuration.data_ranks
     files = {
-        CONFIG_FILE: json.dumps(ds_config(model, configuration), indent=2) + "\n",
+        CONFIG_FILE: json.dumps(config, indent=2) + "\n",
         LAUNCH_FILE: launch_script(model, configuration, cluster, islands),
     }
     if islands is not None:

@@ -86,10 +86,16 @@ def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path,
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("ours", 1, 1)
     assert cluster.peak > 1e6 and cluster.memory > 1e9 and cluster.memory_bandwidth > 1e6
     assert cluster.between.bandwidth == 25e9 / 8 and cluster.price == pytest.approx(2 / 3600), "kept, as not measured"
-    path.write_text("no JSON")
-    with pytest.raises(SystemExit):
-        main(["plan", "--calibrate", "--cluster", str(path)])
-    assert "which is no JSON" in capsys.readouterr().err
+    monkeypatch.setattr("ds_lgamp.cli.plan_calibrate.calibrate", None)
+    for content, words in (
+        ("no JSON", "which is no JSON"),
+        ('{"islands": []}', "has islands, but --calibrate describes nodes that are alike"),
+        ('{"nodes": "two"}', "whose nodes is 'two'; write a whole number"),
+    ):
+        path.write_text(content)
+        with pytest.raises(SystemExit):
+            main(["plan", "--calibrate", "--cluster", str(path)])
+        assert words in capsys.readouterr().err and path.read_text() == content
 
 
 def test_one_process_calibrates_a_file_of_many_gpus(capfd, tmp_path, monkeypatch):
@@ -100,6 +106,8 @@ def test_one_process_calibrates_a_file_of_many_gpus(capfd, tmp_path, monkeypatch
     assert main(["plan", "--calibrate", "--cluster", str(path), "--json"]) == 0
     written = json.loads(capfd.readouterr().out)
     assert (written["nodes"], written["gpus_per_node"]) == (16, 8) and json.loads(path.read_text()) == written
+    # The network of the ready cluster was not reached, and its nodes have four cards.
+    assert "between" not in written["efficiency"] and written["between"]["cards_per_node"] == 4
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):

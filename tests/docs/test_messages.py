@@ -13,6 +13,7 @@ PASSED_ON = {
     ("integrations/deepspeed/plain/state.py", "complaint"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),
+    ("partition/guard.py", "NotGatheredError((cls if absent is None else absent).complaint)"),
     ("runtime/before_init.py", "ValueError(answer[1:])"),
 }
 """Places that raise what another place said."""

@@ -139,3 +139,4 @@ def test_other_texts_are_refused_with_the_field(kind, text):
 
 def test_a_number_is_written_with_three_digits_and_a_prefix():
     assert [with_unit(number, "B/s") for number in (2.5e10, 999, 0.0031)] == ["25 GB/s", "999 B/s", "3.1 mB/s"]
+    assert [with_unit(number, "bit/s") for number in (999.4e9, 999.6e9)] == ["999 Gbit/s", "1 Tbit/s"]

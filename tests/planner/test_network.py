@@ -1,5 +1,7 @@
 """Seconds of messages and collectives."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +29,23 @@ sizes = st.floats(0, 1e9)
     ],
 )
 def test_ranks_fill_a_node_before_the_next(size, stride, group):
-    assert group_of(named_cluster("a100", 512), size, stride) == group
+    assert group_of(named_cluster("a100", 512), 512, size, stride) == group
+
+
+@given(st.integers(1, 48), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 6))
+def test_groups_that_straddle_nodes_have_no_more_members_on_a_node_than_the_worst_of_them(size, stride, groups):
+    gpus, per_node = size * stride * groups, 8
+    group = group_of(named_cluster("a100", 512), gpus, size, stride)
+    assert group.size == size
+    for first in range(0, gpus, size * stride):
+        nodes = Counter((first + member * stride) // per_node for member in range(size))
+        assert group.inside <= min(nodes.values()) or group.nodes == 1 == len(nodes)
+        assert group.nodes >= len(nodes)
+
+
+def test_a_group_with_one_member_on_each_node_uses_no_link_inside():
+    slow_inside = Network(Link(1.0, 0.0), Link(10.0, 0.0), 8, 1.0)
+    assert slow_inside.bandwidth(Group(1, 4)) == 10 and slow_inside.bandwidth(Group(8, 4)) == 1
 
 
 @given(groups, sizes)

@@ -123,6 +123,14 @@ def test_on_islands_the_run_orders_the_ranks_as_the_plan_does(tmp_path):
     assert demand_of_facts(json.loads((tmp_path / "step.json").read_text())) == demand
 
 
+def test_on_islands_tensor_parallel_scripts_train_equal_micro_batches_as_planned(tmp_path):
+    for name, tensor_ranks in (("one tensor rank", 1), ("two", 2)):
+        planned = plan(4, 2, schedule="layered", zero_stage=3, chunks_per_rank=4, tensor_ranks=tensor_ranks)
+        write(MODEL, planned, cluster(), tmp_path / name, OnIslands(Path("rooms.json"), demand_of(MODEL, planned)))
+        block = json.loads((tmp_path / name / "ds_config.json").read_text())["ds_lgamp"]
+        assert block.get("data_rank_speeds") == (None if tensor_ranks == 1 else [1] * planned.data_ranks)
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -103,7 +103,7 @@ class Explanation:
     """When the optimizer updates a chunk: one of ``schedule.spec.UPDATES``."""
     layers: int
     parameters: int
-    """Those of the model; a tied module counts once."""
+    """Those of the model, on each tensor-parallel rank; a tied module counts once."""
     bubble: float
     """Idle time as a share of the ideal time, simulated: a backward pass takes twice as long as a forward pass,
     communication takes no time."""
@@ -119,4 +119,8 @@ class Explanation:
 
 def json_text(facts: Explanation, assignment: dict[str, Any] | None = None) -> str:
     """Returns the facts for a program to read, with what is known of the ``assignment`` of ranks to nodes."""
-    return json.dumps(asdict(facts) | ({} if assignment is None else {"assignment": assignment}))
+    told = asdict(facts)
+    for rank in told["ranks"]:
+        for key in ("disk", "live"):
+            rank[key] = None if rank[key] is None else rank[key]._asdict()
+    return json.dumps(told | ({} if assignment is None else {"assignment": assignment}))

@@ -29,12 +29,15 @@ _UPDATES = {
 def _header(facts: Explanation) -> str:
     together = facts.micro_batch_group >= facts.micro_batches
     group = "all together" if together else f"in groups of {facts.micro_batch_group}"
+    sliced = facts.tensor_ranks > 1
+    slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
+    each = " on each tensor-parallel rank" if sliced else ""
     return (
-        f"{facts.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel ranks, schedule {facts.schedule}, "
+        f"{facts.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {facts.schedule}, "
         f"placement {facts.placement}, ZeRO stage {facts.zero_stage}{_shards(facts)}, {facts.precision}\n"
         f"{facts.micro_batches} micro-batches {group}, {facts.resident_chunks} resident chunks, "
         f"recompute {facts.recompute}, optimizer {facts.optimizer}{_UPDATES[facts.updates]}{_on_host(facts)}\n"
-        f"{facts.layers} layers in {facts.chunks} chunks, {facts.parameters:,} parameters{_by_speed(facts)}"
+        f"{facts.layers} layers in {facts.chunks} chunks, {facts.parameters:,} parameters{each}{_by_speed(facts)}"
     )
 
 

@@ -104,7 +104,11 @@ class _Explainer:
         if self._output is not None:
             laid_out = None if self._lay_out is None else self._lay_out(asdict(facts))
             filled = config if laid_out is None else with_speeds(config, laid_out.assignment, replicas)
-            self._output.write(self._text(facts if filled == config else facts_of(filled), laid_out))
+            if self._lay_out is not None and laid_out is not None and filled != config:
+                # The same order, with the work that follows from it.
+                facts = facts_of(filled)
+                laid_out = self._lay_out({**asdict(facts), "order": laid_out.assignment.order})
+            self._output.write(self._text(facts, laid_out))
             self._output.flush()
         self.done = True
         raise SystemExit(0)

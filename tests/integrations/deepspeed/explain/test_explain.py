@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from ds_lgamp.cli.run_islands import laid_out_on
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing import ROOT, SCRIPTS
 from testing.ranks import run_on_ranks
@@ -228,6 +229,14 @@ def test_on_a_cluster_layers_are_shared_by_the_speeds_of_its_islands(explained):
     assert facts["data_rank_speeds"] is None and facts["micro_batch_shares"] == [4, 4]
 
 
+def test_the_clock_has_the_shares_that_the_table_shows(explained, tmp_path):
+    facts = facts_of(explained["cluster"])
+    shown = facts["assignment"]
+    again = laid_out_on(on_islands(tmp_path), {**facts, "order": shown["order"]})
+    for name in ("network_seconds", "step_seconds", "exposed_seconds"):
+        assert shown[name] == pytest.approx(getattr(again, name)), name
+
+
 def test_on_a_cluster_shards_of_nodes_send_between_islands_what_peers_exchange(explained):
     facts = facts_of(explained["nodes"])
     assert facts["hierarchy"] == {"node_ranks": 2, "replicated": False}
@@ -255,8 +264,8 @@ def test_what_the_host_holds_and_what_the_bus_carries_is_told(explained):
 def test_live_states_hold_masters_and_optimizer_state_and_no_folder_is_made(explained, tmp_path_factory):
     for rank, plain in zip(facts_of(explained["host"])["ranks"], facts_of(explained["json"])["ranks"]):
         host = rank["memory"]["host"]
-        held, written = rank["live"]
-        assert written == host["master_weights"] + host["optimizer_state"] and held == 2 * written
+        written = host["master_weights"] + host["optimizer_state"]
+        assert list(rank["live"].values()) == [2 * written, written]
         assert plain["live"] is None
     assert not any(tmp_path_factory.getbasetemp().glob("explain*/live"))
 
