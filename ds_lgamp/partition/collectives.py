@@ -79,7 +79,10 @@ def start_reduce_scatter(
         work.wait()
         if received.numel() < full.numel():
             return received.to(dtype)
-        return _sum_of(received.view(ranks, -1), torch.empty(full.numel() // ranks, dtype=dtype, device=full.device))
+        total = _sum_of(received.view(ranks, -1), torch.empty(full.numel() // ranks, dtype=dtype, device=full.device))
+        # A thread of gloo may keep it a little longer.
+        received.untyped_storage().resize_(0)
+        return total
 
     return finish
 
