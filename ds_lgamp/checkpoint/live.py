@@ -308,7 +308,7 @@ class _Staging:
         """Yields the bytes of ``values`` as they are after the event ``behind``."""
         if self._memory is None:
             use_device(self._device)
-            self._memory = torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(_STAGED, dtype=torch.uint8, device="cpu", pin_memory=True)
         for part in values.detach().view(torch.uint8).split(_STAGED):
             staged = self._memory[: part.numel()]
             with self._module.stream(self._stream):

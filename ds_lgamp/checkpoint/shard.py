@@ -105,7 +105,7 @@ def staged(tensors: Mapping[str, Ranges]) -> dict[str, Ranges]:
 
     def copied(values: torch.Tensor) -> torch.Tensor:
         on_device = values.device.type != "cpu"
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
+        copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=on_device)
         copy.copy_(values, non_blocking=True)
         if on_device:
             devices.add(values.device)

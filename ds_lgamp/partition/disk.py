@@ -161,8 +161,8 @@ def aligned(size: int, pinned: bool = False) -> torch.Tensor:
     """Returns ``size`` bytes of memory that the disk can read and write."""
     if pinned:
         # It begins with a page.
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    whole = torch.empty(size + BLOCK, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    whole = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
     return whole[-whole.data_ptr() % BLOCK :][:size]
 
 

@@ -43,7 +43,9 @@ def own_of_disjoint(
     assert world is not None, "torch.distributed is initialised"
     # Splits of two backends would meet under names that count a rank's groups, which are unequal.
     if world.bound_device_id is not None and dist.get_backend() == "nccl":
-        return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=options())
+        # Without options, releases of torch up to 2.9 write the split's ranks into those of the default group.
+        split_options = options() or dist.ProcessGroupNCCL.Options()
+        return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=split_options)
     made = [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups]
     return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)
 

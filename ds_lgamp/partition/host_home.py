@@ -142,7 +142,7 @@ def arriving(value: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Starts to copy a small tensor to the host. Returns the function that waits for it, in any thread."""
     if value.device.type == "cpu":
         return lambda: value
-    arrived = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    arrived = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
     arrived.copy_(value, non_blocking=True)
     event = torch.get_device_module(value.device).Event()
     event.record()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.collectives import start_all_gather
+from ds_lgamp.partition.groups import own_of_disjoint
 from ds_lgamp.runtime.before_init import node_name
 
 REPETITIONS = 7
@@ -63,14 +64,19 @@ def calibrate(device: torch.device) -> Calibration:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Calibration(1, 1, *mine, None, None, None)
     nodes = everyone(node_name())
-    first = nodes.count(nodes[0])
+    ranks_of = {node: [rank for rank, its in enumerate(nodes) if its == node] for node in nodes}
+    first, *_ = ranks_of.values()
     # The slowest rank counts, because the others wait for it.
     flops, half_size, memory, memory_bandwidth = (min(values) for values in zip(*everyone(mine)))
     other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
-    inside = _link(0, 1, device) if first > 1 else None
+    inside = _link(first[0], first[1], device) if len(first) > 1 else None
     between = None if other is None else _link(0, other, device)
-    gather = _gather_bandwidth(first, device) / inside.bandwidth if inside else None
-    return Calibration(len(set(nodes)), first, flops, half_size, int(memory), memory_bandwidth, inside, between, gather)
+    gather = _gather_bandwidth(list(ranks_of.values()), device) / inside.bandwidth if inside else None
+    ranks_per_node = max(map(len, ranks_of.values()))
+    # The CPU's ranks share the memory of their node.
+    own_memory = int(memory) // (ranks_per_node if device.type == "cpu" else 1)
+    rates = flops, half_size, own_memory, memory_bandwidth
+    return Calibration(len(ranks_of), ranks_per_node, *rates, inside, between, gather)
 
 
 class NodeRates(NamedTuple):
@@ -173,13 +179,16 @@ def _round_trip(
     return max(everyone(seconds))
 
 
-def _gather_bandwidth(ranks_per_node: int, device: torch.device) -> float:
-    """Returns the bytes per second that each rank receives in a gather over the ranks of its node."""
-    group = dist.new_subgroups(ranks_per_node)[0]
+def _gather_bandwidth(nodes: list[list[int]], device: torch.device) -> float:
+    """Returns the bytes per second that each rank receives in a gather over the ranks of its node, on the slowest of
+    the ``nodes`` with several ranks."""
+    group = own_of_disjoint(nodes)
+    assert group is not None, "every rank is on a node"
     shard = torch.zeros(MESSAGES[1], dtype=torch.uint8, device=device)
-    full = torch.zeros(MESSAGES[1] * ranks_per_node, dtype=torch.uint8, device=device)
-    seconds = max(everyone(_seconds(lambda: start_all_gather(full, shard, group).wait(), device)))
-    return MESSAGES[1] * (ranks_per_node - 1) / seconds
+    full = torch.zeros(MESSAGES[1] * group.size(), dtype=torch.uint8, device=device)
+    seconds = _seconds(lambda: start_all_gather(full, shard, group).wait(), device)
+    received = MESSAGES[1] * (group.size() - 1)
+    return min(everyone(received / seconds if received else float("inf")))
 
 
 def _seconds(

@@ -1,6 +1,7 @@
 """A chunk at run time: consecutive layers, called one after another."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,8 @@ class Chunk:
         self.before_layer = before_layer
         self.between_layers = between_layers
         self.after_layer = after_layer
-        modules = [module for layer in self.layers if isinstance(layer, Module) for module in layer.modules()]
+        called = [layer.args[0] if isinstance(layer, partial) else layer for layer in self.layers]
+        modules = [module for layer in called if isinstance(layer, Module) for module in layer.modules()]
         self._owners = [module for module in modules if module._buffers]
         self._modes: list[bool] = []
         """Which owners were in training mode when ``_moving`` was determined. A batch norm changes its buffers only in

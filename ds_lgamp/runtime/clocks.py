@@ -48,15 +48,15 @@ def common_zero(own_machine: str, clock: Clock = time.perf_counter) -> float:
 
 
 def _answer(rank: int, group: dist.ProcessGroup, clock: Clock) -> None:
-    question = torch.zeros(1, dtype=torch.float64)
+    question = torch.zeros(1, dtype=torch.float64, device="cpu")
     for _ in range(ROUNDS):
         dist.recv(question, rank, group=group)
-        dist.send(torch.tensor([clock()], dtype=torch.float64), rank, group=group)
+        dist.send(torch.tensor([clock()], dtype=torch.float64, device="cpu"), rank, group=group)
 
 
 def _ahead(group: dist.ProcessGroup, clock: Clock) -> float:
     """Returns by how much this rank's clock is ahead of the first rank's."""
-    answer, measured = torch.zeros(1, dtype=torch.float64), []
+    answer, measured = torch.zeros(1, dtype=torch.float64, device="cpu"), []
     for _ in range(ROUNDS):
         asked = clock()
         dist.send(answer, 0, group=group)

@@ -71,7 +71,7 @@ class MessageSpec(NamedTuple):
         if len(numbers) > _HEADER_ELEMENTS:
             raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")
         numbers += [0] * (_HEADER_ELEMENTS - len(numbers))
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def from_header(cls, header: torch.Tensor) -> "MessageSpec":
@@ -255,7 +255,7 @@ class Incoming:
             spec = self._specs.get(self._key(*self._line[0]))
             if spec is None:
                 if self.headers is not None and self._header is None:
-                    header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64)
+                    header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
                     self._header = _receive(header, self.headers), header
                 return
             message, tensors = allocate(spec, self.device)

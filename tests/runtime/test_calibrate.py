@@ -1,6 +1,7 @@
 """A calibration measures links where there are several ranks."""
 
 import torch
+import torch.distributed as dist
 
 from ds_lgamp.runtime import calibrate
 from testing.ranks import run_on_ranks
@@ -18,3 +19,17 @@ def test_ranks_agree_on_what_was_measured():
     assert first.between is None
     assert 1e6 < first.inside.bandwidth < 1e12 and 0 < first.inside.latency < 0.1
     assert first.gather_inside > 0
+
+
+def measured_on_alternating_nodes():
+    calibrate.node_name = lambda: f"node {dist.get_rank() % 2}"
+    pairs, link = [], calibrate._link
+    calibrate._link = lambda first, second, device: pairs.append((first, second)) or link(first, second, device)
+    return measured(), pairs
+
+
+def test_ranks_may_go_round_nodes_of_unequal_sizes():
+    """Ranks 0 and 2 are on one node, rank 1 on another."""
+    for found, pairs in run_on_ranks(3, measured_on_alternating_nodes):
+        assert (found.nodes, found.ranks_per_node) == (2, 2) and pairs == [(0, 2), (0, 1)]
+        assert found.gather_inside > 0 and found.between is not None

@@ -1,5 +1,7 @@
 """The results that a chunk may return, and the buffers that its forwards change."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,12 @@ def test_only_buffers_that_a_forward_moves_are_copied(in_place):
         assert moved == ["calls"] and layer.calls == call + 1
     chunk.write_buffers(state)
     assert layer.calls == 2 and layer.state_dict()["calls"] == 2
+
+
+def test_buffers_of_a_module_behind_a_function_of_it_are_found():
+    """As a tied module is called whose specification has a forward_fn."""
+    layer = Counting(in_place=True)
+    assert called(Chunk([partial(Counting.forward, layer)]))[1] == ["calls"]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -82,6 +82,16 @@ def test_no_rank_has_two_edges_of_one_colour(pipeline_ranks, data_ranks):
     assert {edge for edges in colours for edge in edges} == around
 
 
+def test_no_split_writes_into_the_options_of_the_default_group(monkeypatch):
+    """torch up to 2.9 does so if a split has none."""
+    stand_in = StandIn(0, splits=True)
+    monkeypatch.setattr(groups, "dist", stand_in)
+    groups.own_of_disjoint([[0, 1], [2, 3]])
+    groups.own_of_disjoint([[0, 2], [1, 3]])
+    first, second = stand_in.options
+    assert first is not None and second is not None and first is not second
+
+
 @pytest.mark.parametrize("rank", [0, 64, 4095])
 def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
     """Two colours of edges and two kinds of messages. A split is collective over all ranks; 8192 would take minutes."""

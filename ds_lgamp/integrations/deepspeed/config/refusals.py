@@ -31,6 +31,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     over_data,
     over_pipeline,
     prefix_of,
+    tensors_of,
 )
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
@@ -68,6 +69,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     refuse_differing_models(module)
     raise_everywhere(_complaint_about_tensors(module), ConfigError)
     raise_everywhere(_complaint_about_freezing(module), ConfigError)
+    raise_everywhere(_complaint_about_ties(module), ConfigError)
     for name, info in announced_tensors(module).items():
         if info.is_parameter:
             refuse_cast_parameter(config, name, info.dtype)
@@ -160,6 +162,12 @@ def _refuse_module(module: PipelineModule) -> None:
                 f"the topology has {topology.get_dim(axis)} ranks on axis '{axis}', but {BLOCK} takes 1 so far; "
                 "use the axes 'pipe', 'data' and 'model'"
             )
+    own = type(module).forward is not PipelineModule.forward or "forward" in vars(module)
+    if own or module._forward_hooks or module._forward_pre_hooks:
+        raise ConfigError(
+            f"the {type(module).__name__} has a forward of its own, or hooks, but its layers are called one by one; "
+            "put what they do into layers"
+        )
 
 
 def _complaint_about_freezing(module: PipelineModule) -> str | None:
@@ -182,6 +190,24 @@ def _complaint_about_freezing(module: PipelineModule) -> str | None:
     return None
 
 
+def _complaint_about_ties(module: PipelineModule) -> str | None:
+    """The sentence that refuses tied modules that differ between pipeline ranks; None if none do. Collective over the
+    pipeline ranks."""
+    own = {
+        key: (type(layer).__qualname__, {name: list(tensor.shape) for name, tensor in tensors_of(layer)})
+        for key, layer in module.tied_modules.items()
+    }
+    known: dict[str, Any] = {}
+    for there in over_pipeline(module, own):
+        for key, built in there.items():
+            if known.setdefault(key, built) != built:
+                return (
+                    f"the TiedLayerSpecs of key '{key}' build {known[key][0]} and {built[0]}, but the whole module is "
+                    "shared; give them one class that builds alike, and say by forward_fn what differs"
+                )
+    return None
+
+
 def _complaint_about_tensors(module: PipelineModule) -> str | None:
     """The sentence that refuses this rank's parameters; None if nothing is wrong with them."""
     names: dict[int, str] = {}
@@ -195,6 +221,11 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
             return (
                 f"parameter {name} is a {type(parameter.data).__name__}, but units hold plain tensors; build its layer "
                 "without fp8_model_init, quantization or DTensor"
+            )
+        if not getattr(parameter, "allreduce", True) or hasattr(parameter, "ds_optim_param"):
+            return (
+                f"parameter {name} differs between data-parallel ranks, such as that of an expert, but units are the "
+                "same on all of them; keep every expert on every rank (ep_size 1), and layers without sharded weights"
             )
     changed = changed_layer(module)
     if changed is not None:

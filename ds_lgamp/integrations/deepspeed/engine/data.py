@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group, raise_everywhere
 
 _READY, _ENDED, _FAULTY = range(3)
@@ -54,8 +55,15 @@ class BatchLoader:
         status, complaint, cause = _READY, None, None
         if self._needs_inputs or self._needs_labels:
             try:
+                versions = Versions()
                 for micro_batch in range(micro_batches):
-                    self._micro_batches[micro_batch] = _checked(next_micro_batch())
+                    pulled = self._micro_batches[micro_batch] = _checked(next_micro_batch())
+                    versions.add(pulled)
+                if versions.changed() is not None:
+                    raise ValueError(
+                        f"micro-batch {versions.changed()} of {micro_batches} was changed when a later one was asked "
+                        "for, but a batch begins when all are there; yield new tensors"
+                    )
             except StopIteration:
                 status = _ENDED
             except Exception as error:
@@ -76,7 +84,7 @@ class BatchLoader:
         """Returns the largest of each of the ``values`` of all ranks. Collective."""
         if dist.get_world_size() == 1:
             return list(values)
-        largest = torch.tensor(values)
+        largest = torch.tensor(values, device="cpu")
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._agreement)
         return largest.tolist()
 

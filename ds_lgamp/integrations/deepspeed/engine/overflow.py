@@ -8,7 +8,7 @@ class LateFlag:
 
     def __init__(self, device: torch.device) -> None:
         on_host = device.type == "cpu"
-        self._arrived = torch.zeros((), pin_memory=not on_host)
+        self._arrived = torch.zeros((), device="cpu", pin_memory=not on_host)
         # A view of the same memory, because reading a tensor counts as waiting for a device.
         self._value = self._arrived.numpy()
         self._event = None if on_host else torch.get_device_module(device).Event()

@@ -196,6 +196,10 @@ def _obtain(
     deferred = defers(module, spec)
     if rank == source and rank != target and built is not None and not deferred:
         transfer(dist.isend, module, target, [tensor.detach().contiguous() for _, tensor in tensors_of(built)])
+        if built is spec:
+            # The list of layers keeps the module that the user gave.
+            for parameter in built.parameters():
+                parameter.data = parameter.data.new_empty(0)
     if rank != target:
         return None
     if source != target:

@@ -12,7 +12,8 @@ from ds_lgamp.runtime.reproducible import hashed_seed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:
-    """Returns the generators of torch, Python and NumPy, and Megatron-core's tracker if it is in use."""
+    """Returns the generators of torch, Python and NumPy, and the trackers of DeepSpeed and Megatron-core that are in
+    use."""
     sources = [
         *default_sources(device),
         RandomSource("python", random.getstate, random.setstate, random.seed),
@@ -24,20 +25,35 @@ def layer_sources(device: torch.device) -> list[RandomSource]:
             _same_numpy,
         ),
     ]
-    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
-    if megatron is not None and megatron.get_cuda_rng_tracker().get_states():
-        tracker = megatron.get_cuda_rng_tracker()
-        sources.append(
-            RandomSource(
-                "megatron",
-                tracker.get_states,
-                # Copied, because the tracker keeps and changes the dictionary that it gets.
-                lambda states: tracker.set_states(dict(states)),
-                lambda seed: tracker.set_states(_seeded(tracker.get_states(), seed, device)),
-                _same_tracked,
-            )
-        )
+    for name, module in _TRACKING.items():
+        tracking = sys.modules.get(module)
+        if tracking is not None and tracking.get_cuda_rng_tracker().get_states():
+            sources.append(_tracked(name, tracking.get_cuda_rng_tracker(), device))
     return sources
+
+
+_TRACKING = {
+    "deepspeed": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron": "megatron.core.tensor_parallel.random",
+}
+"""The modules that have a tracker of random states, by what the tracker is called here."""
+
+
+def _tracked(name: str, tracker: Any, device: torch.device) -> RandomSource:
+    """Returns the states of a tracker: tensors, or generators that a CUDA graph can capture."""
+
+    def read() -> dict[str, torch.Tensor]:
+        states = tracker.get_states().items()
+        return {key: state.get_state() if isinstance(state, torch.Generator) else state for key, state in states}
+
+    def write(states: dict[str, torch.Tensor]) -> None:
+        generators = {key: each for key, each in tracker.get_states().items() if isinstance(each, torch.Generator)}
+        for key, generator in generators.items():
+            generator.set_state(states[key])
+        # A new dictionary, because the tracker keeps and changes the one that it gets.
+        tracker.set_states({**states, **generators})
+
+    return RandomSource(name, read, write, lambda seed: write(_seeded(read(), seed, device)), _same_tracked)
 
 
 def _seeded(states: dict[str, torch.Tensor], seed: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> No
     if dist.get_world_size() == 1:
         return
     # Equally many for every Next, because ranks may disagree.
-    padded = torch.tensor([digest(terms), own, *numbers, 0.0, 0.0][:4], dtype=torch.float64)
+    padded = torch.tensor([digest(terms), own, *numbers, 0.0, 0.0][:4], dtype=torch.float64, device="cpu")
     extremes = torch.cat([padded, -padded])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
     if not torch.equal(extremes[1:4], -extremes[5:]):

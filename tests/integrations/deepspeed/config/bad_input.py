@@ -2,7 +2,7 @@
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -120,7 +120,7 @@ CONFIGS = {
     "what DeepSpeed refuses": ({"data_types": {"keep_in_fp32_modules": 3}}, "refuses the configuration: DeepSpeedConf"),
     "micro-batches that do not interleave": (
         {"ds_lgamp": {"schedule": "interleaved_1f1b", "chunks_per_rank": 2}, "gradient_accumulation_steps": 3},
-        "ds_lgamp.schedule is 'interleaved_1f1b', which needs a multiple of 2 (pipeline ranks) micro-batches, but grad",
+        "ds_lgamp.schedule is 'interleaved_1f1b', which needs a multiple of 2 (pipeline ranks) micro-batches, but a ba",
     ),
     "batch sizes that do not multiply": (
         {"train_batch_size": 9},
@@ -324,6 +324,34 @@ class WithStray(PipelineModule):
         self.stray = nn.Parameter(torch.ones(1))
 
 
+class WithForward(PipelineModule):
+    def forward(self, inputs):
+        with torch.autocast("cpu"):
+            return super().forward(inputs)
+
+
+class Head(nn.Linear):
+    """Shares the weight of another class, as stock DeepSpeed allows."""
+
+
+def with_hook():
+    module = pipeline()
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
+def with_expert():
+    module = pipeline()
+    for parameter in module.parameters():
+        parameter.allreduce = False
+    return module
+
+
+def tied_classes():
+    ends = [TiedLayerSpec("ends", kind, 6, 6) for kind in (nn.Linear, Head)]
+    return pipeline([ends[0], *linears(3), ends[1]])
+
+
 def pipeline(layers=None, kind=PipelineModule, **options):
     options = {"num_stages": 2, **options}
     with quiet():
@@ -364,6 +392,13 @@ MODULES = {
     ),
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
     "parameters of half precision": (lambda: pipeline().bfloat16(), "bf16.enabled is false; set it or remove the cast"),
+    "a forward of its own": (lambda: pipeline(kind=WithForward), "the WithForward has a forward of its own, or hooks"),
+    "hooks of the whole": (with_hook, "the PipelineModule has a forward of its own, or hooks, but its layers are"),
+    "experts": (with_expert, "weight differs between data-parallel ranks, such as that of an expert"),
+    "a key for two classes": (
+        tied_classes,
+        "the TiedLayerSpecs of key 'ends' build Linear and Head, but the whole module is shared",
+    ),
     "a module that has an engine": (used_module, "the PipelineModule has an engine already; build a new one"),
     "another axis": (of_three_axes, "the topology has 2 ranks on axis 'sequence'"),
 }
@@ -391,9 +426,7 @@ OPTIMIZERS = {
     ),
     "Muon beside an Adam that does not correct its bias": (
         lambda module: MuonWithAuxAdam(
-            [{"params": list(module.parameters()), "use_muon": False}],
-            adam_optimizer=torch.optim.SGD,
-            adam_optimizer_kwargs={"lr": 0.1, "bias_correction": False},
+            [{"params": list(module.parameters()), "use_muon": False, "bias_correction": False}]
         ),
         "MuonWithAuxAdam with bias_correction False; here its Adam corrects its bias, set it to True",
     ),

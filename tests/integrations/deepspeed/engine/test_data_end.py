@@ -71,11 +71,18 @@ def broken():
     yield from batches(1)
 
 
+def refilled():
+    """Yields the same tensors again, with other values."""
+    inputs, labels = next(batches(1))
+    while True:
+        yield inputs.mul_(2), labels
+
+
 def complaints():
     """Returns the errors of data that are not data."""
     engine = engine_of(module_of(5, 4), BLOCK)
     told = []
-    for data in (None, iter([3, 4]), iter([(1,), (2,)]), broken()):
+    for data in (None, iter([3, 4]), iter([(1,), (2,)]), broken(), refilled()):
         with pytest.raises(ConfigError) as error:
             engine.train_batch(data)
         told.append(str(error.value))
@@ -115,8 +122,9 @@ def test_a_rank_with_both_ends_pulls_every_micro_batch_once_and_middle_ranks_non
 
 def test_unusable_data_are_named_on_every_rank(results):
     for rank in results:
-        missing, number, single, failing = rank["complaints"]
+        missing, number, single, failing, refilled = rank["complaints"]
         assert "there are no data; pass data_iter to train_batch" in missing
         assert "a micro-batch is int; a pipeline takes pairs" in number
         assert "a micro-batch is tuple" in single
         assert failing == "the data of rank 0 failed: OSError: the disk is gone"
+        assert "micro-batch 0 of 2 was changed when a later one was asked for" in refilled

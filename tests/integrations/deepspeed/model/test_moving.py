@@ -82,6 +82,19 @@ def test_a_layer_keeps_what_was_changed_in_it_and_hooks_are_refused():
         assert "has hooks or a forward that its specification does not build" in refusal
 
 
+def sizes_of_given_modules():
+    """Returns the elements of the weights of modules that the user has built and listed as layers."""
+    prepare_rank()
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    engine_of(build(layers), ONE_LAYER_PER_CHUNK, 1)
+    return [layer.weight.numel() for layer in layers]
+
+
+def test_a_module_that_has_moved_away_keeps_no_memory():
+    """Layers 0 and 1 were those of rank 0. Chunks are on ranks 0, 1, 0 and 1."""
+    assert run_on_ranks(2, sizes_of_given_modules) == [[36, 0, 36, 36], [36, 36, 0, 36]]
+
+
 @pytest.fixture(scope="module")
 def ranks():
     return run_on_ranks(4, move, 1)

@@ -49,24 +49,54 @@ def test_every_generator_can_be_seeded():
     assert all(first != second for first, second in zip(drawn[0], drawn[1]))
 
 
-def test_megatrons_tracker_is_followed_and_keeps_its_own_states():
-    megatron = pytest.importorskip("megatron.core.tensor_parallel.random")
-    tracker = megatron.get_cuda_rng_tracker()
+@pytest.fixture(
+    params=["deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random"]
+)
+def tracker(request):
+    """The tracker of random states of DeepSpeed, or of Megatron-core."""
+    tracker = pytest.importorskip(request.param).get_cuda_rng_tracker()
     before = tracker.get_states()
+    yield tracker
+    tracker.set_states(before)
+
+
+def test_a_tracker_is_followed_and_keeps_its_own_states(tracker):
     first, drawn = torch.get_rng_state(), torch.Generator().manual_seed(3).get_state()
-    try:
-        tracker.set_states({"experts": first})
-        source = layer_sources(CPU)[-1]
-        state = source.read()
-        # Replaces a state, as its fork does on a GPU.
-        tracker.states_["experts"] = drawn
-        assert not source.same(state, source.read())
-        source.write(state)
-        assert torch.equal(tracker.get_states()["experts"], first)
-        tracker.states_["experts"] = drawn
-        assert torch.equal(state["experts"], first)
-        tracker.states_["model"] = drawn
-        source.seed(2**64 - 1)
-        assert len({tuple(seeded.tolist()) for seeded in (drawn, *tracker.states_.values())}) == 3
-    finally:
-        tracker.set_states(before)
+    tracker.set_states({"experts": first})
+    source = layer_sources(CPU)[-1]
+    state = source.read()
+    # Replaces a state, as its fork does on a GPU.
+    tracker.states_["experts"] = drawn
+    assert not source.same(state, source.read())
+    source.write(state)
+    assert torch.equal(tracker.get_states()["experts"], first)
+    tracker.states_["experts"] = drawn
+    assert torch.equal(state["experts"], first)
+    tracker.states_["model"] = drawn
+    source.seed(2**64 - 1)
+    assert len({tuple(seeded.tolist()) for seeded in (drawn, *tracker.states_.values())}) == 3
+
+
+def test_a_tracker_of_generators_draws_again_what_it_drew(tracker):
+    """As those of CUDA graphs are."""
+    generator = torch.Generator().manual_seed(3)
+    tracker.set_states({"experts": generator})
+    draws = Draws(layer_sources(CPU))
+    draws.forward(0, 0)
+    drawn = torch.rand(3, generator=generator)
+    with draws.again(0, 0):
+        assert torch.equal(torch.rand(3, generator=generator), drawn)
+    assert tracker.get_states()["experts"] is generator
+    assert not torch.equal(torch.rand(3, generator=generator), drawn)
+
+
+def test_what_other_threads_draw_while_layers_do_not_is_no_error():
+    draws = Draws(layer_sources(CPU))
+    for step in range(3):
+        draws.forward(0, 0)
+        if step == 2:
+            random.random()
+        draws.forward(0, 1)
+        for micro_batch in range(2):
+            with draws.again(0, micro_batch):
+                pass
