@@ -162,7 +162,7 @@ def test_what_would_be_lost_is_refused_on_every_rank():
         "no batch": "train_batch_size is 0",
         "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
         **{
-            f"own term {last}": "1.linear.weight has a gradient that does not come from a loss of engine(...)"
+            f"own term {last}": ".linear.weight has a gradient that does not come from a loss of engine(...)"
             for last in range(MICRO_BATCHES)
         },
     }.items():
