@@ -72,9 +72,8 @@ def main() -> None:
     try:
         page = quickstart_page(summary, quickstart_rows(summary), read_recording(folder / "trace"))
     except RecordingError as error:
-        # Such as a run that ends before the recorded steps.
-        print(f"no page: {error}")
-        return
+        # A run that ends before the recorded steps has none.
+        parser.exit(int(any((folder / "trace").glob("*.json*"))), f"no page: {error}\n")
     (folder / "index.html").write_text(page, encoding="utf-8")
     print(f"open in a browser: {(folder / 'index.html').resolve()}")
 

@@ -31,12 +31,13 @@ with open(sysconfig.get_path("purelib") + "/active_environment.pth", "w") as fil
         fi
     fi
     # What was installed once needs no network, such as on the nodes of a cluster.
-    local installed=.venv/ds_lgamp_installed wanted
-    wanted=$(echo "$extras" | cat - pyproject.toml "$constraints" | cksum)
-    if ! grep -qxF "$wanted" "$installed" 2>/dev/null; then
+    local installed=.venv/ds_lgamp_installed sources
+    sources=$(pwd | cat - pyproject.toml "$constraints" | cksum)
+    if [ "$(head -n 1 "$installed" 2>/dev/null)" != "$sources" ] || ! grep -qxF "$extras" "$installed"; then
         grep -v '^torch==' "$constraints" >.venv/constraints.txt
         .venv/bin/python -m pip install --quiet --constraint .venv/constraints.txt --editable ".[$extras]"
-        echo "$wanted" >>"$installed"
+        [ "$(head -n 1 "$installed" 2>/dev/null)" = "$sources" ] || echo "$sources" >"$installed"
+        echo "$extras" >>"$installed"
     fi
     # shellcheck disable=SC1091
     source .venv/bin/activate

@@ -14,7 +14,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 
 # What an earlier start has recorded is not of these runs.
-rm -rf "$runs/trace"
+rm -rf "$runs/trace" "$runs/index.html"
 python launch/prepare_data.py --output-prefix data/pydoc
 for name in stock lgamp; do
     # The page shows steps with ds_lgamp. Stock DeepSpeed records none.

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import time
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.view.recording import RankRecording
 
@@ -37,6 +38,7 @@ def trace_if_asked(settings: LgampConfig, pipeline_rank: int, data_rank: int, de
             trouble = f"which cannot be written ({error.strerror})"
     complaint = None if trouble is None else f"{BLOCK}.trace is '{settings.trace}', {trouble}; use another folder"
     raise_everywhere(complaint, ConfigError)
+    own.begun = everyone(time.time())[0]
     if own.rank == 0:
         print(f"ds_lgamp: steps {first} to {last} are recorded in {settings.trace}", file=sys.stderr)
     return trace

@@ -50,7 +50,7 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
                 if function is not Tensor.detach or makes_parameter:
                     raise
                 # state_dict of any module detaches, and who only lists names needs no values.
-                detached = super().__torch_function__(function, types, arguments, options).as_subclass(_Absent)
+                detached = super().__torch_function__(function, types, arguments, options).as_subclass(_Detached)
                 detached.complaint = str(error)
                 return detached
             result = function(*arguments, **options)
@@ -75,7 +75,7 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
     return Guarded
 
 
-class _Absent(Tensor):
+class _Detached(Tensor):
     """A detached parameter whose values cannot come. It has their shape and type, and refuses to be read."""
 
     complaint = "a tensor has no values on this rank"

@@ -92,6 +92,6 @@ def group_of(cluster: Cluster, gpus: int, size: int, stride: int) -> Group:
     few members on one of its nodes, and shares that node's cards with the next group. It counts as if all of its nodes
     had as few.
     """
-    fitting = max(1, cluster.gpus_per_node // stride)
-    inside = size if gpus <= cluster.gpus_per_node else gcd(size, fitting)
+    per_node = cluster.gpus_per_node
+    inside = size if gpus <= per_node else 1 if per_node % stride else gcd(size, per_node // stride)
     return Group(inside, size // inside)

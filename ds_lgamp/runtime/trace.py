@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ds_lgamp.partition import launches
-from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime.clocks import DeviceClock, HostClock, Mark
 from ds_lgamp.runtime.stopwatch import COMPUTE, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
@@ -77,7 +76,6 @@ class Trace:
         with TemporaryFile(dir=folder):
             pass
         self._first, self._last = first, last
-        self._rank = rank
         self._output = _Output(folder, rank, ranks)
         self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self._memory = _memory_of(device)
@@ -103,7 +101,6 @@ class Trace:
             return
         if not self._clock.runs:
             self._clock.start()
-            self._rank.begun = everyone(time.time(), host_group())[0]
         self._run = _Run(_Step(number, self._clock.now()), executor, executor.timing, spec)
         executor.timing, launches.listener = self, self
 

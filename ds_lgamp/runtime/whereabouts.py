@@ -247,7 +247,8 @@ def _ranks_of(frame: FrameType) -> tuple[int, ...]:
     for peer in ("src", "dst"):
         if frame.f_code.co_name in ("send", "recv") and isinstance(given.get(peer), int):
             return (given[peer],)
-    return _members(given.get("group"))
+    # Early releases of torch do not take None for the default group here.
+    return _members(given.get("group") or dist.group.WORLD)
 
 
 def _members(group: Any) -> tuple[int, ...]:

@@ -48,11 +48,11 @@ class Stall(NamedTuple):
     """For how long nobody between the rank and the culprit has done anything."""
     limit: float
     """How many seconds are too many."""
-    may_not_last: bool
-    """Whether the rank waits in a batch, or for ranks that never go on."""
+    is_judged: bool
+    """Whether it ends the job if it lasts: the rank waits in a batch, or for ranks that can never go on."""
     sentence: str
     stack: str
-    """The calls of the main thread of a culprit that waits for nobody, or of ranks that never go on."""
+    """The calls of the main thread of a culprit that waits for nobody, or of ranks outside of batches in a circle."""
 
 
 def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall:
@@ -69,14 +69,15 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
     known = [standings[each] for each in path if each in standings]
     involved = known + [standings[each] for each in blamed if each in standings]
     times = [standing.seconds for standing in involved] + [silent[each].seconds for each in path if each in silent]
-    odd = search.odd(blamed) if cause is Cause.CIRCLE else []
-    stacks = [f"  rank {each}:\n{standings[each].stack}" for each in odd]
+    is_deadlock = cause is Cause.CIRCLE and search.is_deadlock(blamed)
+    shown = search.rarest(blamed) if is_deadlock else [each for each in blamed if not standings[each].inside]
+    stacks = [f"  rank {each}:\n{standings[each].stack}" for each in shown] if cause is Cause.CIRCLE else []
     return Stall(
         cause,
         (rank,) if cause <= Cause.WORK else (rank, *(each for each in blamed if each != rank)),
         min(times),
         max(standing.limit for standing in known),
-        victim.inside or bool(odd),
+        victim.inside or is_deadlock,
         "; ".join(_clauses(search, path, cause, blamed)),
         standings[rank].stack if cause is Cause.WORK else "".join(stacks),
     )
@@ -87,7 +88,7 @@ def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Sile
     no rank waits, or if all that do may: they are outside of batches, and who keeps them waiting may go on."""
     waiting = sorted((each for each in standings.values() if each.waits), key=lambda each: -each.seconds)
     stalls = [find(victim, standings, silent) for victim in waiting[:tries]]
-    judged = [stall for stall in stalls if stall.may_not_last or stall.cause is Cause.SILENCE]
+    judged = [stall for stall in stalls if stall.is_judged or stall.cause is Cause.SILENCE]
     return max(judged, key=lambda stall: (stall.seconds, -stall.cause), default=None)
 
 
@@ -151,24 +152,24 @@ class _Search:
     def is_behind(self, other: Standing, standing: Standing, wait: Wait) -> bool:
         if wait.is_call:
             same = any(each.is_call and each.what == wait.what and each.ranks == wait.ranks for each in other.waits)
-            if same or not (other.inside or standing.inside):
-                # Between batches, rows are the lengths of programs, which differ.
-                return not same and other.batch <= standing.batch
-            return (other.batch, other.row) <= (standing.batch, standing.row)
+            # Between batches a script calls what it likes, on each rank. Who had entered the call would not be waited
+            # for.
+            always = wait.blocks and not standing.inside
+            return not same and (always or _reached(other) <= _reached(standing))
         if wait.times == 0:
             # It was launched in the batch before, which all have left that stand outside of it.
             return other.batch < standing.batch and other.inside
         return (other.batch, other.done.get(wait.what, 0)) < (standing.batch, wait.times)
 
-    def odd(self, circle: Sequence[int]) -> list[int]:
-        """Returns the ranks of ``circle`` whose call has the fewest callers, if nobody leaves any of their calls before
-        all have entered it: the circle never goes on then. Otherwise returns none."""
-        calls = {rank: wait for rank in circle for wait in self.standings[rank].waits}
-        if not all(wait.blocks for wait in calls.values()):
-            return []
+    def is_deadlock(self, circle: Sequence[int]) -> bool:
+        """Whether the ranks of ``circle`` are in calls that nobody leaves before all have entered."""
+        return all(wait.blocks for rank in circle for wait in self.standings[rank].waits)
+
+    def rarest(self, circle: Sequence[int]) -> list[int]:
+        """Returns the ranks of ``circle`` whose call has the fewest callers."""
+        calls = {rank: (wait.what, wait.ranks) for rank in circle for wait in self.standings[rank].waits}
         callers = Counter((wait.what, wait.ranks) for each in self.standings.values() for wait in each.waits)
-        fewest = min(callers[wait.what, wait.ranks] for wait in calls.values())
-        return [rank for rank, wait in calls.items() if callers[wait.what, wait.ranks] == fewest]
+        return [rank for rank, call in calls.items() if callers[call] == min(callers[each] for each in calls.values())]
 
     def progress(self, rank: int) -> tuple[int, int]:
         standing = self.standings.get(rank)
@@ -183,6 +184,11 @@ class _Search:
         while (source := self.sources[ranks[-1]]) is not None:
             ranks.append(source[0])
         return ranks[::-1]
+
+
+def _reached(standing: Standing) -> tuple[int, bool, int]:
+    """Returns how far a rank has come, to compare with others. Outside of a batch it has done all of the last one."""
+    return standing.batch, not standing.inside, standing.row if standing.inside else 0
 
 
 def _clauses(search: _Search, path: Sequence[int], cause: Cause, blamed: Sequence[int]) -> Iterable[str]:

@@ -99,7 +99,8 @@ class RankRecording:
     """What computes, in words."""
     steps: list[Step] = field(default_factory=list)
     begun: float = 0.0
-    """When all ranks began to record, in seconds since 1970 on rank 0's clock; 0 if that is unknown or simulated."""
+    """When the run asked for the recording, in seconds since 1970 on rank 0's clock; 0 if that is unknown or
+    simulated."""
 
 
 @dataclass

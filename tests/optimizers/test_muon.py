@@ -192,3 +192,10 @@ def test_shards_of_two_nodes_are_put_together_in_their_order(four_ranks, replica
     for results in four_ranks:
         difference, kinds = results["nodes", replicated]
         assert difference < 1e-6 and kinds == ["all_to_all", "all_to_all"]
+
+
+def test_what_is_frozen_need_be_no_matrix():
+    convolution = Parameter(torch.zeros(2, 3, 4, 4), requires_grad=False)
+    assert Muon([{"params": [Parameter(torch.eye(4)), convolution], "use_muon": True}])
+    with pytest.raises(ValueError, match="holds a parameter of shape"):
+        Muon([{"params": [convolution.requires_grad_()], "use_muon": True}])

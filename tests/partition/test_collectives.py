@@ -67,3 +67,22 @@ def averages_of_large_gradients():
 
 def test_gradients_that_travel_in_fp16_are_averaged_before_their_sum_leaves_its_range():
     assert run_on_ranks(2, averages_of_large_gradients) == [[[40000.0], [40000.0]]] * 2
+
+
+def memory_of_a_reduction():
+    """Returns the bytes of what the ranks have received, after its sum is there, though somebody keeps the tensor."""
+    received, exchange = [], dist.all_to_all_single
+
+    def keeping(output, *arguments, **options):
+        received.append(output)
+        return exchange(output, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", keeping)
+        total = start_reduce_scatter(torch.ones(4), dist.group.WORLD, torch.float32)()
+    return total.tolist(), [each.untyped_storage().nbytes() for each in received]
+
+
+def test_what_was_received_is_freed_when_it_is_summed_up():
+    """A thread of gloo keeps it for a while."""
+    assert run_on_ranks(2, memory_of_a_reduction) == [([2.0, 2.0], [0])] * 2

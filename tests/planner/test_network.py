@@ -32,7 +32,7 @@ def test_ranks_fill_a_node_before_the_next(size, stride, group):
     assert group_of(named_cluster("a100", 512), 512, size, stride) == group
 
 
-@given(st.integers(1, 48), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 6))
+@given(st.integers(1, 48), st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.integers(1, 6))
 def test_groups_that_straddle_nodes_have_no_more_members_on_a_node_than_the_worst_of_them(size, stride, groups):
     gpus, per_node = size * stride * groups, 8
     group = group_of(named_cluster("a100", 512), gpus, size, stride)

@@ -9,7 +9,7 @@ from ds_lgamp.schedule.actions import COLLECTIVES, RECEIVES, SENDS, WAITS, Actio
 from ds_lgamp.schedule.culprit import Cause, Silent, find, stalled_longest, without_hub
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
-from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, waits_in
+from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 from tests.schedule.strategies import program_specs
 
 SECONDS, LIMIT = 40.0, 120.0
@@ -112,7 +112,7 @@ def test_whoever_waits_names_the_rank_that_stands_still(job, data):
     assert all(standing.waits for each, standing in standings.items() if standing.inside and each != rank)
     for victim in waiting:
         stall = find(victim, standings, {})
-        assert (stall.cause, stall.culprits, stall.may_not_last) == (Cause.WORK, (rank,), True), stall.sentence
+        assert (stall.cause, stall.culprits, stall.is_judged) == (Cause.WORK, (rank,), True), stall.sentence
         assert stall.sentence.startswith(f"rank {victim.rank} has waited 40 s {victim.place} of step 7 for ")
         assert f"rank {rank} stands in {ranks.actions(rank)[row]} for 40 s and waits for no rank" in stall.sentence
         answering = {each: standing for each, standing in standings.items() if each != rank}
@@ -229,7 +229,7 @@ def waiting_outside(*names, blocks=True):
     """Returns the standings of ranks that wait outside of batches in calls of torch.distributed, by their names. Their
     programs differ in length."""
     ranks = tuple(range(len(names)))
-    calls = [Wait(ranks, f"{name} with all ranks", name, blocks=blocks) for name in names]
+    calls = [Wait(ranks, f"{name} with ranks {listed(ranks)}", name, blocks=blocks) for name in names]
     return {
         rank: outside(rank, 40.0)._replace(row=20 - 3 * (rank % 2), waits=(calls[rank],), stack=f"in {names[rank]}\n")
         for rank in ranks
@@ -242,11 +242,28 @@ def test_ranks_that_save_alone_are_named_though_all_wait_outside_of_batches(rank
     savers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=(ranks - 1) // 2 or 1))
     names = ["all_gather_object" if rank in savers else "barrier" for rank in range(ranks)]
     stall = stalled_longest(waiting_outside(*names), {})
-    assert stall.cause is Cause.CIRCLE and savers & set(stall.culprits) and stall.may_not_last
-    assert "all_gather_object with all ranks" in stall.sentence and "barrier with all ranks" in stall.sentence
+    assert stall.cause is Cause.CIRCLE and savers & set(stall.culprits) and stall.is_judged
+    assert "all_gather_object with ranks 0, 1" in stall.sentence and "barrier with ranks 0, 1" in stall.sentence
     if 2 * len(savers) < ranks:
         assert all(f"  rank {rank}:\nin all_gather_object\n" in stall.stack for rank in savers & set(stall.culprits))
         assert "in barrier" not in stall.stack
+
+
+def test_a_rank_that_saves_alone_is_to_blame_where_the_others_have_gone_on():
+    """There is no barrier: rank 1 waits in the next batch."""
+    agreement = Wait((0, 1), "all_reduce with ranks 0, 1", "all_reduce", blocks=True)
+    further = Standing(1, "host", "where it reads the data", 8, "step 8", 20, True, 40.0, LIMIT, (agreement,))
+    for victim in (0, 1):
+        standings = {**waiting_outside("all_gather_object", "barrier"), 1: further}
+        stall = find(standings[victim], standings, {})
+        assert stall.cause is Cause.CIRCLE and stall.is_judged
+        assert "in all_gather_object" in stall.stack
+
+
+def test_a_rank_that_has_left_the_batch_is_not_behind_one_inside():
+    call = Wait((0, 1), "all_reduce with ranks 0, 1", "all_reduce", blocks=True)
+    inside = Standing(0, "host", "in STEP", 7, "step 7", 25, True, 40.0, LIMIT, (call,))
+    assert find(inside, {0: inside, 1: outside(1, 40.0)}, {}).cause is Cause.NETWORK
 
 
 def test_a_call_that_some_ranks_leave_early_may_only_be_slow():
@@ -264,7 +281,7 @@ def test_only_ranks_that_wait_for_each_other_are_blamed_for_it():
     inner = {rank: standings[rank].waits[0]._replace(ranks=(1, 2, 3, 4)) for rank in range(1, 5)}
     standings |= {rank: standings[rank]._replace(waits=(wait,)) for rank, wait in inner.items()}
     stall = find(standings[0], standings, {})
-    assert stall.cause is Cause.CIRCLE and 0 not in stall.culprits and stall.may_not_last
+    assert stall.cause is Cause.CIRCLE and 0 not in stall.culprits and stall.is_judged
 
 
 def test_a_long_chain_is_cut_short():

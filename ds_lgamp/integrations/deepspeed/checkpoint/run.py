@@ -19,13 +19,10 @@ class Optimizer(Protocol):
     optimizer: torch.optim.Optimizer
     partition: ZeroPartition
     loss_scaler: LossScalerBase
+    is_half_updated: bool
+    """Whether a step has updated some chunks and not all."""
     late_overflow: bool
     """Whether the last step was skipped and the host has not counted it yet."""
-
-    @property
-    def is_half_updated(self) -> bool:
-        """Whether a step has updated some chunks and not all."""
-        ...
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...

@@ -159,7 +159,7 @@ def check_offloaded(config: Any, kind: type) -> None:
     if kind in ON_ACCELERATOR and get_accelerator().device_name() != "cpu":
         raise ConfigError(
             f"optimizer is {kind.__name__}, which takes shards on the device, but {_said(config, _OPTIMIZER)}; use "
-            "AdamW"
+            f"{kind.__name__.replace('Fused', 'DeepSpeedCPU')}"
         )
     ratio = config.zero_config.offload_optimizer.ratio
     if ratio < 1 and kind in ON_CPU and get_accelerator().device_name() != "cpu":

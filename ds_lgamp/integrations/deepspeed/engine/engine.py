@@ -358,7 +358,7 @@ class LgampEngine(PipelineEngine):
         with self.executor.timing.time("reduce"):
             self._partition.finish_gradients()
         with self.executor.timing.time("step"):
-            self.optimizer.show_gradients()
+            self.optimizer.settle_gradients()
             self._exec_optimizer_step(self._lr_kwargs)
             self._partition.after_update()
 

@@ -153,7 +153,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def _is_watched(self) -> bool:
         return self._updates.is_watched or "step" in vars(self)
 
-    def show_gradients(self) -> None:
+    def settle_gradients(self) -> None:
         """Lets the host read every gradient, if user code watches the step."""
         if self._is_watched:
             for unit in self.partition.units:

@@ -47,8 +47,8 @@ class Elsewhere:
             parameter.__class__ = guard
 
     def _refuse(self, parameter: torch.Tensor | None) -> NoReturn:
-        name = self._names.get(id(parameter), next(iter(self._names.values())))
+        name = self._names.get(id(parameter), "of the model")
         raise NotGatheredError(
             f"parameter {name} belongs to a layer on another pipeline rank and has no elements on this rank; leave out "
-            "parameters whose numel() is 0, or call model.state_dict() on all ranks, which gives rank 0 all values"
+            "parameters without ds_id, or call model.state_dict() on all ranks, which gives rank 0 all values"
         )

@@ -114,6 +114,8 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     complete chunk beside what it holds anyway, and the first rank one layer more.
     """
     agree(Next.READ_STATE)
+    broken = engine.optimizer.is_half_updated
+    raise_everywhere("the last batch failed, and weights are of two steps" if broken else None, ConfigError)
     placed, partition = engine.placed, engine.optimizer.partition
     state = _references(engine.module)
     names = {id(tensor): name for name, tensor in reversed(state.items())}

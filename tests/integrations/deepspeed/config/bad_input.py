@@ -430,6 +430,10 @@ OPTIMIZERS = {
         ),
         "MuonWithAuxAdam with bias_correction False; here its Adam corrects its bias, set it to True",
     ),
+    "Muon beside an Adam that adds decay to gradients": (
+        lambda module: MuonWithAuxAdam([{"params": list(module.parameters()), "use_muon": False}], adam_w_mode=False),
+        "optimizer is MuonWithAuxAdam with adam_w_mode False; here its Adam is AdamW, set it to True",
+    ),
     "clipping inside LAMB": (
         lambda module: FusedLamb(module.parameters(), max_grad_norm=1.0),
         'FusedLamb with max_grad_norm 1.0; set it to 0, and write "gradient_clipping": 1.0 into the configuration',

@@ -48,7 +48,7 @@ def refusals(parameters):
     refused = {}
     for name, parameter in parameters.items():
         with pytest.raises(NotGatheredError) as error:
-            parameter.detach()
+            parameter.clone()
         refused[name] = str(error.value)
     return refused
 
