@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ds_lgamp.cost.storage import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
-from ds_lgamp.partition.guard import NotGatheredError, guarded
+from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host_home import LoadedPart
 from ds_lgamp.partition.host_thread import Job, Work
 from ds_lgamp.partition.launches import followed
@@ -90,10 +90,7 @@ class FlatStorage:
         """Whether peers have changed their slices of the kept part since this rank gathered them."""
         self._holders: set[Hashable] = set()
         self._lay_out(policy)
-        kinds = {type(entry.parameter) for entry in parameters}
-        guards = {kind: guarded(kind, self._settle) for kind in kinds}
-        self._guards = [(entry.parameter, type(entry.parameter), guards[type(entry.parameter)]) for entry in parameters]
-        """Each parameter, its class, and its class while its values are not current."""
+        self._guards = Guards((entry.parameter for entry in parameters), self._settle)
 
     def _lay_out(self, policy: ZeroPolicy) -> None:
         first = self.parameters[0].parameter
@@ -152,7 +149,7 @@ class FlatStorage:
         if self._loaded is not None:
             self._outdate()
         elif self.resident:
-            self._guard()
+            self._guards.put()
 
     def start_update(self) -> None:
         """Starts the update that was left to later, if there is one. Without offloading it is over at once."""
@@ -178,7 +175,7 @@ class FlatStorage:
             with torch.inference_mode(False), torch.no_grad():
                 update()
             if self.resident and not self.stale:
-                self._unguard()
+                self._guards.lift()
 
     def start_load(self) -> None:
         """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
@@ -239,7 +236,7 @@ class FlatStorage:
 
     def _complete(self) -> None:
         self.stale = False
-        self._unguard()
+        self._guards.lift()
         if self.frees_weights:
             for entry, view in zip(self.parameters, self._views):
                 entry.parameter.data = view
@@ -256,7 +253,7 @@ class FlatStorage:
             self._loaded.free()
         self.flat.untyped_storage().resize_(0)
         self.stale = False
-        self._guard()
+        self._guards.put()
 
     def replace_shard(self, values: torch.Tensor) -> None:
         """Sets this rank's shard. All data-parallel ranks do so together: what this rank holds of the others' parts
@@ -321,7 +318,7 @@ class FlatStorage:
             self._loaded.outdate()
         if self.gathers and self.resident:
             self.stale = True
-            self._guard()
+            self._guards.put()
 
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Waits for the gather in flight before somebody reads or writes values of ``parameter``, or of an unknown one
@@ -340,14 +337,6 @@ class FlatStorage:
                 "a checkpoint"
             )
         self.finish_gather()
-
-    def _guard(self) -> None:
-        for parameter, _, guard in self._guards:
-            parameter.__class__ = guard
-
-    def _unguard(self) -> None:
-        for parameter, kind, _ in self._guards:
-            parameter.__class__ = kind
 
     def _attach_parameters(self) -> None:
         """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the

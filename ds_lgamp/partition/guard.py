@@ -5,7 +5,7 @@ every function that gets a tensor. Compute sees the ordinary class and pays noth
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -73,6 +73,28 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
             return repr(self)
 
     return Guarded
+
+
+class Guards:
+    """Gives parameters the class that :func:`guarded` makes, and takes it away.
+
+    Args:
+        parameters: those that one ``settle`` brings values to.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], settle: Settle) -> None:
+        parameters = list(parameters)
+        kinds = {kind: guarded(kind, settle) for kind in map(type, parameters)}
+        self._classes = [(parameter, type(parameter), kinds[type(parameter)]) for parameter in parameters]
+        """Each parameter, its class, and its class while its values are not current."""
+
+    def put(self) -> None:
+        for parameter, _, guard in self._classes:
+            parameter.__class__ = guard
+
+    def lift(self) -> None:
+        for parameter, kind, _ in self._classes:
+            parameter.__class__ = kind
 
 
 class _Detached(Tensor):

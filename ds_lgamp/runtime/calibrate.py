@@ -63,20 +63,26 @@ def calibrate(device: torch.device) -> Calibration:
     mine = flops, half_size, _memory_of(device), _memory_bandwidth(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Calibration(1, 1, *mine, None, None, None)
-    nodes = everyone(node_name())
-    ranks_of = {node: [rank for rank, its in enumerate(nodes) if its == node] for node in nodes}
-    first, *_ = ranks_of.values()
+    nodes = list(_ranks_by_node().values())
+    first = nodes[0]
     # The slowest rank counts, because the others wait for it.
     flops, half_size, memory, memory_bandwidth = (min(values) for values in zip(*everyone(mine)))
-    other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
     inside = _link(first[0], first[1], device) if len(first) > 1 else None
-    between = None if other is None else _link(0, other, device)
-    gather = _gather_bandwidth(list(ranks_of.values()), device) / inside.bandwidth if inside else None
-    ranks_per_node = max(map(len, ranks_of.values()))
+    between = _link(first[0], nodes[1][0], device) if len(nodes) > 1 else None
+    gather = _gather_bandwidth(nodes, device) / inside.bandwidth if inside else None
+    ranks_per_node = max(map(len, nodes))
     # The CPU's ranks share the memory of their node.
     own_memory = int(memory) // (ranks_per_node if device.type == "cpu" else 1)
     rates = flops, half_size, own_memory, memory_bandwidth
-    return Calibration(len(ranks_of), ranks_per_node, *rates, inside, between, gather)
+    return Calibration(len(nodes), ranks_per_node, *rates, inside, between, gather)
+
+
+def _ranks_by_node() -> dict[str, list[int]]:
+    """Returns the ranks of every node, in the order of their first ranks. Collective over all ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, node in enumerate(everyone(node_name())):
+        ranks_of.setdefault(node, []).append(rank)
+    return ranks_of
 
 
 class NodeRates(NamedTuple):
@@ -95,9 +101,7 @@ class NodeRates(NamedTuple):
 def measure_nodes(device: torch.device) -> NodeRates:
     """Measures every node and every pair of nodes, one after another. Collective over all ranks; all get the same
     result."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, node in enumerate(everyone(node_name())):
-        ranks_of.setdefault(node, []).append(rank)
+    ranks_of = _ranks_by_node()
     flops = None if device.type == "cpu" else everyone(_products(device, torch.bfloat16)[0])
     groups = list(ranks_of.values())
     several = next((ranks for ranks in groups if len(ranks) > 1), None)

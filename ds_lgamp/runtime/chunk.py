@@ -70,8 +70,8 @@ class Chunk:
         self.before_layer = before_layer
         self.between_layers = between_layers
         self.after_layer = after_layer
-        called = [layer.args[0] if isinstance(layer, partial) else layer for layer in self.layers]
-        modules = [module for layer in called if isinstance(layer, Module) for module in layer.modules()]
+        called = [each for layer in self.layers for each in (layer.args if isinstance(layer, partial) else (layer,))]
+        modules = [module for each in called if isinstance(each, Module) for module in each.modules()]
         self._owners = [module for module in modules if module._buffers]
         self._modes: list[bool] = []
         """Which owners were in training mode when ``_moving`` was determined. A batch norm changes its buffers only in

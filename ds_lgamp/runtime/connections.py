@@ -267,7 +267,7 @@ class Lifeline:
     def _stalled(self, verdict: str, stack: str) -> None:
         """Ends the job, because a rank stands still."""
         if stack:
-            say(f"ds_lgamp: the last calls of what stands still:\n{stack}")
+            say(f"ds_lgamp: the last calls of the ranks that stand still:\n{stack}")
         self._judge(verdict, None)
 
     def _judge(self, verdict: str, source: Connection | None, kind: str = _VERDICT) -> None:

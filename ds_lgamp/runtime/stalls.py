@@ -25,7 +25,7 @@ class StallTalk:
         own: this rank.
         world: the number of ranks.
         say: prints a warning.
-        end: ends the job with a sentence, and this process with it; prints the calls of the culprit.
+        end: ends the job with a sentence, and this process with it; prints the calls that belong to it.
     """
 
     def __init__(self, own: Member, world: int, say: Callable[[str], None], end: Callable[[str, str], None]) -> None:

@@ -96,3 +96,4 @@ def test_a_buffer_that_is_replaced_has_moved_whatever_its_value():
 
 def test_a_chunk_without_buffers_reads_none():
     assert called(Chunk([nn.Linear(1, 1)])) == ([], [], [])
+    assert called(Chunk([partial(nn.functional.dropout, p=0.1)])) == ([], [], [])

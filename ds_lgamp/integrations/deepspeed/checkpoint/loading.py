@@ -119,7 +119,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
         if parts.optimizer:
             written = state["optimizer"]
             loading.commit_optimizer(run.optimizer.optimizer, decode(written["groups"]), written["scalars"])
-        run.optimizer.is_half_updated = False
+            run.optimizer.is_half_updated = False
         run.optimizer.late_overflow = parts.progress and state.get("late_overflow", False)
         if parts.progress:
             _resume(run, state, mine["random"])

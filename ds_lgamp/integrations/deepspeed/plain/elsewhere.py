@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from ds_lgamp.partition.guard import NotGatheredError, guarded
+from ds_lgamp.partition.guard import Guards, NotGatheredError
 
 
 def release(module: nn.Module, own: Collection[int]) -> None:
@@ -28,23 +28,17 @@ class Elsewhere:
     def __init__(self, model: nn.Module, own: Collection[int]) -> None:
         released = [(name, each) for name, each in model.named_parameters() if id(each) not in own]
         self._names = {id(parameter): name for name, parameter in released}
-        guards = {kind: guarded(kind, self._refuse) for kind in {type(parameter) for _, parameter in released}}
-        self._guards = [(parameter, type(parameter), guards[type(parameter)]) for _, parameter in released]
-        self._guard()
+        self._guards = Guards((parameter for _, parameter in released), self._refuse)
+        self._guards.put()
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:
         """Inside the block they are parameters without elements."""
-        for parameter, kind, _ in self._guards:
-            parameter.__class__ = kind
+        self._guards.lift()
         try:
             yield
         finally:
-            self._guard()
-
-    def _guard(self) -> None:
-        for parameter, _, guard in self._guards:
-            parameter.__class__ = guard
+            self._guards.put()
 
     def _refuse(self, parameter: torch.Tensor | None) -> NoReturn:
         name = self._names.get(id(parameter), "of the model")
