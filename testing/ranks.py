@@ -12,8 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hypothesis", "testing.preloaded"])
+# DeepSpeed asks for devices when it is imported, and a process that is forked after that cannot use CUDA.
+_context.set_forkserver_preload([] if torch.cuda.is_available() else ["pytest", "hypothesis", "testing.preloaded"])
 
 
 def shared_number() -> Any:
@@ -102,7 +105,6 @@ def _rank_main(
     before_init: Callable[[int], None] | None,
     backend: str,
 ) -> None:
-    import torch
     import torch.distributed as dist
 
     from testing import simnccl

@@ -5,7 +5,7 @@ All use AdamW on fp32 master weights. They sum the gradients of micro-batches in
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -126,6 +126,7 @@ class Layered:
         pipeline_ranks: number of pipeline ranks. All other ranks are data-parallel.
         dtype: data type of the weights.
         offload: keys of ``zero_optimization`` that say what lies in the memory of the host.
+        more: further keys of the configuration. Sections join those that are there.
     """
 
     def __init__(
@@ -137,9 +138,13 @@ class Layered:
         pipeline_ranks: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         offload: Sequence[str] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         data_ranks = dist.get_world_size() // pipeline_ranks
         share = size._replace(micro_batches=size.micro_batches // data_ranks)
+        config = _config(share, stage, dtype, offload) | {"ds_lgamp": {"recompute": recompute}}
+        for key, value in (more or {}).items():
+            config[key] = {**config.get(key, {}), **value} if isinstance(value, Mapping) else value
         ds_lgamp.install()
         with contextlib.redirect_stdout(io.StringIO()):
             with ds_lgamp.deferred_init() if offload else device:
@@ -152,8 +157,8 @@ class Layered:
             self.parameters = sum(parameter.numel() for parameter in module.parameters())
             self.engine, *_ = deepspeed.initialize(
                 model=module,
-                optimizer=build_optimizer(module.parameters()),
-                config=_config(share, stage, dtype, offload) | {"ds_lgamp": {"recompute": recompute}},
+                optimizer=None if "optimizer" in config else build_optimizer(module.parameters()),
+                config=config,
             )
         self.batch = batch_of(size, device)[self.engine.grid.data_parallel_id :: data_ranks]
 

@@ -23,6 +23,7 @@ class Part(NamedTuple):
 PARTS = (
     Part(f"{__name__}.environment", 120),
     Part(f"{__name__}.stages", 240),
+    Part(f"{__name__}.settings", 470),
     Part(f"{__name__}.trace", 120),
     Part(f"{__name__}.speed", 475),
     Part(f"{__name__}.offload", 475),

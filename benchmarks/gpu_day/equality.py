@@ -53,6 +53,11 @@ def caught(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return measure()
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        # An error of ranks has one rank's traceback in its text. The line that names the cause is its last error.
-        return {"failure": ERROR.findall(text)[-1], "error": traceback.format_exc()}
+        return {"failure": error_in(f"{type(error).__name__}: {error}"), "error": traceback.format_exc()}
+
+
+def error_in(text: str) -> str:
+    """Returns the line that names the cause. An error of ranks has one rank's traceback in its text, and the line is
+    its last error."""
+    found = ERROR.findall(text)
+    return found[-1] if found else text

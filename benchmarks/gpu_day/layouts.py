@@ -50,6 +50,9 @@ def share_device(rank: int, ranks: int = 1, connections: int | None = None) -> N
         connections: hardware queues of the device for this process; None for CUDA's default.
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    if shares(ranks):
+        # NCCL asks for this, so that the kernels of all ranks find room on the GPU.
+        os.environ["NCCL_MAX_CTAS"] = "4"
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     prepare_process(rank, device=0 if shares(ranks) else None)
