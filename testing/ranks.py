@@ -1,6 +1,7 @@
 """Starts ranks for tests and benchmarks: real processes with real communication on this machine."""
 
 import multiprocessing
+import os
 import pickle
 import queue
 import tempfile
@@ -12,11 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
+# DeepSpeed asks for GPUs when it is imported. Without this, torch would start CUDA for the answer, and no process that
+# is forked afterwards could use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 _context = multiprocessing.get_context("forkserver")
-# DeepSpeed asks for devices when it is imported, and a process that is forked after that cannot use CUDA.
-_context.set_forkserver_preload([] if torch.cuda.is_available() else ["pytest", "hypothesis", "testing.preloaded"])
+_context.set_forkserver_preload(["pytest", "hypothesis", "testing.preloaded"])
 
 
 def shared_number() -> Any:
@@ -105,6 +106,7 @@ def _rank_main(
     before_init: Callable[[int], None] | None,
     backend: str,
 ) -> None:
+    import torch
     import torch.distributed as dist
 
     from testing import simnccl

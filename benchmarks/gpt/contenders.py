@@ -195,7 +195,7 @@ def _config(
         "steps_per_print": 10**9,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": stage, **{key: {"device": "cpu"} for key in offload}},
+        "zero_optimization": {"stage": stage, **{key: {"device": "cpu", "pin_memory": True} for key in offload}},
         # All contenders update with torch's fused AdamW, on the host too.
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -1,5 +1,6 @@
 """What is there: GPUs, driver, versions, and settings of the environment."""
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
@@ -47,8 +48,12 @@ def cuda() -> dict[str, Any]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Version of the NCCL that is loaded, which need not be the one that torch was built with."""
-    return tuple(torch.cuda.nccl.version())
+    """Version of the NCCL that is loaded. torch tells the one that it was built with."""
+    number = ctypes.c_int()
+    # By its name it is the library that is loaded already, whichever file that is.
+    if ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number)) != 0:
+        raise RuntimeError("NCCL does not tell its version")
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def nvidia_smi() -> str:
