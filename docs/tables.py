@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.quickstart import quickstart_rows
-from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Failure, Row, is_recorded, read
+from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
 from benchmarks.training import LOOPBACK
 from benchmarks.training_slow import SLOW
 from docs.pivot import (
@@ -331,36 +331,6 @@ def megatron_slow() -> str:
     cells = {"peak": median(".1f", MB), "step": with_spread(".2f")}
     headings = {"peak": "peak, MB", "step": f"step at {SLOW}, s"}
     return pivot(read("megatron_slow").rows, [CONTENDER, LAYOUT], metric, by_metric(cells), headings)
-
-
-def gpu() -> str:
-    """Every run on one accelerator, also those that failed; a sentence if no run is recorded."""
-    if not is_recorded(ON_ACCELERATOR):
-        return f"No GPU was at hand: nothing is recorded. `python -m benchmarks run {ON_ACCELERATOR}` measures on one."
-    record = read(ON_ACCELERATOR)
-    rate = "tokens per second"
-    cells = {
-        rate: with_spread(".0f"),
-        "model flop utilisation": median(".1%"),
-        "peak memory": median(".1f", 1e-9),
-        "peak reserved memory": median(".1f", 1e-9),
-        "loss": median(".4f"),
-    }
-
-    def column(entry: Row | Failure) -> str:
-        if isinstance(entry, Failure):
-            return rate
-        return "loss" if entry.metric.startswith("loss") else entry.metric
-
-    headings = dict(zip(cells, ("tokens/s", "of peak", "peak memory, GB", "reserved, GB", "last loss")))
-    shown = pivot(
-        [*record.rows, *record.failures],
-        [("size", setting("size")), ("recompute", setting("recompute")), CONTENDER],
-        column,
-        lambda entries: entries[0].reason if isinstance(entries[0], Failure) else cells[column(entries[0])](entries),
-        headings,
-    )
-    return f"{machine(ON_ACCELERATOR)}\n\n{shown}"
 
 
 def growth(metrics: Mapping[str, tuple[str, float, str]]) -> str:

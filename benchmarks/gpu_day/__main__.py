@@ -4,6 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from benchmarks.gpu_day.environment import device_and_nccl
 from benchmarks.record import machine, write_json
 
 module, out = sys.argv[1], Path(sys.argv[2])
@@ -12,7 +13,7 @@ report = {
     "part": module.rpartition(".")[2],
     "status": "running",
     "reason": "",
-    "machine": machine(),
+    "machine": {**machine(), **device_and_nccl()},
     "results": results,
 }
 for name, found in importlib.import_module(module).run(out):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.cli.environment import inspect_environment
 
@@ -45,6 +46,13 @@ def cuda() -> dict[str, Any]:
             for index in range(count)
         ],
     }
+
+
+def device_and_nccl() -> dict[str, str]:
+    """Returns the name of the first GPU and the version of NCCL; empty on a CPU."""
+    if get_accelerator().device_name() != "cuda":
+        return {}
+    return {"accelerator": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, nccl_version()))}
 
 
 def nccl_version() -> tuple[int, ...]:

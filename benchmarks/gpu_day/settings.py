@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.gpt.process import free_memory, start_hosts
 from benchmarks.gpu_day.equality import error_in
 from benchmarks.gpu_day.layouts import Layout, share_device, too_old
-from benchmarks.gpu_day.trials import ON_GPU, TRIALS, Expected, Found, losses_of_plain_torch
+from benchmarks.gpu_day.trials import ON_GPU, TRIALS, Expected, Found, Trial, losses_of_plain_torch
 from benchmarks.record import write_json
 from testing.ranks import run_on_ranks
 
@@ -42,7 +42,7 @@ def run(out: Path) -> Iterator[tuple[str, Found]]:
 
 def tried(layout: Layout, expected: Expected, out: Path, backend: str) -> Iterator[tuple[str, Found]]:
     """Tries everything on the ranks of a layout. Yields what was found by name, each as soon as it is there."""
-    left = [*TRIALS, *(ON_GPU if get_accelerator().device_name() != "cpu" else ())]
+    left = TRIALS | (ON_GPU if get_accelerator().device_name() != "cpu" else {})
     while left:
         # On a disk, because parameters and states lie there.
         with tempfile.TemporaryDirectory(dir=out) as folder, ThreadPoolExecutor(1) as thread:
@@ -60,20 +60,20 @@ def tried(layout: Layout, expected: Expected, out: Path, backend: str) -> Iterat
                 yield from list(found.items())[seen:]
                 seen = len(found)
             error = running.exception()
-        left = left[seen:]
-        if left:
-            yield left[0], {"failure": error_in(str(error)), "error": str(error)}
-            left = left[1:]
+        behind = list(left)[seen:]
+        if behind:
+            yield behind[0], {"failure": error_in(str(error)), "error": str(error)}
+        left = {name: left[name] for name in behind[1:]}
 
 
-def _try(layout: Layout, expected: Expected, names: list[str], folder: Path) -> None:
+def _try(layout: Layout, expected: Expected, trials: dict[str, Trial], folder: Path) -> None:
     """Runs on every rank. Rank 0 writes what was found each time."""
     start_hosts()
     results: dict[str, Found] = {}
-    for name in names:
+    for name, trial in trials.items():
         own = folder / str(len(results))
         own.mkdir(exist_ok=True)
-        results[name] = (TRIALS | ON_GPU)[name](layout, expected, own)
+        results[name] = trial(layout, expected, own)
         free_memory()
         dist.barrier()
         if dist.get_rank() == 0:

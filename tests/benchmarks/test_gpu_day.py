@@ -12,6 +12,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.gpu_day import PARTS, Part, command, runner, trace
 from benchmarks.gpu_day.runner import FAILED, NOT_RUN, PASSED, as_table, run_parts
+from benchmarks.gpu_day.trials import TRIALS
 from testing import ROOT
 
 
@@ -210,6 +211,7 @@ def test_a_dry_run_passes_and_does_every_parts_work(tmp_path):
     results = {report["part"]: report["results"] for report in reports}
     assert results["stages"]["bf16, ZeRO-3"]["host waits"] == "not available on cpu"
     assert len(results["stages"]) == 10
+    assert list(results["settings"]) == ["one process", *(f"P1 W1, {name}" for name in TRIALS)]
     assert list(results["ranks"]) == ["one process", "P2 W1, gloo", "P1 W2, gloo", "P2 W2, gloo"]
     for found in results["killed"].values():
         assert all(seconds is not None for seconds in found["seconds"])

@@ -136,7 +136,8 @@ def test_a_rank_is_set_up_before_cuda_starts(monkeypatch):
     prepared = []
     layouts.share_device(3, ranks=8, connections=8)
     layouts.share_device(3, ranks=4)
-    assert os.environ == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+    assert os.environ == {**shared, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert prepared == [(3, 0), (3, None)], "every rank gets a GPU if there are enough"
 
 
