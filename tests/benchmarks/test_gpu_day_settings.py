@@ -2,13 +2,14 @@
 
 import ctypes
 import json
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.gpu_day import environment, losses, settings
+from benchmarks.gpu_day import environment, losses, nccl, settings
 from benchmarks.gpu_day.layouts import Layout
 from benchmarks.record import OURS, Row
 from docs import gpu_tables
@@ -111,3 +112,18 @@ def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch):
 
     monkeypatch.setattr(environment.ctypes, "CDLL", {"libnccl.so.2": SimpleNamespace(ncclGetVersion=tell)}.get)
     assert environment.nccl_version() == (2, 30, 7)
+
+
+def test_a_library_keeps_the_code_of_one_architecture_in_its_place():
+    def entry(kind, architecture, code):
+        header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(code), 0, 0, 0, 0, architecture)
+        return header.ljust(64, b"\1") + code
+
+    def fat(*entries):
+        inside = b"".join(entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(inside)) + inside
+
+    whole = b"elf" + fat(entry(2, 80, b"eighty"), entry(2, 90, b"ninety")) + b"between" + fat(entry(1, 90, b"text"))
+    content = bytearray(whole)
+    assert nccl.keep_only(content, 90) == len("ninety")
+    assert content == whole.replace(b"eighty", bytes(6)).replace(b"text", bytes(4))
