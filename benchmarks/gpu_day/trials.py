@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
 import torch.distributed as dist
 
 from benchmarks.gpt.contenders import Layered
 from benchmarks.gpt.process import free_memory, start_hosts
+from benchmarks.gpu_day import llama
 from benchmarks.gpu_day.equality import PRECISIONS, STEPS, compared, device, expected_losses, losses_of, size
 from benchmarks.gpu_day.layouts import Layout
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
@@ -86,51 +85,10 @@ def sharded(layout: Layout, expected: Expected, folder: Path, config: Mapping[st
 
 
 def of_transformers(layout: Layout, expected: Expected, folder: Path) -> Found:
-    """Trains a model of transformers in fp32, as a script of its own does, beside the bare model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def model() -> LlamaForCausalLM:
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-
-    data_ranks, micro_batches = dist.get_world_size(), 4
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1024, (data_ranks, micro_batches, 2, 128), generator=generator).to(device())
-    bare = model().to(device())
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, eps=1e-3)
-    right = []
-    for _ in range(STEPS):
-        losses = [bare(input_ids=each, labels=each).loss for each in tokens.flatten(0, 1)]
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        right.append(float(torch.stack(losses).mean()))
-    own = model()
-    engine, *_ = deepspeed.initialize(
-        model=own,
-        optimizer=torch.optim.AdamW(own.parameters(), lr=1e-3, eps=1e-3),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": micro_batches,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": 3},
-            "ds_lgamp": {"pipeline_ranks": layout.pipeline_ranks},
-        },
-    )
-    engine.train()
-    found = []
-    for _ in range(STEPS):
-        total = torch.zeros((), device=device())
-        for each in tokens[dist.get_rank()]:
-            loss = engine(input_ids=each, labels=each).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / micro_batches
-        dist.all_reduce(total)
-        found.append(float(total) / data_ranks)
-    finish_engines()
-    return compared(found, right, "fp32")
+    """Trains a Llama in fp32, as a script of one's own does."""
+    tokens = llama.tokens(dist.get_world_size()).to(device())
+    right = llama.losses_of_plain_torch(tokens)
+    return compared(llama.losses_of_engine(tokens, layout.pipeline_ranks), right, "fp32")
 
 
 def _block(**keys: Any) -> dict[str, Any]:

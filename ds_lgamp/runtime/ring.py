@@ -15,7 +15,7 @@ _KINDS = ("activations", "gradients")
 _HEADER_TAG = len(_KINDS)
 MAX_BLOCKS = 4
 """How many thread blocks NCCL may use for a link. A receive that waits keeps as many multiprocessors from computing.
-The number was never tried on a GPU."""
+The number was never timed on a GPU."""
 
 Edge = tuple[int, int]
 """Two neighbours of a ring, by global rank: the sender and the receiver of activations."""
