@@ -17,7 +17,7 @@ from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, PlainTorc
 from benchmarks.gpt.model import segments
 from benchmarks.gpt.sizes import PEAK_FLOPS, SIZES, TINY
 from benchmarks.record import OURS, Failure, Record, finish, read
-from docs import tables
+from docs import gpu_tables
 
 LAYERS = [
     "WordEmbedding",
@@ -202,7 +202,7 @@ def test_the_formula_of_operations_is_six_per_matrix_element_and_attention(name,
 
 
 def test_the_page_shows_runs_and_failures_or_that_there_are_none(results):
-    assert tables.gpu() == "No GPU was at hand: nothing is recorded. `python -m benchmarks run gpu` measures on one."
+    assert gpu_tables.gpu() == "Nothing is recorded. `python -m benchmarks run gpu` measures on a GPU."
     record = Record("gpu", gpu.begin("gpu").machine)
     device = next(iter(PEAK_FLOPS))
     run = {
@@ -218,7 +218,7 @@ def test_the_page_shows_runs_and_failures_or_that_there_are_none(results):
     finish(record)
     assert read("gpu") == record
     share = SIZES["125M"].model_flops / 2 / PEAK_FLOPS[device]
-    assert tables.gpu().splitlines()[-2:] == [
+    assert gpu_tables.gpu().splitlines()[-2:] == [
         f"| 125M | full | {BASELINE} | 65536 ± 49152 | {share:.1%} | 5.0 | 6.0 | 2.0000 |",
         f"| 125M | none | {BASELINE} | too large |  |  |  |  |",
     ]
