@@ -34,6 +34,7 @@ NAMES = (
     "prediction",
     "sources",
     "gpu",
+    "gpu_memory",
 )
 """The benchmarks of ``python -m benchmarks run``, in the order of docs/benchmarks.md."""
 

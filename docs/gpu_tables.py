@@ -1,9 +1,10 @@
 """Tables of what ran on a GPU."""
 
-from benchmarks import ON_ACCELERATOR
+from benchmarks import ON_ACCELERATOR, gpu_memory
 from benchmarks.gpu_day.losses import DIFFERENCE, NAME, WAITS
 from benchmarks.record import Failure, Record, Row, is_recorded, read
 from docs.pivot import CONTENDER, median, pivot, setting, with_spread
+from testing.markdown import table
 
 
 def gpu() -> str:
@@ -34,6 +35,17 @@ def gpu() -> str:
         headings,
     )
     return f"{_machine(f'run {ON_ACCELERATOR}', record)}\n\n{shown}"
+
+
+def memory() -> str:
+    """The peak that was measured beside the one that is explained."""
+    rows = {name: [row for row in read(gpu_memory.NAME).rows if row.metric == name] for name in gpu_memory.METRICS}
+    lines = [
+        (each.contender, each.config["size"], each.config["recompute"], f"{each.median * ratio.median / 1e9:.2f}")
+        + (f"{each.median / 1e9:.2f}", f"{ratio.median:.4f}")
+        for each, ratio in zip(*rows.values())
+    ]
+    return table(("", "size", "recompute", "measured, GB", "explained, GB", "ratio"), lines, 3)
 
 
 def settings() -> str:

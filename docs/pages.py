@@ -71,6 +71,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "planner-errors": planner_tables.planner_errors,
         "planner-constants": planner_tables.planner_constants,
         "gpu": gpu_tables.gpu,
+        "gpu-memory": gpu_tables.memory,
         "machine-gpu-day": gpu_tables.day_machine,
         "gpu-stages": gpu_tables.stages,
         "gpu-settings": gpu_tables.settings,

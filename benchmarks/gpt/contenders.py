@@ -87,7 +87,7 @@ class StockDeepSpeed:
         with torch.device("cpu") if offload else device:
             model = Gpt(size, recompute)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = _config(size, stage, offload=offload)
+        config = configuration(size, stage, offload=offload)
         if stage == 3:
             # These are the values of Hugging Face's "auto" for this hidden size. DeepSpeed's defaults are buffers of
             # 5e8 elements.
@@ -142,7 +142,7 @@ class Layered:
     ) -> None:
         data_ranks = dist.get_world_size() // pipeline_ranks
         share = size._replace(micro_batches=size.micro_batches // data_ranks)
-        config = _config(share, stage, dtype, offload) | {"ds_lgamp": {"recompute": recompute}}
+        config = configuration(share, stage, dtype, offload) | {"ds_lgamp": {"recompute": recompute}}
         for key, value in (more or {}).items():
             config[key] = {**config.get(key, {}), **value} if isinstance(value, Mapping) else value
         ds_lgamp.install()
@@ -185,7 +185,7 @@ CONTENDERS = (
 """In running order. The contenders that the targets compare come first, in case time runs out."""
 
 
-def _config(
+def configuration(
     size: GptSize, stage: int, dtype: torch.dtype = torch.bfloat16, offload: Sequence[str] = ()
 ) -> dict[str, Any]:
     return {
