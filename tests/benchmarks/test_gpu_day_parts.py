@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from benchmarks.gpt.sizes import SIZES, TINY
 from benchmarks.gpu_day import equality, killed, largest, layouts, offload, ranks, speed, trace, waits
 from benchmarks.gpu_day.wheels import THERE, WANTED, closure
 from benchmarks.record import OURS, Record
+from testing import ROOT
 
 
 @pytest.fixture
@@ -239,3 +241,9 @@ def test_wheels_are_of_all_that_is_needed_beside_torch():
     assert needed[: len(WANTED)] == list(WANTED)
     assert {"pydantic-core", "hjson", "einops"} < set(needed)
     assert not present & set(needed)
+
+
+def test_what_ranks_are_forked_from_asks_for_gpus_without_starting_cuda():
+    # torch's documentation of multiprocessing: with another check, no process that is forked later can use CUDA.
+    asks = "import os, testing.ranks; print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
+    assert subprocess.run([sys.executable, "-c", asks], cwd=ROOT, capture_output=True, text=True).stdout == "1\n"
