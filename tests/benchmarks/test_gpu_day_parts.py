@@ -246,4 +246,5 @@ def test_wheels_are_of_all_that_is_needed_beside_torch():
 def test_what_ranks_are_forked_from_asks_for_gpus_without_starting_cuda():
     # torch's documentation of multiprocessing: with another check, no process that is forked later can use CUDA.
     asks = "import os, testing.ranks; print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
-    assert subprocess.run([sys.executable, "-c", asks], cwd=ROOT, capture_output=True, text=True).stdout == "1\n"
+    told = subprocess.run([sys.executable, "-c", asks], cwd=ROOT, env={}, capture_output=True, text=True)
+    assert told.stdout == "1\n"
