@@ -50,14 +50,14 @@ def memory() -> str:
 
 def settings() -> str:
     """The largest difference of a loss for every setting and layout."""
-    return _differences(("settings", "ranks"), "P x W")
+    return _differences("settings", "ranks")
 
 
 def stages() -> str:
     """The same for every ZeRO stage on one rank, and waits of the host."""
     waits = [row.median for row in read(NAME).rows if row.metric == WAITS]
     counted = f"In a step of each of these {len(waits)}, the host waited for the device at {sum(waits):.0f} places."
-    return f"{_differences(('stages',), '')}\n\n{counted}"
+    return f"{_differences('stages')}\n\n{counted}"
 
 
 def day_machine() -> str:
@@ -65,7 +65,7 @@ def day_machine() -> str:
     return _machine("gpu-day", read(NAME))
 
 
-def _differences(parts: tuple[str, ...], heading: str) -> str:
+def _differences(*parts: str) -> str:
     rows = [row for row in read(NAME).rows if row.config["part"] in parts and row.metric == DIFFERENCE]
     return pivot(rows, [("setting", setting("what"))], setting("where"), median(".2g"))
 

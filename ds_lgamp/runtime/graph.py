@@ -40,11 +40,15 @@ def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Non
 
     This is torch.autograd.backward without its checks, which the autograd engine repeats. The checks take longer than
     the pass through a small layer. Megatron-core skips them too.
+
+    It stays on the calling thread. On an accelerator autograd would hand every pass to a thread of its own and back,
+    which takes the host as long as some layers do, and a step has a pass for every chunk and micro-batch.
     """
     starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
     if starts:
         run_backward = Variable._execution_engine.run_backward
-        run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        with torch.autograd.set_multithreading_enabled(False):
+            run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def own_loss(loss: Any) -> Any:

@@ -1,5 +1,7 @@
 """What a chunk without recomputation keeps between its forward and backward pass."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -38,3 +40,31 @@ def test_members_that_have_no_gradient_pass():
     assert passed is mask
     backpropagate(end_graph((inputs * passed, mask)), [torch.ones(2)])
     assert torch.equal(leaf.grad, torch.ones(2))
+
+
+class Asks(torch.autograd.Function):
+    """Notes in its backward whether autograd may change threads, and fails if it is told to."""
+
+    answers: list[bool] = []
+
+    @staticmethod
+    def forward(ctx, inputs, fails):
+        ctx.fails = fails
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Asks.answers.append(torch._C._is_multithreading_enabled())
+        if ctx.fails:
+            raise ValueError("a layer fails")
+        return gradient, None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_pass_stays_on_its_thread_and_leaves_the_scripts_own_as_they_are(fails):
+    _, inputs = begin_graph(torch.ones(2))
+    ends = end_graph(Asks.apply(inputs, fails))
+    with pytest.raises(ValueError, match="a layer fails") if fails else nullcontext():
+        backpropagate(ends, [torch.ones(2)])
+    assert Asks.answers.pop() is False
+    assert torch._C._is_multithreading_enabled()
