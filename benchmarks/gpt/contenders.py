@@ -148,12 +148,7 @@ class Layered:
         ds_lgamp.install()
         with contextlib.redirect_stdout(io.StringIO()):
             with ds_lgamp.deferred_init() if offload else device:
-                module = PipelineModule(
-                    layer_specs(size),
-                    num_stages=pipeline_ranks,
-                    loss_fn=language_model_loss,
-                    partition_method="uniform",
-                )
+                module = pipeline_module(size, pipeline_ranks)
             self.parameters = sum(parameter.numel() for parameter in module.parameters())
             self.engine, *_ = deepspeed.initialize(
                 model=module,
@@ -183,6 +178,12 @@ CONTENDERS = (
     Contender("DeepSpeed ZeRO-3", partial(StockDeepSpeed, stage=3)),
 )
 """In running order. The contenders that the targets compare come first, in case time runs out."""
+
+
+def pipeline_module(size: GptSize, pipeline_ranks: int = 1) -> PipelineModule:
+    return PipelineModule(
+        layer_specs(size), num_stages=pipeline_ranks, loss_fn=language_model_loss, partition_method="uniform"
+    )
 
 
 def configuration(

@@ -31,6 +31,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the parts and prints a table. Returns 1 if one failed."""
+    if options.record and options.dry_run:
+        raise SystemExit("--record keeps what a GPU computed; leave out --dry-run")
     if not options.dry_run and not torch.cuda.is_available():
         raise SystemExit("no GPU is there; use a machine with one, or try it out on the CPU with --dry-run")
     # Stops the running part, too.

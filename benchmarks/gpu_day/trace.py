@@ -87,7 +87,7 @@ def waits(events: Events) -> dict[str, float]:
 
 
 def around(ranges: Events, time: float) -> str:
-    """Names of the ranges at a time, the longest first. Autograd calls from threads of its own, so the thread does not
-    count."""
+    """Names of the ranges at a time, the longest first. Autograd may call from threads of its own, so the thread does
+    not count."""
     found = [event for event in ranges if event["ts"] <= time <= event["ts"] + event["dur"]]
     return " > ".join(event["name"] for event in sorted(found, key=lambda event: -event["dur"])) or "no action"

@@ -201,6 +201,27 @@ def test_without_a_gpu_only_a_dry_run_is_possible(monkeypatch, tmp_path):
         main()
 
 
+def test_a_dry_run_is_no_record(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "run_parts", lambda *_: pytest.fail("parts were started"))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "gpu-day", "--out", str(tmp_path), "--dry-run", "--record"])
+    with pytest.raises(SystemExit, match="--record keeps what a GPU computed; leave out --dry-run"):
+        main()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_losses_are_kept_if_they_are_wanted(wanted, monkeypatch, tmp_path):
+    reports = [{"part": "stages", "status": PASSED, "results": {}, "reason": ""}]
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "run_parts", lambda *_: reports)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    kept = []
+    monkeypatch.setattr(command.losses, "keep", kept.append)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "gpu-day", "--out", str(tmp_path), *["--record"] * wanted])
+    with pytest.raises(SystemExit):
+        main()
+    assert kept == [reports] * wanted
+
+
 @pytest.mark.slow
 def test_a_dry_run_passes_and_does_every_parts_work(tmp_path):
     words = [sys.executable, "-m", "benchmarks", "gpu-day", "--out", str(tmp_path), "--dry-run"]
