@@ -79,16 +79,18 @@ class Chunk:
         self._moving: list[tuple[Module, str]] | None = []
         """The buffers that forwards change, such as running statistics; None until a forward has shown them."""
 
-    @torch.no_grad()
     def read_buffers(self) -> Buffers:
         """Reads the buffers that forwards change; all buffers while these are unknown."""
+        if not self._owners:
+            return []
         modes = [module.training for module in self._owners]
         if modes != self._modes:
             self._modes, self._moving = modes, None
         moving = self._moving
         if moving is None:
             moving = [(module, name) for module in self._owners for name in module._buffers]
-        return [Buffer.read(module, name) for module, name in moving]
+        with torch.no_grad():
+            return [Buffer.read(module, name) for module, name in moving]
 
     def moved(self, before: Buffers) -> Buffers:
         """Returns those of ``before`` that forwards change. The caller has just run a forward."""
@@ -98,10 +100,11 @@ class Chunk:
         return before
 
     @staticmethod
-    @torch.no_grad()
     def write_buffers(buffers: Buffers) -> None:
-        for buffer in buffers:
-            buffer.write()
+        if buffers:
+            with torch.no_grad():
+                for buffer in buffers:
+                    buffer.write()
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
         for index, layer in enumerate(self.layers, self.first_layer):
