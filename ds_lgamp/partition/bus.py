@@ -1,8 +1,8 @@
 """The bus between the memory of the host and that of the device: copies that run beside compute.
 
 Each direction has a thread and copies one tensor after the other. On an accelerator, the thread issues the copy on a
-stream of the direction, between pinned memory and the device. This path was not run on a GPU. On a CPU, host and device
-are two pools of main memory, the thread copies itself, and the bus may be as slow as the caller wants.
+stream of the direction, between pinned memory and the device. On a CPU, host and device are two pools of main memory,
+the thread copies itself, and the bus may be as slow as the caller wants.
 """
 
 import time

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 
@@ -54,10 +55,11 @@ class HostThread:
     Args:
         device: where the jobs' events and tensors are, beside the host.
         name: the thread's.
+        threads: by how many threads torch computes a job; None for as many as everywhere.
     """
 
-    def __init__(self, device: torch.device, name: str = "ds_lgamp updates") -> None:
-        self._device, self._name = device, name
+    def __init__(self, device: torch.device, name: str = "ds_lgamp updates", threads: int | None = None) -> None:
+        self._device, self._name, self._threads = device, name, threads
         self._queue: SimpleQueue[Job | None] | None = None
         self._thread: Thread | None = None
 
@@ -68,9 +70,20 @@ class HostThread:
             weakref.finalize(self, self._queue.put, None)
             self._thread = Thread(target=_serve, args=(self._queue, self._device), name=self._name, daemon=True)
             self._thread.start()
+            if self._threads is not None:
+                elsewhere = torch.get_num_threads()
+                self.start(partial(_compute_with, self._threads)).wait()
+                # torch remembers the number for threads that begin later, too. They are not ours.
+                torch.set_num_threads(elsewhere)
         job = Job(function, self._thread)
         self._queue.put(job)
         return job
+
+
+def _compute_with(threads: int) -> None:
+    # Who has never asked would take the number of torch at the first computation.
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
 
 
 def _serve(queue: "SimpleQueue[Job | None]", device: torch.device) -> None:

@@ -92,7 +92,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Marks are events in the current stream, or seconds of the host. It was not run on a GPU."""
+    """Marks are events in the current stream, or seconds of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)

@@ -2,7 +2,7 @@
 
 The blocks that the executor times become intervals, and so does what is launched beside compute
 (:mod:`ds_lgamp.partition.launches`). On an accelerator, times are those of events in the streams. Nothing waits for
-them in a step: it is written at the end of a later one. That path was not run on a GPU.
+them in a step: it is written at the end of a later one.
 """
 
 import os

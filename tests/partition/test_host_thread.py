@@ -72,3 +72,21 @@ def test_the_thread_has_the_device_of_its_rank(monkeypatch):
     )
     HostThread(torch.device("cuda", 3), "updates").start(lambda: None).wait()
     assert made == [(torch.device("cuda", 3), "updates")]
+
+
+def test_only_the_thread_itself_computes_with_its_number_of_threads():
+    """Neither the program nor threads that begin later do: the data of a script, for instance."""
+
+    def numbers(thread):
+        seen = []
+        thread.start(lambda: seen.append(torch.get_num_threads())).wait()
+        return seen[0]
+
+    before = torch.get_num_threads()
+    updating = HostThread(torch.device("cpu"), threads=before + 2)
+    assert numbers(updating) == before + 2
+    assert torch.get_num_threads() == before
+    assert numbers(HostThread(torch.device("cpu"))) == before
+    # A first computation does not take torch's number.
+    updating.start(lambda: torch.ones(1_000_000).add_(1).zero_).wait()
+    assert numbers(updating) == before + 2

@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
+from ds_lgamp.runtime import host_cores
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.test_overlapped_updates import OPTIMIZERS, PRECISIONS, equal
@@ -157,6 +158,20 @@ TYPICAL = [
     {"kept": (3, "parameters on nvme"), "block": "inputs on nvme", "optimizer": "fused", "precision": "bf16"}
     | {"clipping": 0.3},
 ]
+
+
+def threads_of_updates():
+    """The number of threads with which torch computes in the thread of the host, on a machine of eight cores."""
+    prepare_rank()
+    host_cores.usable_cores = lambda _: 8
+    engine, seen = engine_of({**TYPICAL[1], "grid": (1, 2), "tied": False, "frozen": False}, OFFLOADS["optimizer"]), []
+    engine.optimizer.partition.host.updates.start(lambda: seen.append(torch.get_num_threads())).wait()
+    return seen[0]
+
+
+def test_each_rank_updates_on_its_share_of_the_cores():
+    """Launchers start ranks with one thread each."""
+    assert run_on_ranks(2, threads_of_updates) == [3, 3]
 
 
 @pytest.mark.parametrize(

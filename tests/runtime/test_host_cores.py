@@ -1,0 +1,77 @@
+"""How many threads update on the host: a rank's share of the cores that it may run on, but for one."""
+
+import os
+
+import pytest
+
+from ds_lgamp.runtime import host_cores
+from ds_lgamp.runtime.host_cores import update_threads, usable_cores
+
+ALL, LOWER, UPPER = set(range(16)), set(range(8)), set(range(8, 16))
+
+
+def threads(monkeypatch, own, *others, omp=None):
+    """The answer of a rank that may run on ``own``, beside other ranks: each the name of its machine, and cores."""
+    monkeypatch.setattr(host_cores, "machine", lambda: "here")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own)
+    monkeypatch.setattr(host_cores, "everyone", lambda mine: [mine, *others])
+    monkeypatch.setattr(host_cores, "usable_cores", len)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    return update_threads()
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        (ALL, [], 15),
+        (ALL, [("here", ALL)] * 3, 3),
+        (LOWER, [("here", UPPER)], 7),
+        (LOWER, [("here", LOWER), ("here", UPPER)], 3),
+        (ALL, [("there", ALL)], 15),
+        ({0, 1}, [("here", {0, 1})], 1),
+        ({0, 1}, [("here", {0, 1})] * 7, 1),
+    ],
+    ids=["alone", "of four", "bound", "two bound alike", "another machine", "a core each", "less than a core each"],
+)
+def test_ranks_share_the_cores_of_a_machine(monkeypatch, own, others, expected):
+    assert threads(monkeypatch, own, *others) == expected
+
+
+def test_a_number_that_somebody_set_stays_but_not_that_of_torchrun(monkeypatch):
+    assert threads(monkeypatch, ALL, omp="4") is None
+    assert threads(monkeypatch, ALL, omp="1") == 15
+
+
+def written(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+SIBLINGS = {
+    f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)
+}
+LIMITS = {
+    "no limit known": ({}, 4),
+    "no limit": ({"fs/cgroup/cpu.max": "max 100000\n"}, 4),
+    "two and a half cores": ({"fs/cgroup/cpu.max": "250000 100000\n"}, 2),
+    "half a core": ({"fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+    "more than there are": ({"fs/cgroup/cpu.max": "6400000 100000\n"}, 4),
+    "version 1": ({"fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3),
+    "version 1, no limit": ({"fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4),
+}
+
+
+@pytest.mark.parametrize(("limit", "expected"), LIMITS.values(), ids=LIMITS)
+def test_a_container_may_use_less_than_it_sees(tmp_path, limit, expected):
+    assert usable_cores(range(8), written(tmp_path, SIBLINGS | limit)) == expected
+
+
+def test_hyper_threads_of_one_core_count_once(tmp_path):
+    written(tmp_path, SIBLINGS)
+    assert usable_cores([0, 4, 1], tmp_path) == 2
+    # Linux told nothing of these.
+    assert usable_cores([20, 21], tmp_path) == 2
