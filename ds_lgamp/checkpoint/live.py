@@ -9,7 +9,7 @@ it, there are three.
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ds_lgamp.checkpoint.shares import Share
 from ds_lgamp.checkpoint.slot import RUN, Slot, is_written
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
 from ds_lgamp.partition.bus import event_now
-from ds_lgamp.partition.host_thread import HostThread, Job, use_device
+from ds_lgamp.partition.host_thread import HostThread, Job
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 
@@ -97,7 +97,7 @@ class LiveState:
         """Whether the first of the slots takes the current step."""
         self.step: int | None = None
         """The step of the newest state of this rank that is whole; None without one."""
-        self._pieces = _Staging(device).pieces if device.type != "cpu" else _pieces
+        self._staging = _Staging(device) if device.type != "cpu" else None
         for unit in units:
             unit.copier = self
         optimizer.register_load_state_dict_pre_hook(lambda _, __: self._before_all())
@@ -185,12 +185,12 @@ class LiveState:
         sources = list(self._sources(unit))
         states = [(segment, self._optimizer.state.get(segment.shard, {})) for segment in unit.master.segments]
         behind = event_now(unit.master.values.device)
-        self._under_way[unit] = self._start(self._write_unit, contents, unit, sources, states, behind)
+        self._under_way[unit] = self._start(behind, self._write_unit, contents, unit, sources, states)
 
     def _seal_if_whole(self) -> None:
         if self._rest is not None and len(self._copied) == len(self._units):
             rest, self._rest, self._copied = self._rest, None, set()
-            self._sealing = self._start(self._seal, self._writing(), rest, event_now(self._device))
+            self._sealing = self._start(event_now(self._device), self._seal, self._writing(), rest)
             self._slots.append(self._slots.pop(0))
             self._is_open = False
 
@@ -201,7 +201,8 @@ class LiveState:
             self._is_open = True
             if contents.slot.is_gone:
                 contents.changes.clear()
-            self._start(self._open, contents, event_now(self._device))
+            behind = event_now(self._device)
+            self._start(behind, self._open, contents, behind)
         return contents
 
     def _sources(self, unit: Unit) -> Iterator[_Source]:
@@ -222,10 +223,14 @@ class LiveState:
             key, values[ranges[0].in_shard.start - first : ranges[-1].in_shard.stop - first], self._held[key]
         )
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> Job:
+    def _start(self, behind: Any, function: Callable[..., None], *arguments: Any) -> Job:
+        """Lets the thread call ``function``, whose reads of the device wait for the event ``behind``; None if all it
+        reads is on the host."""
+
         def run() -> None:
             try:
-                function(*arguments)
+                with nullcontext() if self._staging is None or behind is None else self._staging.after(behind):
+                    function(*arguments)
             except OSError as error:
                 raise CheckpointError(
                     f"the live state in {self._folder} cannot be written ({error.strerror}); make room there, or "
@@ -254,17 +259,16 @@ class LiveState:
         unit: Unit,
         sources: Sequence[_Source],
         states: Sequence[tuple[Segment, Mapping[str, Any]]],
-        behind: Any,
     ) -> None:
-        contents.blobs[unit] = [self._write(contents, source, behind) for source in sources]
+        contents.blobs[unit] = [self._write(contents, source) for source in sources]
         contents.scalars[unit] = {segment.group: scalars_of(segment, state) for segment, state in states}
 
-    def _write(self, contents: "_Contents", source: _Source, behind: Any) -> Any:
+    def _write(self, contents: "_Contents", source: _Source) -> Any:
         values = source.values
-        pieces = (_pieces if values.is_cpu else self._pieces)(values, behind)
+        pieces = _pieces(values) if self._staging is None or values.is_cpu else self._staging.pieces(values)
         return contents.slot.write(source.key, values.dtype, values.nbytes, pieces, source.held)
 
-    def _seal(self, contents: "_Contents", rest: Rest, behind: Any) -> None:
+    def _seal(self, contents: "_Contents", rest: Rest) -> None:
         buffers = [_buffer(name, values) for name, values in rest.buffers.items()]
         blobs = [blob for unit in self._units for blob in contents.blobs[unit]]
         scalars = {str(group): values for unit in self._units for group, values in contents.scalars[unit].items()}
@@ -273,7 +277,7 @@ class LiveState:
                 **self._header,
                 "step": rest.step,
                 "directory": rest.directory,
-                "blobs": blobs + [self._write(contents, buffer, behind) for buffer in buffers],
+                "blobs": blobs + [self._write(contents, buffer) for buffer in buffers],
                 "state": rest.state,
                 "parameters": self._share.parameters,
                 "scalars": scalars,
@@ -296,29 +300,33 @@ class _Contents:
 
 
 class _Staging:
-    """Brings numbers from a device to the host, through pinned memory and on a stream of its own. This has not run on a
-    GPU."""
+    """Brings numbers from a device to the host, through pinned memory and on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._memory: torch.Tensor | None = None
 
-    def pieces(self, values: torch.Tensor, behind: Any) -> Iterator[memoryview]:
-        """Yields the bytes of ``values`` as they are after the event ``behind``."""
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """What the block reads from the device, single numbers too, waits for ``event``. It does not wait for what the
+        program has launched since."""
+        with self._module.stream(self._stream):
+            self._stream.wait_event(event)
+            yield
+
+    def pieces(self, values: torch.Tensor) -> Iterator[memoryview]:
+        """Yields the bytes of ``values``. Only called inside :meth:`after`."""
         if self._memory is None:
-            use_device(self._device)
             self._memory = torch.empty(_STAGED, dtype=torch.uint8, device="cpu", pin_memory=True)
         for part in values.detach().view(torch.uint8).split(_STAGED):
             staged = self._memory[: part.numel()]
-            with self._module.stream(self._stream):
-                self._stream.wait_event(behind)
-                staged.copy_(part, non_blocking=True)
+            staged.copy_(part, non_blocking=True)
             self._stream.synchronize()
             yield from _pieces(staged)
 
 
-def _pieces(values: torch.Tensor, _: Any = None) -> Iterator[memoryview]:
+def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of ``values`` [numel] on the host."""
     whole = memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
     for first in range(0, len(whole), _PIECE):

@@ -77,6 +77,8 @@ class FlatStorage:
         """Whether shards have changed since this rank gathered the full parameters that it holds."""
         self.gathering: dist.Work | None = None
         """The gather in flight."""
+        self._read_ahead: dist.Work | None = None
+        """A gather that a reader has awaited, maybe on a stream of its own. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
         self._postponed: Work | None = None
@@ -226,6 +228,9 @@ class FlatStorage:
     def finish_gather(self) -> None:
         """Waits until the full parameters are there, if their gather is in flight."""
         self.catch_up()
+        if self._read_ahead is not None:
+            self._read_ahead.wait()
+            self._read_ahead = None
         if self.gathering is None:
             return
         self.gathering.wait()
@@ -336,7 +341,9 @@ class FlatStorage:
                 "engine.module.state_dict(), on all data-parallel ranks together; in Megatron-LM's loop, read it from "
                 "a checkpoint"
             )
+        gathering = self.gathering
         self.finish_gather()
+        self._read_ahead = gathering
 
     def _attach_parameters(self) -> None:
         """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the

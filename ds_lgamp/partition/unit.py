@@ -188,7 +188,8 @@ class Unit:
         assert gradient is not None, "the gradient is final"
         if self._stored is not None:
             self.settle_store()
-            factor = factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor
+            # A number, so that a factor of 1 costs no pass over the gradient.
+            factor = float(factor)
         if isinstance(factor, torch.Tensor) or factor != 1:
             gradient.mul_(factor)
 

@@ -3,13 +3,19 @@
 The group of ranks is imagined and its collectives move nothing.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_lgamp.partition import flat_storage
+from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
+from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 
@@ -156,3 +162,31 @@ def test_a_unit_holds_one_dtype(data_group):
     ]
     with pytest.raises(ValueError, match="chunk 0 has parameters of torch.bfloat16 and torch.float32"):
         Unit("chunk 0", parameters, ZeroPolicy(data_group, 0))
+
+
+def test_a_factor_of_one_costs_the_host_no_pass_over_the_gradient(data_group):
+    """With clipping, the factor is a tensor, and most often 1."""
+    host = Host(Bus(torch.device("cpu")), HostThread(torch.device("cpu")), parameters=False)
+    weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
+    unit = Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], ZeroPolicy(data_group, 1)._replace(host=host))
+    gradient = torch.ones(ELEMENTS // RANKS)
+    unit.scale_gradient(torch.tensor(1.0), gradient)
+    assert gradient._version == 0
+    unit.scale_gradient(torch.tensor(0.1), gradient)
+    assert torch.equal(gradient, torch.ones(ELEMENTS // RANKS) * torch.tensor(0.1))
+
+
+def test_the_program_waits_for_a_gather_that_a_reader_has_awaited_on_another_stream(data_group, monkeypatch):
+    """A wait orders the current stream only."""
+    unit, weight = unit_of(data_group, 1)
+    waits = []
+    monkeypatch.setattr(
+        flat_storage, "start_all_gather", lambda *_: SimpleNamespace(wait=lambda: waits.append(len(waits)))
+    )
+    unit.follow_update()
+    unit.storage.refresh()
+    for seen, expected in ((weight.sum, 1), (weight.sum, 1), (unit.storage.finish_gather, 2)):
+        seen()
+        assert len(waits) == expected
+    unit.storage.finish_gather()
+    assert len(waits) == 2
