@@ -12,7 +12,7 @@ from torch.autograd import profiler
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
-from ds_lgamp.runtime.graph import backpropagate, begin_graph, checked_loss, end_graph, own_loss
+from ds_lgamp.runtime.graph import backpropagate, begin_graph, checked_loss, drop_unfinished, end_graph, own_loss
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.random_state import Draws, RandomSource
@@ -131,6 +131,7 @@ class Executor:
                 self.trace.stop()
             batch.graphs.clear()
             batch.results.clear()
+            drop_unfinished()
             if self._stored_inputs is not None:
                 self._stored_inputs.clear()
             action = "the end of the batch" if self.current is None else str(self.current)

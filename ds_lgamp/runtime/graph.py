@@ -51,6 +51,14 @@ def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Non
             run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def drop_unfinished() -> None:
+    """Frees what a backward pass that failed on this thread has left to do, with the tensors that it holds.
+
+    Autograd keeps it in the thread's queue until the next pass of the thread.
+    """
+    torch.ones((), device="cpu", requires_grad=True).backward()
+
+
 def own_loss(loss: Any) -> Any:
     """Copies a scalar loss, because it may be a view of more memory, such as all terms of a mean.
 

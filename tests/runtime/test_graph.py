@@ -1,12 +1,21 @@
 """What a chunk without recomputation keeps between its forward and backward pass."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph
+from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.executor import ActionError, Executor
+from ds_lgamp.runtime.graph import backpropagate, begin_graph, drop_unfinished, end_graph
+from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.measure import PeakMemory
+from ds_lgamp.schedule.actions import Action
+from tests.runtime.test_buffers import NOWHERE, WholeParameters
 
 ELEMENTS = 4096
 
@@ -68,3 +77,50 @@ def test_a_backward_pass_stays_on_its_thread_and_leaves_the_scripts_own_as_they_
         backpropagate(ends, [torch.ones(2)])
     assert Asks.answers.pop() is False
     assert torch._C._is_multithreading_enabled()
+
+
+def fails_with_work_left():
+    """Lets a backward pass fail ahead of an operation that has saved a tensor. Returns a reference to its memory."""
+    saved = torch.ones(ELEMENTS, requires_grad=True) * 2
+    loss = (saved * saved).sum() + Asks.apply(torch.ones(2, requires_grad=True), True).sum()
+    memory = weakref.ref(saved.untyped_storage())
+    with pytest.raises(ValueError, match="a layer fails"):
+        backpropagate([loss], [torch.ones(())])
+    return memory
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_what_a_failed_pass_has_left_is_freed(mode):
+    memory = fails_with_work_left()
+    gc.collect()
+    assert memory() is not None
+    with mode():
+        drop_unfinished()
+    assert memory() is None
+
+
+def test_a_batch_that_fails_in_a_backward_pass_holds_no_memory_afterwards(monkeypatch):
+    """A script may catch it, as it may run out of memory, and build a smaller engine."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    memory = []
+
+    def layer(inputs):
+        squared = (inputs * torch.ones(ELEMENTS, requires_grad=True)) ** 2
+        memory.append(weakref.ref(squared.untyped_storage()))
+        return (squared * squared).sum() + Asks.apply(torch.ones(2, requires_grad=True), True).sum()
+
+    executor = Executor(
+        (0,),
+        0,
+        {0: Chunk([layer])},
+        WholeParameters(),
+        Links(torch.device("cpu"), *[NOWHERE] * 6),
+        None,
+        lambda: None,
+        [],
+    )
+    with pytest.raises(ActionError, match="B0.0: ValueError: a layer fails"):
+        with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None), turns_at_once=True)):
+            executor.run(map(Action.parse, ("F0.0", "B0.0")))
+    gc.collect()
+    assert memory[0]() is None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
@@ -52,17 +55,21 @@ class ScaledDotProductAttention(nn.Module):
             attention_mask: broadcasts to [b, heads, s, s], True hides; None hides nothing.
         """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, channels]
+        shared = query.shape[1] // key.shape[1]
+        if attention_mask is not None and shared > 1:
+            # Of torch's fused kernels, most take a mask or shared keys, not both. The others keep all scores.
+            key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
         dropout = self.dropout if self.training else 0.0
         with random_numbers(self.draws_alone and dropout > 0, query.device):
             context = nn.functional.scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=None if attention_mask is None else ~attention_mask,
+                attn_mask=None if attention_mask is None else _bias(attention_mask, query.dtype),
                 dropout_p=dropout,
                 is_causal=self.is_causal,
                 scale=self.softmax_scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=attention_mask is None and shared > 1,
             )
         return context.permute(2, 0, 1, 3).flatten(start_dim=2)
 
@@ -81,6 +88,30 @@ def document_positions(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
+def _remembered(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Lets ``compute`` return its last result again for the same tensor and arguments, as long as that tensor is alive.
+
+    The blocks of a chunk hand on one tensor of documents. They share its mask, and what autograd saves of it.
+    """
+    remembered: list[Any] = []
+
+    @wraps(compute)
+    def computed(tensor: Tensor, *arguments: Any) -> Tensor:
+        if not remembered or remembered[0]() is not tensor or remembered[1] != arguments:
+            remembered[:] = weakref.ref(tensor, lambda _: remembered.clear()), arguments, compute(tensor, *arguments)
+        result: Tensor = remembered[2]
+        return result
+
+    return computed
+
+
+@_remembered
+def _bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention adds to its scores. torch makes it of a mask, too, but in every layer anew."""
+    return torch.zeros_like(attention_mask, dtype=dtype).masked_fill_(attention_mask, float("-inf"))
+
+
+@_remembered
 def document_mask(documents: Tensor) -> Tensor:
     """The attention mask [b, 1, s, s] from the documents [b, s]. It hides later tokens and other documents."""
     sequence = documents.shape[1]
@@ -106,7 +137,7 @@ def _own_random_numbers(device: torch.device) -> Iterator[None]:
     numbers again. Megatron-core's tracker would be another state, on CUDA only, which scripts would have to seed.
     """
     sources = default_sources(device)
-    seed = hashed_seed(int(torch.randint(2**62, ())), get_tensor_model_parallel_rank())
+    seed = hashed_seed(int(torch.randint(2**62, (), device="cpu")), get_tensor_model_parallel_rank())
     with undisturbed(sources):
         for source in sources:
             source.seed(seed)

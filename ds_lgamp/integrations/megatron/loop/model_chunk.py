@@ -40,6 +40,7 @@ class ModelChunk(Chunk):
             vp_stage=self._own if len(batch.models) > 1 else None,
             is_last_stage=is_last,
         )
-        batch.tokens += tokens
+        if batch.config.calculate_per_token_loss:
+            batch.tokens += tokens
         # In evaluation the output may be of any kind and size. The reports hold whatever the loop needs of it.
         return None if is_last and batch.forward_only else output

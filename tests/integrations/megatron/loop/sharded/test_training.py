@@ -155,14 +155,15 @@ def look_at_memory():
         return held, sum(unit.storage.flat.nbytes for unit in units), gradients
 
 
-def test_a_nan_in_a_gradient_ends_the_batch():
-    run_on_ranks(1, meet_a_nan, before_init=prepare_process)
+@pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["NaN", "infinite norm"])
+def test_a_gradient_without_a_finite_norm_ends_the_batch(factor):
+    run_on_ranks(1, meet, factor, before_init=prepare_process)
 
 
-def meet_a_nan():
+def meet(factor):
     training = Training(place(1, 2, 1, check_for_nan_in_grad=True))
-    training.loss = lambda mask, output: (output.sum() * float("nan"), {})
-    with pytest.raises(ActionError, match="found NaN in the norm of the reduced gradient of chunk 0"):
+    training.loss = lambda mask, output: (output.sum() * factor, {})
+    with pytest.raises(ActionError, match="found NaN or Inf in the norm of the reduced gradient of chunk 0"):
         training.forward_backward(**training.call(0))
 
 
