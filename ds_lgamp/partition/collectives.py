@@ -4,11 +4,13 @@ They move no more bytes than they have to on any backend.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.launches import ends_with, launched
+from ds_lgamp.partition.pool import in_pool
 
 # torch 2.13 renamed these two functions; earlier releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,9 +70,10 @@ def start_reduce_scatter(
     ranks = group.size()
     flight = launched("reduce", full.nbytes // ranks * (ranks - 1))
     if in_rank_order or dist.get_backend(group) == "gloo":
-        received = torch.empty_like(full)
+        received = in_pool(full.device, partial(torch.empty_like, full))
         work = dist.all_to_all_single(received, full, group=group, async_op=True)
     else:
+        # Not from the pool: it stays until the step, and would take the place of a whole chunk there.
         received = full.new_empty(full.numel() // ranks)
         work = _reduce_scatter(received, full, group=group, async_op=True)
     ends_with(work, flight)

@@ -121,8 +121,7 @@ class GradientReduction:
         if self._partitioned:
             # In another dtype a copy travels, and the accumulated gradient is freed.
             gradient = self._gradient = in_pool(gradient.device, partial(gradient.to, self._communication_dtype))
-            reduce = partial(start_reduce_scatter, gradient, self._group, self._master_dtype, self._in_rank_order)
-            self._reducing = in_pool(gradient.device, reduce)
+            self._reducing = start_reduce_scatter(gradient, self._group, self._master_dtype, self._in_rank_order)
         elif self._ranks > 1:
             gradient = gradient.to(self._communication_dtype)
             self._reducing = start_all_reduce(gradient, self._group, self._in_rank_order)

@@ -248,9 +248,10 @@ def test_a_trace_is_read_when_nobody_waits_for_it_any_more(steps, folder, name):
 
 
 @pytest.mark.parametrize("name", ["stage 3, bf16"])
-def test_weights_and_gradients_of_chunks_take_memory_from_a_pool_and_activations_do_not(steps, name):
+def test_weights_and_gradients_of_chunks_take_memory_from_a_pool_and_nothing_else_does(steps, name):
     for rank, by_case in enumerate(steps):
         expected = {}
         for chunk in (rank // 2, rank // 2 + 2):
-            expected |= {f"GATHER{chunk}": {"resize_"}, f"B{chunk}.0": {"zeros_like"}, f"REDUCE{chunk}": {"new_empty"}}
+            # Not the reduced shard, which stays until the step and would take the place of a chunk.
+            expected |= {f"GATHER{chunk}": {"resize_"}, f"B{chunk}.0": {"zeros_like"}}
         assert by_case[name].from_pool == expected
