@@ -294,7 +294,7 @@ class FlatStorage:
         if not self.resident:
             return
         if not self.stale:
-            self._attach_parameters()
+            self.attach_parameters()
         if self.frees_weights or (self.host is not None and not self.stale):
             self.finish_refresh()
             self.settle_loads()
@@ -345,10 +345,12 @@ class FlatStorage:
         self.finish_gather()
         self._read_ahead = gathering
 
-    def _attach_parameters(self) -> None:
+    def attach_parameters(self) -> None:
         """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the
-        storage."""
+        storage. They would take no part in training there."""
+        own = self.flat.untyped_storage().data_ptr()
         for entry, view in zip(self.parameters, self._views):
-            if entry.parameter.data_ptr() != view.data_ptr():
+            if entry.parameter.untyped_storage().data_ptr() != own:
+                # The guards let a gather in flight end first.
                 view.copy_(entry.parameter.detach())
                 entry.parameter.data = view

@@ -94,6 +94,14 @@ class ZeroPartition:
         return any(unit.storage.flat.untyped_storage().data_ptr() == address for unit in self.chunk_units[chunk])
 
     @torch.no_grad()
+    def attach_parameters(self) -> None:
+        """Takes over values of parameters to which somebody gave another tensor. Called before a batch,
+        and before weights are saved."""
+        for unit in self.units:
+            if unit.storage.resident:
+                unit.storage.attach_parameters()
+
+    @torch.no_grad()
     def adopt_parameters(self) -> None:
         """Takes shards and master weights from the full parameters. Somebody changed these alike on all data-parallel
         ranks, inside :meth:`full_parameters` or where they are not released."""

@@ -190,3 +190,15 @@ def test_the_program_waits_for_a_gather_that_a_reader_has_awaited_on_another_str
         assert len(waits) == expected
     unit.storage.finish_gather()
     assert len(waits) == 2
+
+
+def test_values_in_another_tensor_are_taken_over_behind_a_gather_in_flight(data_group, monkeypatch):
+    unit, weight = unit_of(data_group, 1)
+    monkeypatch.setattr(flat_storage, "start_all_gather", lambda full, *_: SimpleNamespace(wait=lambda: full.zero_()))
+    unit.follow_update()
+    unit.storage.refresh()
+    weight.data = torch.ones(ELEMENTS)
+    with torch.no_grad():
+        unit.storage.attach_parameters()
+    assert torch.equal(weight, torch.ones(ELEMENTS))
+    assert weight.data_ptr() == unit.storage.flat.data_ptr()

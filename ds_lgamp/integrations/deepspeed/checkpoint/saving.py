@@ -38,6 +38,7 @@ def save(
                 "go on from the last checkpoint"
             )
         partition, optimizer = run.optimizer.partition, run.optimizer.optimizer
+        partition.attach_parameters()
         partition.catch_up()
         tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}
         tensors |= rank_state_to_write(run, client_state)

@@ -7,7 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-from ds_lgamp.config import ConfigError
+from ds_lgamp.config import BLOCK, ConfigError
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The fields of DeepSpeed's dynamic loss scaler that change from step to step. The configuration sets the others."""
@@ -57,6 +57,8 @@ def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         raise ConfigError(f"parameter {name} is {dtype}, which does not train; make it a buffer")
     if dtype != torch.float32 and parameter_dtype(config) == torch.float32:
+        if dtype == torch.float64:
+            raise ConfigError(f"parameter {name} is {dtype}, which a {BLOCK} block does not train; make it float32")
         key = "fp16" if dtype == torch.float16 else "bf16"
         raise ConfigError(f"parameter {name} is {dtype}, but {key}.enabled is false; set it or remove the cast")
 

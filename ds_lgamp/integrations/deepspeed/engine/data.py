@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group, raise_everywhere
+from ds_lgamp.runtime.chunk import detached
 
 _READY, _ENDED, _FAULTY = range(3)
 
@@ -100,13 +101,13 @@ class BatchLoader:
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """Returns the inputs and labels of a pulled micro-batch on this rank's device; None for those that this rank
-        does not need."""
+        does not need. Gradients end there, as under stock DeepSpeed."""
         inputs, labels = self._micro_batches.pop(micro_batch)[:2]
         if self._needs_inputs:
             self.tokens += integer_elements(inputs)
         return (
-            to_device(inputs, self._device, self._inputs_dtype) if self._needs_inputs else None,
-            to_device(labels, self._device) if self._needs_labels else None,
+            detached(to_device(inputs, self._device, self._inputs_dtype)) if self._needs_inputs else None,
+            detached(to_device(labels, self._device)) if self._needs_labels else None,
         )
 
 

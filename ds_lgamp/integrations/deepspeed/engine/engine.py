@@ -317,10 +317,12 @@ class LgampEngine(PipelineEngine):
 
     @contextmanager
     def in_batch(self, training: bool) -> Iterator[None]:
-        """Says where this rank is, in case it or another one stands still. A trace of the step begins."""
+        """Says where this rank is, in case it or another one stands still. Parameters have the values that the script
+        gave them since the last batch. A trace of the step begins."""
         label = f"step {self.global_steps + 1}" if training else f"an evaluation after step {self.global_steps}"
         trace = self.executor.trace if training else None
         with here.in_batch(self.executor, label, training, self.lgamp_settings.patience):
+            self._partition.attach_parameters()
             if trace is not None:
                 trace.begin(self.global_steps + 1, self.executor, lambda: self.own_spec)
             try:

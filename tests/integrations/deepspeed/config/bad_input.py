@@ -391,6 +391,10 @@ MODULES = {
         "weight is a Float8Tensor, but units hold plain tensors; build its layer without fp8_model_init",
     ),
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
+    "parameters of double precision": (
+        lambda: pipeline().double(),
+        "which a ds_lgamp block does not train; make it float32",
+    ),
     "parameters of half precision": (lambda: pipeline().bfloat16(), "bf16.enabled is false; set it or remove the cast"),
     "a forward of its own": (lambda: pipeline(kind=WithForward), "the WithForward has a forward of its own, or hooks"),
     "hooks of the whole": (with_hook, "the PipelineModule has a forward of its own, or hooks, but its layers are"),

@@ -2,6 +2,7 @@
 DeepSpeed."""
 
 import inspect
+from itertools import product
 
 import deepspeed
 import pytest
@@ -70,6 +71,70 @@ def frozen_layers_and_groups_of_a_callable():
         after = whole_state(engine.module)
         changes.append({name: (after[name] - before[name]).abs().max().item() for name in after})
     return changes
+
+
+def parameters_get_other_tensors():
+    """The script sets ``parameter.data``, before the first batch and after it. The same parameters train on."""
+    losses = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        for stage in (0, 1):
+            engine = engine_of(build(linears(4)), block, stage)
+            for _ in range(3):
+                for parameter in engine.module.parameters():
+                    parameter.data = parameter.data.clone()
+                losses.append(engine.train_batch(batches(2)).item())
+    return losses[:6], losses[6:]
+
+
+def other_tensors_have_other_values(directory):
+    """Halves all parameters after a step, in place or by other tensors, at every stage that keeps them. Returns the
+    losses of the next evaluation and step, and those of a run that goes on from a checkpoint of the halves."""
+    prepare_rank()
+    found = []
+    for stage, halve in product((0, 1, 2), (in_place, by_other_tensors)):
+        engine = engine_of(build(linears(4)), ONE_LAYER_PER_CHUNK, stage)
+        engine.train_batch(batches(2))
+        for parameter in engine.module.parameters():
+            halve(parameter)
+        tag = f"{stage} {halve.__name__}"
+        engine.save_checkpoint(directory, tag)
+        losses = evaluated_and_trained(engine)
+        engine = engine_of(build(linears(4)), ONE_LAYER_PER_CHUNK, stage)
+        engine.load_checkpoint(directory, tag)
+        found.append([losses, evaluated_and_trained(engine)])
+    return found
+
+
+def in_place(parameter):
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def by_other_tensors(parameter):
+    parameter.data = parameter.data * 0.5
+
+
+def evaluated_and_trained(engine):
+    return [engine.eval_batch(batches(2)).item(), *(engine.train_batch(batches(2)).item() for _ in range(2))]
+
+
+def test_values_of_other_tensors_count_as_those_written_in_place(tmp_path):
+    for found in run_on_ranks(4, other_tensors_have_other_values, tmp_path):
+        for place, other in zip(found[::2], found[1::2]):
+            assert place[0] == place[1] == other[0] == other[1]
+
+
+def gradients_end_at_the_inputs():
+    """Micro-batches are parts of what another module has computed."""
+    losses = []
+    for block in (None, ONE_LAYER_PER_CHUNK):
+        engine = engine_of(build(linears(2)), block)
+        encoder = nn.Linear(6, 6, bias=False)
+        nn.init.eye_(encoder.weight)
+        rows = torch.cat([inputs for inputs, _ in batches(2)])
+        parts = encoder(rows).split(len(rows) // 2)
+        losses.append([engine.train_batch(iter([(part, part.detach()) for part in parts])).item(), encoder.weight.grad])
+    return losses
 
 
 def state_dict_after_steps():
@@ -312,6 +377,8 @@ COMPARISONS = [
     logits_of_an_evaluation,
     shapes_that_change_within_a_batch,
     masks_and_numbers_beside_activations,
+    parameters_get_other_tensors,
+    gradients_end_at_the_inputs,
 ]
 
 
