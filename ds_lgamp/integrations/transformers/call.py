@@ -94,3 +94,8 @@ def without_cache(model: Any) -> dict[str, Any]:
     # Some heads pass all other arguments on to a model that caches.
     passed_on = hasattr(own.config, "use_cache") and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {"use_cache": False} if "use_cache" in parameters or passed_on else {}
+
+
+def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:
+    """Calls the model with its hooks, but not what torch.compile may have made of the call as a whole."""
+    return model._call_impl(*positional, **named)

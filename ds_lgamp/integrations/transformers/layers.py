@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import find_blocks
-from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, Tree, without_cache
+from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, Tree, model_of, without_cache
 from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
+from ds_lgamp.integrations.transformers.loss_graph import loss_in
 from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
+from ds_lgamp.integrations.transformers.settings import ForwardSettings
 from ds_lgamp.integrations.transformers.split import SplitForward
 from ds_lgamp.integrations.transformers.survey import survey
 from ds_lgamp.runtime.random_state import RandomSource
@@ -70,6 +72,7 @@ class ModelLayers:
 
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource]) -> None:
         refuse_model(model)
+        self.settings = ForwardSettings(model_of(model).config)
         blocks = find_blocks(model)
         self._checkpointing = OwnCheckpointing(model)
         self._checkpointing.switch_off()
@@ -79,16 +82,18 @@ class ModelLayers:
         self._blocks = list(blocks.modules)
         self._without_cache = without_cache(model)
         self._names = list(signature(model.forward).parameters)
-        split = SplitForward(model, blocks, ahead, behind, shown.returned, random_sources)
+        shares = shown.read_behind or _share(ahead, behind)
+        held = {**ahead, **behind} if shares else behind
+        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources)
         own_blocks = [
             Block(f"{blocks.path}.{index}", block, index, split, self.calls)
             for index, block in enumerate(blocks.modules)
         ]
-        if shown.read_behind or _share(ahead, behind):
-            ends = Ends({**ahead, **behind}, split, self.calls)
+        if shares:
+            ends = Ends(held, split, self.calls)
             self.modules: list[nn.Module] = [ends, *own_blocks, ends]
         else:
-            self.modules = [Beginning(ahead, split), *own_blocks, End(behind, split, self.calls)]
+            self.modules = [Beginning(ahead, split), *own_blocks, End(held, split, self.calls)]
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
@@ -109,7 +114,12 @@ class ModelLayers:
     @staticmethod
     def loss_of(output: Any) -> Tensor:
         """Returns the loss in the model's output. Raises ConfigError if there is none."""
-        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if not isinstance(output, Mapping):
+            raise ConfigError(
+                f"the model returned a {type(output).__name__}, whose loss a {BLOCK} block cannot find; return a "
+                "ModelOutput or a dictionary with 'loss' from its forward"
+            )
+        loss = loss_in(output)
         if loss is None:
             raise ConfigError(
                 f"the model returned no loss; with a {BLOCK} block, pass labels to the engine, and no "

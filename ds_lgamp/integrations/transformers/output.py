@@ -27,6 +27,10 @@ class TrainingOutput(ModelOutput):
             raise NotInTraining(_ONLY_LOSS.format(key))
         return super().__getitem__(key)
 
+    def get(self, key: Any, *default: Any) -> Any:
+        """As a dictionary's. Raises NotInTraining for a missing key if the caller expects it, and gives no default."""
+        return super().get(key, *default) if default else self[key]
+
 
 _ONLY_LOSS = (
     f"with a {BLOCK} block the output of a training step has only 'loss', not '{{}}', which label_smoothing_factor, "

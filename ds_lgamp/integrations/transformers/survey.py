@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import Blocks
-from ds_lgamp.integrations.transformers.call import model_of, without_cache
+from ds_lgamp.integrations.transformers.call import model_of, run_uncompiled, without_cache
+from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
+from ds_lgamp.integrations.transformers.stand_ins import with_forward
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 
@@ -38,8 +40,8 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
     with undisturbed(random_sources), _evaluating(model), _attending_anywhere(model_of(model)), walk.watching():
         device = next(model.parameters()).device
         try:
-            inputs = {name: value.to(device) for name, value in model_of(model).dummy_inputs.items()}
-            walk.check_output(model(**inputs, **without_cache(model)))
+            inputs = {name: value.to(device) for name, value in inputs_of(model_of(model)).items()}
+            walk.check_output(run_uncompiled(model, **inputs, **without_cache(model)))
         except ConfigError:
             raise
         except _Touched:
@@ -47,7 +49,8 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{blocks.path}': its forward failed with "
-                f"{type(error).__name__} on its dummy_inputs: {error}"
+                f"{type(error).__name__} on its dummy_inputs: {error}; override the property dummy_inputs of "
+                f"{type(model_of(model)).__name__}, so that it returns arguments that the forward takes"
             ) from error
     return walk.result()
 
@@ -117,8 +120,7 @@ class _Walk:
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             for block in self._blocks.modules:
-                stack.callback(_restore_forward, block, block.__dict__.get("forward"))
-                block.forward = self._instead_of(block)  # type: ignore[method-assign]
+                stack.enter_context(with_forward(block, self._instead_of(block)))
             yield
 
     def check_parameters(self) -> None:
@@ -251,10 +253,3 @@ def _attending_anywhere(model: Any) -> Iterator[None]:
         for config, name in zip(configs, own):
             if name is not None:
                 config._attn_implementation_internal = name
-
-
-def _restore_forward(block: nn.Module, own: Any) -> None:
-    """Gives ``block`` the forward of its class again, or its ``own``."""
-    del block.forward
-    if own is not None:
-        block.forward = own

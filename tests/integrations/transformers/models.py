@@ -12,6 +12,7 @@ from tests.integrations.transformers.shrink import VOCABULARY, small
 
 LENGTH = 10
 CAUSAL, MASKED, PRETRAINING = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForPreTraining"
+CHOOSING = "AutoModelForMultipleChoice"
 ARCHITECTURES = {
     "GPT-2": ("GPT2Config", CAUSAL),
     "Llama": ("LlamaConfig", CAUSAL),
@@ -23,6 +24,7 @@ ARCHITECTURES = {
     "Phi-3": ("Phi3Config", CAUSAL),
     "BERT": ("BertConfig", MASKED),
     "BERT in pretraining": ("BertConfig", PRETRAINING),
+    "BERT with choices": ("BertConfig", CHOOSING),
     "OPT": ("OPTConfig", CAUSAL),
     "BLOOM": ("BloomConfig", CAUSAL),
     "GPT-J": ("GPTJConfig", CAUSAL),
@@ -84,9 +86,14 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
 
 
 def micro_batch_of(name: str, step: int, rank: int, number: int) -> dict[str, torch.Tensor]:
-    """Makes a :func:`micro_batch` for the model ``name``, with a label for each sequence if it predicts those too."""
-    batch = micro_batch(step, rank, number)
-    if ARCHITECTURES.get(name, ("", ""))[1] == PRETRAINING:
+    """Makes a :func:`micro_batch` for the model ``name``, with a label for each sequence if it predicts those too, and
+    with choices if it chooses."""
+    batch, head = micro_batch(step, rank, number), ARCHITECTURES.get(name, ("", ""))[1]
+    if head == CHOOSING:
+        # Two samples, with two choices each.
+        both = {key: torch.stack([batch[key], batch[key].flip(1)], dim=1) for key in ("input_ids", "attention_mask")}
+        return {**both, "labels": torch.tensor([number % 2, 1])}
+    if head == PRETRAINING:
         batch["token_type_ids"] = torch.arange(LENGTH).ge(LENGTH // 2).long().expand(2, -1)
         batch["next_sentence_label"] = torch.tensor([number % 2, 1])
     return batch

@@ -11,7 +11,7 @@ from tests.integrations.transformers.models import ARCHITECTURES, make, micro_ba
 from tests.integrations.transformers.planned import model_with_plan, planned_configs
 from tests.slow import slow_except
 
-DEFAULT = ["GPT-2", "Gemma 3", "BLOOM", "DistilBERT", "Falcon", "Mixtral"]
+DEFAULT = ["GPT-2", "Gemma 3", "BLOOM", "DistilBERT", "Falcon", "Mixtral", "BERT with choices"]
 PASSING_MORE = "a block passes more than hidden states to the next one"
 DEPENDING = "another tensor that depends on parameters"
 REFUSED = {
@@ -240,8 +240,28 @@ def test_blocks_that_share_parameters_are_refused():
 def test_dummy_inputs_that_do_not_suffice_are_named(monkeypatch):
     model = make("Llama")
     monkeypatch.setattr(type(model), "dummy_inputs", {"input_ids": torch.tensor([[1000]])})
-    with pytest.raises(ConfigError, match="its forward failed with IndexError on its dummy_inputs"):
+    sentence = "its forward failed with IndexError on its dummy_inputs: .*; override the property dummy_inputs of Llama"
+    with pytest.raises(ConfigError, match=sentence):
         layers_of(model)
+
+
+def test_a_model_whose_forward_needs_labels_says_so_by_its_dummy_inputs():
+    class Labelled(transformers.LlamaForCausalLM):
+        dummy_inputs = {name: torch.arange(1, 9).view(2, 4) for name in ("input_ids", "labels")}
+
+        def forward(self, input_ids, labels, **others):
+            assert len(labels) == len(input_ids) == 2
+            return super().forward(input_ids, labels=labels, **others)
+
+    model, batch = make("Llama"), micro_batch(0, 0, 0)
+    model.__class__ = Labelled
+    assert_same(whole(model, batch), in_layers(model, batch))
+
+
+def test_a_head_that_classifies_the_last_token_needs_no_padding_token():
+    model = make("Llama", "AutoModelForSequenceClassification", pad_token_id=None)
+    batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.tensor([1])}
+    assert_same(whole(model, batch), in_layers(model, batch))
 
 
 @pytest.mark.parametrize(("supports_sdpa", "wanted"), [(True, "sdpa"), (False, "eager")])

@@ -1,5 +1,6 @@
 """Calls of a model that pass by its engine, as transformers' Trainer evaluates."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) 
     Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
     a model that is spread, because the engine keeps no keys and values.
     """
-    replace_method(model, "forward", lambda stock: _forward(engine if is_spread else stock, model))
+    replace_method(
+        model, "forward", lambda stock: _forward(_without_hooks(engine, model) if is_spread else stock, model)
+    )
     if is_spread and hasattr(model, "generate"):
         replace_method(model, "generate", lambda _: _refuse_generate)
 
@@ -32,6 +35,21 @@ def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:
         return compute(*positional, **named)
 
     return forward
+
+
+def _without_hooks(engine: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """Returns what calls the engine for a call of ``model``, which runs its hooks around that. The engine must not run
+    them again."""
+
+    def evaluate(*positional: Any, **named: Any) -> Any:
+        own = model._forward_pre_hooks, model._forward_hooks
+        model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
+        try:
+            return engine(*positional, **named)
+        finally:
+            model._forward_pre_hooks, model._forward_hooks = own
+
+    return evaluate
 
 
 def _refuse_generate(*positional: Any, **named: Any) -> Any:

@@ -73,6 +73,9 @@ class ModelEngine(LgampEngine):
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
         self._kept = Kept()
+        self._forward_settings = layers.settings
+        """What the first batch sets in the model's configuration; None after it."""
+        self.optimizer.zero_grad = self.zero_grad
         for parameter in user_model.parameters():
             # Of a trial before the engine was there.
             parameter.grad = None
@@ -137,12 +140,21 @@ class ModelEngine(LgampEngine):
             with here.back_in_batch():
                 self._refuse_other_gradients()
                 self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
+                self._kept.clear()
                 next(self._waiting, None)
             self._waiting = None
-            self._kept.clear()
         self.micro_steps += 1
         if completes:
             self._end_step()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Also the optimizer's. There is nothing to drop between batches. Raises ConfigError inside a batch, whose
+        micro-batches have no gradients yet that could be dropped."""
+        if self._kept.calls:
+            raise ConfigError(
+                f"zero_grad() is called after {len(self._kept.calls)} micro-batches of a batch; with a {BLOCK} block, "
+                "call it after engine.step(), where it is not needed"
+            )
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As LgampEngine's. The next call begins a batch, however many calls the batches of the checkpoint had."""
@@ -217,12 +229,21 @@ class ModelEngine(LgampEngine):
             self.micro_batches = len(self._layers.calls.all)
             self._waiting = self._run_training(self._train_schedule())
             next(self._waiting)
+            self._take_settings()
             losses = torch.zeros(self.micro_batches, device=self.device)
             if self.is_last_stage():
                 losses = torch.stack([loss.float() for loss in self.executor.losses])
             if self.num_stages > 1:
                 dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         return losses[self.stage_id :: self.num_stages].sum()
+
+    def _take_settings(self) -> None:
+        """Gives every rank what the forward behind the blocks has set in the configuration, which any may save.
+        Collective over the pipeline in the first batch."""
+        if self._forward_settings is not None:
+            changed = self._exchange.told(self._forward_settings.changed(), self.program_spec.loss_rank)
+            self._forward_settings.take(changed)
+            self._forward_settings = None
 
     def _refuse_other_gradients(self) -> None:
         """Raises ConfigError if the script has computed gradients itself. Here the program has none left in
@@ -254,6 +275,7 @@ class ModelEngine(LgampEngine):
             agree(following, len(own), terms=batch_terms(self))
             if not own:
                 raise ConfigError("engine.step() is called, but no engine(...) since the last step; call that first")
+            self._refuse_gradients_of_inputs(own)
             ranks = self._exchange.gather(own)
         calls = [Call(*arguments) for together in zip(*ranks) for arguments in together]
         shapes = [_shapes(call) for call in calls]
@@ -261,6 +283,14 @@ class ModelEngine(LgampEngine):
         if differ or shapes[0] not in self._shapes:
             self.executor.links.reset(dynamic=differ)
         self._layers.calls.all, self._shapes = calls, shapes
+
+    def _refuse_gradients_of_inputs(self, own: list[Arguments]) -> None:
+        """Raises ConfigError if a gradient would have to leave the pipeline, to what has computed an argument."""
+        if self.num_stages > 1 and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(own)):
+            raise ConfigError(
+                f"an argument of engine(...) requires a gradient, which {BLOCK}.pipeline_ranks {self.num_stages} would "
+                "not return; detach it, make what computes it a part of the model, or use one pipeline rank"
+            )
 
     def _run_training(self, schedule: ProgramSchedule) -> Iterator[None]:
         """Runs the program of a batch. Yields before its step, once its gradients are final."""

@@ -87,6 +87,10 @@ class Exchange:
         self._transfer(dist.isend, messages)
         return values[source]
 
+    def told(self, own: Any, source: int) -> Any:
+        """Returns ``own`` of the rank ``source`` of the pipeline, a value without tensors. Collective."""
+        return own if self._group.size() == 1 else everyone(own, self._hosts)[source]
+
     def _transfer(self, operation: Callable[..., Any], messages: dict[int, Tensor]) -> None:
         """Sends or receives messages, which are given by the peer's rank in the pipeline."""
         operations = [

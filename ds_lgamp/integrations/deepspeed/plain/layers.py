@@ -9,6 +9,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import find_blocks
 from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, is_model
 from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.integrations.transformers.settings import ForwardSettings
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -28,6 +29,11 @@ class Layers(Protocol):
     @property
     def partition_method(self) -> str:
         """How the layers are cut into parts of equal weight, in the words of PipelineModule."""
+        ...
+
+    @property
+    def settings(self) -> ForwardSettings | None:
+        """What a forward sets in the model's configuration; None if the model has none."""
         ...
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
@@ -54,6 +60,8 @@ class Layers(Protocol):
 
 class SequentialLayers:
     """The layers of an nn.Sequential whose last module returns the loss."""
+
+    settings = None
 
     def __init__(self, model: nn.Sequential) -> None:
         self.calls, self.modules, self.partition_method = Calls(), list(model), "uniform"
@@ -100,6 +108,11 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layer
         return SequentialLayers(model)
     if is_model(model):
         return ModelLayers(model, random_sources)
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            f"deepspeed.initialize got a model that torch.compile has wrapped, which hides its layers from a {BLOCK} "
+            "block; pass the model itself, and call engine.compile(), or set torch_compile=True in TrainingArguments"
+        )
     raise ConfigError(
         f"deepspeed.initialize got a {type(model).__name__}, which a {BLOCK} block cannot split into layers; list its "
         "layers in a PipelineModule, or in an nn.Sequential whose last module returns the loss"

@@ -292,6 +292,17 @@ def lose_work(pipeline_ranks: int) -> dict[str, str]:
             inputs.copy_(pairs(0, rank, number + 1)[0])
 
     fails("reused tensor", reuse)
+    for what in ("engine", "optimizer"):
+        engine = initialize(sequential(), config)
+        drops = engine if what == "engine" else engine.optimizer
+        drops.zero_grad()
+        engine.backward(engine(*pairs(0, rank, 0)))
+        engine.step()
+        fails(f"zero_grad of the {what}", drops.zero_grad)
+    engine = initialize(sequential(), config)
+    engine.backward(engine(*pairs(0, rank, 0)))
+    engine.step()
+    fails("gradient of inputs", lambda: engine(pairs(0, rank, 1)[0].requires_grad_(), pairs(0, rank, 1)[1]))
 
     def regularize(last: int) -> None:
         for number in range(MICRO_BATCHES):

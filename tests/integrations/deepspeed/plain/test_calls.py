@@ -160,6 +160,11 @@ def test_what_would_be_lost_is_refused_on_every_rank():
     for what, words in {
         "batch size": "train_batch_size is 6, but 2 ranks with micro-batches of 2 make multiples of 4; use one of them",
         "no batch": "train_batch_size is 0",
+        **{
+            f"zero_grad of the {what}": "zero_grad() is called after 1 micro-batches of a batch"
+            for what in ("engine", "optimizer")
+        },
+        "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.pipeline_ranks 2 would",
         "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
         **{
             f"own term {last}": ".linear.weight has a gradient that does not come from a loss of engine(...)"

@@ -1,0 +1,70 @@
+"""Refuses losses that depend on more than the last layer computes with."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_lgamp.config import BLOCK, ConfigError
+
+
+class LossGraph:
+    """Looks once at the graph of a loss, because the model may compute more with labels than without them.
+
+    Args:
+        model: the model.
+        held: the modules of the last layer.
+    """
+
+    def __init__(self, model: nn.Module, held: Collection[nn.Module]) -> None:
+        own = {id(parameter) for module in held for parameter in module.parameters()}
+        self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
+        """The names of the parameters that the last layer lacks, by their ids."""
+        self.checked = False
+
+    def check(self, output: Any, hidden: Any, zeros: Mapping[str, list[Tensor]]) -> None:
+        """Raises ConfigError if the loss in ``output`` depends on a parameter that the last layer lacks, or on zeros.
+
+        Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
+
+        Args:
+            output: what the model returned.
+            hidden: the node that made the hidden states which the last block returned; None if they are a leaf.
+            zeros: on what the results of each stand-in depend, by the name of its module.
+        """
+        loss = loss_in(output)
+        if loss is None or not loss.requires_grad:
+            return
+        makers = {id(leaf): path for path, leaves in zeros.items() for leaf in leaves}
+        for leaf in _leaves(loss, hidden):
+            if (name := self._foreign.get(id(leaf))) is not None:
+                raise ConfigError(
+                    f"behind the blocks the model's loss reads parameter '{name}', which the last layer lacks; {_FIX}"
+                )
+            if (path := makers.get(id(leaf))) is not None:
+                raise ConfigError(
+                    f"behind the blocks the model's loss uses what '{path}' returned ahead of them; {_FIX}"
+                )
+        self.checked = True
+
+
+def loss_in(output: Any) -> Any:
+    """Returns the loss in a model's output; None if there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else None
+
+
+def _leaves(loss: Tensor, hidden: Any) -> Iterator[Tensor]:
+    """Yields the leaves that ``loss`` depends on, other than through the node ``hidden``."""
+    seen: set[Any] = {None, hidden}
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        left += [each for each, _ in node.next_functions]
+
+
+_FIX = f"with a {BLOCK} block, leave that term out of the forward, or write the model as a PipelineModule"

@@ -1,0 +1,149 @@
+"""Stand-ins for parts of a model while its forward runs.
+
+A stand-in has the parameters, buffers and modules of the module whose place it takes. So code that iterates over those
+of the model finds the model's own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ds_lgamp.integrations.transformers.call import BlockArguments
+
+
+class _StandIn(nn.Module):
+    """Stands in for a module of the model, and has its attributes, which forwards ask for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # Not registered: it belongs to the model.
+        self.__dict__["_own"] = module
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_own"], name)
+
+
+class Visited(_StandIn):
+    """The stand-in for a block.
+
+    Args:
+        block: the block.
+        visit: called with the hidden states and the other arguments. Returns what the forward gets for a result.
+    """
+
+    def __init__(self, block: nn.Module, visit: Callable[[Tensor, BlockArguments], Any]) -> None:
+        super().__init__(block)
+        self._visit = visit
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        if positional:
+            hidden, positional = positional[0], positional[1:]
+        else:
+            hidden = named.pop("hidden_states")
+        return self._visit(hidden, BlockArguments(positional, named))
+
+
+class Absent(_StandIn):
+    """The stand-in for a module that may be on another rank. A call of it is refused."""
+
+    def __init__(self, module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
+        super().__init__(module)
+        self._refuse = refuse
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        self._refuse()
+
+
+class Zeros(_StandIn):
+    """The stand-in for a module ahead of the blocks: returns zeros of the shape that the module would return.
+
+    Args:
+        module: the module.
+        starts: called ahead of every call.
+    """
+
+    leaves: list[Tensor] | None = None
+    """If it is a list, zeros depend on a leaf of autograd's graph that is entered there."""
+
+    def __init__(self, module: nn.Module, starts: Callable[[], None]) -> None:
+        super().__init__(module)
+        self._starts = starts
+        self._full_shapes = {name: _full_shape(parameter) for name, parameter in module.named_parameters()}
+        self._known: dict[Any, Any] = {}
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        self._starts()
+        leaves, structure = tree_flatten((positional, named))
+        key = str(structure), tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves)
+        if key not in self._known:
+            self._known[key] = self._imagine(positional, named)
+        return tree_map_only(_Shape, self._zeros, self._known[key])
+
+    def _imagine(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        module = self.__dict__["_own"]
+        parameters = dict(module.named_parameters())
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            imagined = {
+                name: torch.empty(shape, dtype=parameters[name].dtype, device=parameters[name].device)
+                for name, shape in self._full_shapes.items()
+            }
+            positional, named = tree_map_only(Tensor, mode.from_tensor, (positional, named))
+            result = functional_call(module, imagined, positional, named)
+            return tree_map_only(Tensor, _Shape, result)
+
+    def _zeros(self, shape: "_Shape") -> Tensor:
+        if self.leaves is None or not shape.dtype.is_floating_point:
+            return shape.zeros()
+        self.leaves.append(shape.zeros().requires_grad_())
+        # Forwards may change it in place, which is forbidden with a leaf.
+        return self.leaves[-1].clone()
+
+
+class _Shape:
+    """Shape, dtype and device of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+@contextmanager
+def replacing(stand_ins: Sequence[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]:
+    """Runs stand-ins inside the block. Each has the module that it belongs to, and its name there."""
+    own = [parent._modules[name] for parent, name, _ in stand_ins]
+    for parent, name, stand_in in stand_ins:
+        parent._modules[name] = stand_in
+    try:
+        yield
+    finally:
+        for (parent, name, _), module in zip(stand_ins, own):
+            parent._modules[name] = module
+
+
+@contextmanager
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives ``module`` another ``forward`` inside the block."""
+    own = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
+
+
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
