@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_lgamp.cli.options import why_not_writable
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.fields import read_json
 from ds_lgamp.planner.quantity import with_unit
 from ds_lgamp.runtime.calibrate import Calibration, calibrate
 
@@ -83,12 +84,7 @@ def _link(bandwidth: float, latency: float) -> dict[str, Any]:
 def _existing(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        text = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--cluster is '{path}', which is no JSON ({error}); name another file") from error
-    if not isinstance(text, dict):
-        raise ValueError(f"--cluster is '{path}', which holds no JSON object; name another file")
+    text = read_json(path, "--cluster")
     if "islands" in text:
         raise ValueError(
             f"--cluster is '{path}', which has islands, but --calibrate describes nodes that are alike; name another "

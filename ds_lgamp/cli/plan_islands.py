@@ -9,10 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
+from ds_lgamp.cli.plan_table import plain, print_rows
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.demand import demand_of
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
@@ -78,7 +75,6 @@ def print_table(
         f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, on {cluster.gpus} GPUs of {cluster.name}, "
         f"{sequences} sequences of {model.sequence_length} tokens per step"
     )
-    table = Table(box=SIMPLE, title=title, title_justify="left")
     heads = [
         "method",
         "W",
@@ -93,12 +89,8 @@ def print_table(
         "between",
         "in islands",
     ]
-    for head in [*heads, "GPU", *(["days"] if tokens else [])]:
-        table.add_column(head, justify="left" if head == "method" else "right")
-    for plan in plans:
-        table.add_row(*_cells(plan, model, tokens))
-    console = Console(file=output, width=None if output.isatty() else 140, highlight=False)
-    console.print(table)
+    rows = [_cells(plan, model, tokens) for plan in plans]
+    console = print_rows(title, [*heads, "GPU", *(["days"] if tokens else [])], rows, output)
     best = plans[0]
     console.print(f"Ranks of the first plan: {best.assignment.order}.")
     if len(set(best.assignment.pipeline_speeds)) > 1:
@@ -126,12 +118,12 @@ def _cells(plan: IslandPlan, model: Model, tokens: float | None) -> list[str]:
         f"{of.micro_batches} x {of.micro_batch}",
         str(of.zero_stage),
         of.recompute,
-        f"{plan.seconds:.3g} s",
+        f"{plain(plan.seconds, 3)} s",
         f"{plan.exposed / plan.seconds:.1%}",
         between,
         island,
-        f"{plan.memory.total / 1e9:.3g} GB",
-        *([] if days is None else [f"{days:.3g}"]),
+        f"{plain(plan.memory.total / 1e9, 3)} GB",
+        *([] if days is None else [plain(days, 3)]),
     ]
 
 

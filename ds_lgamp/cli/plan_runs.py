@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.clusters import CLUSTERS, read_cluster, sized
+from ds_lgamp.planner.fields import read_text
 from ds_lgamp.planner.predict import Prediction
 from ds_lgamp.planner.runs import Run, read_runs
 
@@ -18,9 +19,9 @@ def predict_runs(path: Path, cluster_source: str, as_json: bool, output: TextIO)
 
     Raises ValueError with the row and the field of the first wrong one.
     """
-    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     # Spreadsheets put a byte order mark in front.
-    runs, unknown = read_runs(text.removeprefix("\ufeff").splitlines())
+    text = sys.stdin.read().removeprefix("\ufeff") if str(path) == "-" else read_text(path, "--runs")
+    runs, unknown = read_runs(text.splitlines())
     if unknown:
         print(f"columns that mean nothing here: {', '.join(unknown)}", file=sys.stderr)
     with at_work("predicting"):

@@ -4,21 +4,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
+from ds_lgamp.cli.plan_table import plain, print_rows
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.exact import exact_seconds, is_quick
+from ds_lgamp.planner.exact import is_layered, is_quick
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.network_need import bandwidth_needed
 from ds_lgamp.planner.quantity import with_unit
 from ds_lgamp.planner.reasons import reasons
-from ds_lgamp.planner.search import Plan, describe, search
+from ds_lgamp.planner.search import NothingFits, Plan, describe, search
 from ds_lgamp.planner.write import why_not, write
 
 DAY = 86400
@@ -44,10 +40,10 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
         with at_work("drawing"):
             plot(model, cluster, plans, options.plot)
     if options.write is not None:
-        written = write_best(model, cluster, plans, options.write)
-        print(
-            f"{options.write} has ds_config.json and launch.sh of: {describe(written.configuration)}", file=sys.stderr
-        )
+        with at_work("looking for a plan that a script can run"):
+            runnable = best_runnable(model, cluster, plans, options)
+        write(model, runnable.configuration, cluster, options.write)
+        print(f"{options.write} has ds_config.json and launch.sh of: {_told(runnable, plans[0])}", file=sys.stderr)
     return 0
 
 
@@ -88,7 +84,7 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
             }
             for plan in plans
         ],
-        "exact_seconds": exact_seconds(model, cluster, best) if is_quick(best) else None,
+        "exact_seconds": plans[0].prediction.seconds if is_quick(best) else None,
         "bandwidth_needed_bytes_per_second": bandwidth_needed(model, cluster, best, LOSS),
         "reasons": reasons(plans),
     }
@@ -96,16 +92,12 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
 
 def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None, output: TextIO) -> None:
     """Prints the plans as a table, and the sentences about the best one."""
-    table = Table(box=SIMPLE, title=title(model, cluster, plans[0]), title_justify="left")
     heads = ["method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step", "MFU", "bubble", "network", "GPU"]
     shows_host = any(plan.memory.host for plan in plans)
     heads += ["host"] if shows_host else []
-    for head in [*heads, *(["days"] if tokens else []), *(["cost"] if plans[0].dollars is not None else [])]:
-        table.add_column(head, justify="left" if head == "method" else "right")
-    for plan in plans:
-        table.add_row(*cells(plan, model, tokens, shows_host))
-    console = Console(file=output, width=None if output.isatty() else 140, highlight=False)
-    console.print(table)
+    heads += [*(["days"] if tokens else []), *(["cost"] if plans[0].dollars is not None else [])]
+    rows = [cells(plan, model, tokens, shows_host) for plan in plans]
+    console = print_rows(title(model, cluster, plans[0]), heads, rows, output)
     for sentence in reasons(plans):
         console.print(sentence)
     needed = bandwidth_needed(model, cluster, plans[0].configuration, LOSS)
@@ -114,12 +106,10 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
             f"A step takes {LOSS:.0%} longer than on an unlimited network if a network card carries "
             f"{with_unit(needed * 8, 'bit/s')}; {cluster.name} has {with_unit(cluster.between.bandwidth * 8, 'bit/s')}."
         )
-    best = plans[0].configuration
-    if is_quick(best):
-        console.print(f"Run action by action on the clock, it takes {exact_seconds(model, cluster, best):.4g} s.")
     console.print(
-        "chunks: per rank (resident); batch: micro-batches x sequences, by group; network: exposed share of the step; "
-        "GPU: memory per GPU" + ("; host: memory on the host for each GPU." if shows_host else ".")
+        "chunks: per rank (resident); batch: micro-batches x sequences, by group; step: of layered plans action by "
+        "action on the clock, of others and with a ~ by formulas; network: exposed share of the step; GPU: memory per "
+        "GPU" + ("; host: memory on the host for each GPU." if shows_host else ".")
     )
 
 
@@ -149,27 +139,41 @@ def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = Fal
         f"{of.micro_batches} x {of.micro_batch}" + (f" by {of.group}" if of.group < of.micro_batches else ""),
         str(of.zero_stage),
         of.recompute,
-        f"{told.seconds:.3g} s",
+        ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(told.seconds, 3)} s",
         f"{told.mfu:.1%}",
         f"{told.bubble / told.seconds:.1%}",
         f"{network / told.seconds:.1%}",
-        f"{plan.memory.total / 1e9:.3g} GB",
-        *([f"{plan.memory.host / 1e9:.3g} GB" if plan.memory.host else "-"] if shows_host else []),
-        *([] if days is None else [f"{days:.3g}"]),
-        *([] if dollars is None else [f"${dollars:,.4g}"]),
+        f"{plain(plan.memory.total / 1e9, 3)} GB",
+        *([f"{plain(plan.memory.host / 1e9, 3)} GB" if plan.memory.host else "-"] if shows_host else []),
+        *([] if days is None else [plain(days, 3)]),
+        *([] if dollars is None else [f"${plain(dollars, 4)}"]),
     ]
 
 
-def write_best(model: Model, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> Plan:
-    """Writes the files of the first plan that a script can run into ``folder``, and returns it.
+def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options: argparse.Namespace) -> Plan:
+    """Returns the best plan that a script can run; ``plans`` are the best ones.
 
-    Raises ValueError with the first reason if no plan can be written.
+    Raises ValueError with the reason for the first one if no plan can be run.
     """
-    complaints = []
-    for plan in plans:
-        complaint = why_not(model, plan.configuration)
-        if complaint is None:
-            write(model, plan.configuration, cluster, folder)
-            return plan
-        complaints.append(complaint)
-    raise ValueError(f"--write finds no plan that a script can run: {complaints[0]}")
+    complaint = why_not(model, plans[0].configuration)
+    if complaint is None:
+        return plans[0]
+    try:
+        return search(
+            model,
+            cluster,
+            options.batch_size,
+            options.objective,
+            best=1,
+            suits=lambda configuration: why_not(model, configuration) is None,
+        )[0]
+    except NothingFits as error:
+        raise ValueError(f"--write finds no plan that a script can run: {complaint}") from error
+
+
+def _told(written: Plan, best: Plan) -> str:
+    words = describe(written.configuration)
+    if written.configuration == best.configuration:
+        return words
+    slower = written.prediction.seconds / best.prediction.seconds - 1
+    return f"{words}; no script can run the first plan, and this one takes {slower:.0%} longer"

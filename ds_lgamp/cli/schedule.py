@@ -27,6 +27,11 @@ from ds_lgamp.view.recording import RecordingError, of_simulation, refuse_measur
 from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
 from ds_lgamp.view.text import text_gantt
 
+MOST_COMPUTES = 500_000
+"""Forwards and backwards of a step that are simulated, validated and drawn in half a minute."""
+LONGEST = 1e100
+"""Of so many computes of such a duration, the sum is still a number."""
+
 
 def add_schedule_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``ds_lgamp``."""
@@ -153,6 +158,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
     # What the host updates is gathered in the next step, and so is what the device updates there.
     defers = options.zero_stage > 0 and (updates == "next_step" or options.offload is not None)
     micro_batches = options.micro_batches
+    _refuse_too_many(options, chunks_per_rank)
     group = options.micro_batch_group or micro_batches
     return ProgramSpec(
         placement=place_chunks(placement, options.pipeline_ranks * chunks_per_rank, options.pipeline_ranks),
@@ -169,6 +175,16 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
     )
 
 
+def _refuse_too_many(options: argparse.Namespace, chunks_per_rank: int) -> None:
+    computes = 2 * options.pipeline_ranks * chunks_per_rank * options.micro_batches
+    if computes > MOST_COMPUTES:
+        raise ValueError(
+            f"--micro-batches is {options.micro_batches}: with --pipeline-ranks {options.pipeline_ranks} and "
+            f"{chunks_per_rank} chunks per rank, a step has {computes:,} forwards and backwards, and at most "
+            f"{MOST_COMPUTES:,} are simulated; use fewer"
+        )
+
+
 def _count_or_all(text: str) -> int | None:
     """None means all."""
     return None if text == "all" else count(text)
@@ -183,8 +199,8 @@ def _durations(options: argparse.Namespace) -> Durations:
         raise ValueError("--refresh and --combine belong to --node-shards; add it, or remove them")
     durations = Durations(**{name: getattr(options, name) for name in names})
     for name, duration in durations._asdict().items():
-        if not 0 <= duration < float("inf"):
-            raise ValueError(f"--{name} is {duration:g}; a duration is finite and not negative")
+        if not 0 <= duration <= LONGEST:
+            raise ValueError(f"--{name} is {duration:g}; a duration is a number from 0 to {LONGEST:g}")
     return durations
 
 

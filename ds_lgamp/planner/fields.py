@@ -7,17 +7,36 @@ from pathlib import Path
 from typing import Any
 
 
-def read_json(source: str) -> dict[str, Any]:
-    """Returns the object in the cluster file ``source``."""
+def read_text(source: str | Path, option: str) -> str:
+    """Returns the text of the file ``source``, without the byte order mark that some programs put in front.
+
+    Args:
+        option: what names the file, for the sentence if it cannot be read.
+    """
     try:
-        text = json.loads(Path(source).read_text(encoding="utf-8"))
+        return Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ValueError(f"cluster is '{source}', which cannot be read ({error.strerror})") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"cluster is '{source}', which is no JSON: {error}") from error
-    if not isinstance(text, dict):
-        raise ValueError(f"cluster is '{source}', which holds no JSON object")
-    return text
+        raise ValueError(
+            f"{option} is '{source}', which cannot be read ({error.strerror}); name another file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{option} is '{source}', which is no text in UTF-8 ({error.reason}); save it as such"
+        ) from None
+
+
+def read_json(source: str | Path, option: str = "cluster") -> dict[str, Any]:
+    """Returns the object in the JSON file ``source``, which ``option`` names."""
+    text = read_text(source, option)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} is '{source}', which is no JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{option} is '{source}', which is nested too deeply to read; name another file") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} is '{source}', which holds no JSON object; name another file")
+    return found
 
 
 def refuse_unknown(prefix: str, text: Mapping[str, Any], known: Collection[str]) -> None:

@@ -78,13 +78,24 @@ def _padded_vocabulary(flags: "Flags") -> int:
     return ceil(flags.count("--vocab-size") / multiple) * multiple
 
 
+class UnclosedQuote(ValueError):
+    """Flags cannot be told apart; the message is a sentence without its subject."""
+
+    def __init__(self) -> None:
+        super().__init__("a quote among the flags is not closed; close it")
+
+
 class Flags:
-    """Flags and their values. Lines may end with a backslash."""
+    """Flags and their values. Lines may end with a backslash. Raises :class:`UnclosedQuote`."""
 
     def __init__(self, text: str) -> None:
         self.values: dict[str, str | None] = {}
         flag = None
-        for word in shlex.split(text.replace("\\\n", " "), comments=True):
+        try:
+            words = shlex.split(text.replace("\\\n", " "), comments=True)
+        except ValueError:
+            raise UnclosedQuote from None
+        for word in words:
             if word.startswith("--"):
                 flag, equals, value = word.partition("=")
                 self.values[flag] = value if equals else None

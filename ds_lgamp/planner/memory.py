@@ -13,6 +13,7 @@ updates, offloading and layers by speed have no closed form here: their programs
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from ds_lgamp.planner.activations import Software, layer_bytes
@@ -131,6 +132,18 @@ def batch_bytes(model: Model, configuration: Configuration, software: Software) 
     return per_token * model.sequence_length * configuration.micro_batches
 
 
+def _visited(order: Order, sums: list[int], computes: int) -> int:
+    """Returns what the first so many forwards or backwards of a rank add up to.
+
+    Args:
+        sums: of one compute of each of the first so many chunks, in the order of the computes.
+    """
+    rounds, rest = divmod(computes, order.round * order.chunks)
+    chunks, begun = divmod(rest, order.round)
+    whole = order.round * (rounds * sums[-1] + sums[chunks])
+    return whole + (begun * (sums[chunks + 1] - sums[chunks]) if begun else 0)
+
+
 class _Unit(NamedTuple):
     """A unit of the rank."""
 
@@ -161,6 +174,15 @@ class _Rank:
             self.units.append(_Unit(*users, part, part * parts, unit.copies))
         self.part, self.full = sum(unit.part for unit in self.units), sum(unit.full for unit in self.units)
         self.batch = batch_bytes(model, configuration, software)
+        kept = [self.kept_by(chunk) for chunk in range(len(own))]
+        self.kept, self.kept_backwards = ([0, *accumulate(each)] for each in (kept, reversed(kept)))
+        """What the first so many chunks store of a micro-batch, in the order of forwards and in that of backwards."""
+
+    def kept_by(self, chunk: int) -> int:
+        """Returns what a forward of ``chunk`` stores."""
+        if self.copies_input(chunk):
+            return self.result
+        return 0 if self.recomputed[chunk] else self.sizes[chunk].saved
 
     def moments(self) -> Iterator[ConfigurationMemory]:
         """Yields the memory at each moment that may be the worst."""
@@ -276,15 +298,13 @@ class _Rank:
 
     def stored(self, order: Order, forwards: int, backwards: int) -> int:
         """Returns what so many forwards have stored and so many backwards have not freed."""
-        started = [order.forwards_of(chunk, forwards) for chunk in range(order.chunks)]
-        done = [order.backwards_of(chunk, backwards) for chunk in range(order.chunks)]
-        stored = 0
-        for chunk, recomputed in enumerate(self.recomputed):
-            kept = self.result if self.copies_input(chunk) else 0 if recomputed else self.sizes[chunk].saved
-            stored += (started[chunk] - done[chunk]) * kept
+        stored = _visited(order, self.kept, forwards) - _visited(order, self.kept_backwards, backwards)
         if self.configuration.pipeline_ranks == 1:
             # Results that no forward has taken yet, and gradients that no backward has taken yet.
-            stored += self.result * (started[0] - started[-1] + done[-1] - done[0])
+            first, last = 0, order.chunks - 1
+            waiting = order.forwards_of(first, forwards) - order.forwards_of(last, forwards)
+            waiting += order.backwards_of(last, backwards) - order.backwards_of(first, backwards)
+            stored += self.result * waiting
         return stored
 
     def gathered(self, resident: list[int]) -> int:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MOST_LAYERS = 500
+"""Each layer may be a chunk, so the time of a search grows with their square: it takes a minute for so many."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -57,6 +60,10 @@ class Model:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} is {value!r}; use a whole number from 1")
+        if self.layers > MOST_LAYERS:
+            raise ValueError(
+                f"layers is {self.layers} (num_hidden_layers of a config.json); the planner takes {MOST_LAYERS} at most"
+            )
         if self.attention_heads % self.key_value_heads:
             raise ValueError(
                 f"key_value_heads is {self.key_value_heads}; it must divide the {self.attention_heads} attention_heads"

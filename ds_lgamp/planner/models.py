@@ -1,12 +1,12 @@
 """Finds a model: by name, from a config.json of transformers, from flags of Megatron-LM."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ds_lgamp.planner.megatron_flags import model_of_flags
+from ds_lgamp.planner.fields import read_json, read_text
+from ds_lgamp.planner.megatron_flags import UnclosedQuote, model_of_flags
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.transformers_config import model_of_config
 
@@ -71,13 +71,10 @@ def read_model(source: str, sequence_length: int | None = None) -> Model:
     path = Path(source)
     if not path.is_file():
         raise ValueError(f"model is '{source}'; use a config.json, flags of Megatron-LM or one of {', '.join(NAMES)}")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".json":
-        return model_of_flags(path.stem, text, sequence_length)
+    if path.suffix == ".json":
+        name = path.stem if path.stem != "config" else path.resolve().parent.name
+        return model_of_config(name, read_json(source, "model"), sequence_length)
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model is '{source}', which is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"model is '{source}', which holds no JSON object; use a config.json of transformers")
-    return model_of_config(path.stem if path.stem != "config" else path.resolve().parent.name, config, sequence_length)
+        return model_of_flags(path.stem, read_text(source, "model"), sequence_length)
+    except UnclosedQuote as error:
+        raise ValueError(f"model is '{source}', where {error}") from None

@@ -1,20 +1,20 @@
 """How long a step takes: the parts of :mod:`compute` and :mod:`network`, put together by a schedule."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import ceil
+from typing import Any
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.compute import ELEMENT, Compute, Seconds
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.exact import costs_of, is_layered
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.network import Network, group_of, network_of
-from ds_lgamp.planner.offload import host_seconds, input_seconds
 from ds_lgamp.planner.work import collectives_of, crosses_nodes, hop_of, reduction, tied_seconds, work_of
 from ds_lgamp.schedule.closed_form import Shape, step_time
-from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.costs import Durations, Link
 from ds_lgamp.schedule.program import build_timed_program
 from ds_lgamp.schedule.simulate import simulate
 
@@ -56,6 +56,13 @@ class Prediction:
         return sum(self.parts.values())
 
 
+def scaled(prediction: Prediction, seconds: float) -> Prediction:
+    """Returns a prediction of so many ``seconds``, with the same shares of its parts."""
+    ratio = seconds / prediction.seconds
+    parts = {name: ratio * part for name, part in prediction.parts.items()}
+    return Prediction(**parts, mfu=prediction.mfu / ratio)
+
+
 @dataclass(frozen=True)
 class _Stage:
     """What one pipeline rank does for one micro-batch."""
@@ -73,8 +80,11 @@ class _Stage:
         return self.compute.forward + self.compute.backward + self.tensor_parallel
 
 
-def predict(model: Model, cluster: Cluster, configuration: Configuration) -> Prediction:
+def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clock: bool = False) -> Prediction:
     """Predicts a step of ``model`` on ``cluster``.
+
+    With ``on_clock``, or with hierarchical shards or offloading, a layered step is run action by action, and takes
+    :func:`ds_lgamp.planner.exact.exact_seconds`. Otherwise a formula takes all chunks and ranks to be alike.
 
     Raises ValueError if the configuration needs more GPUs than there are, or if tensor ranks or layers do not divide.
     """
@@ -86,7 +96,11 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration) -> Pre
     slowest = max(stages, key=lambda stage: stage.seconds)
     micro_batches = configuration.micro_batches
     parameters = max(stage.parameters for stage in stages)
-    waits = _layered_waits if _is_layered(configuration) else _stock_waits
+    # The closed form knows neither hierarchical shards nor offloading.
+    on_clock = is_layered(configuration) and (
+        on_clock or configuration.hierarchy is not None or configuration.uses_host
+    )
+    waits = _clocked_waits if on_clock else _layered_waits if is_layered(configuration) else _stock_waits
     update = compute.update(parameters / configuration.shards)
     parts = {
         "compute": micro_batches * (slowest.compute.forward + slowest.compute.backward),
@@ -95,7 +109,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration) -> Pre
         "optimizer": update,
         **waits(model, cluster, configuration, network, stages),
     }
-    if configuration.overlap_update and configuration.offload is None:
+    if configuration.overlap_update and not on_clock:
         # The first update has nothing to hide behind. The others run while a rank waits for gathers.
         chunks = configuration.chunks_per_rank
         parts["optimizer"] -= min(update * (chunks - 1) / chunks, parts["gathers"])
@@ -106,7 +120,8 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration) -> Pre
         parts["compute"] += parts["bubble"] * (1 - of_sums)
         parts["tensor_parallel"] += parts["bubble"] * of_sums
         parts["bubble"] = 0.0
-    parts["data_parallel"] += tied_seconds(model, cluster, configuration, network)
+    if not on_clock:
+        parts["data_parallel"] += tied_seconds(model, cluster, configuration, network)
     useful = 3 * model.forward_flops(configuration.sequences * model.sequence_length)
     return Prediction(**parts, mfu=useful / (sum(parts.values()) * configuration.gpus * cluster.peak))
 
@@ -155,10 +170,6 @@ def _with_end(stage: _Stage, end: Seconds, tensor_parallel: float, parameters: f
     )
 
 
-def _is_layered(configuration: Configuration) -> bool:
-    return configuration.schedule == "layered" and not configuration.micro_batch_outer
-
-
 def _layered_waits(
     model: Model, cluster: Cluster, configuration: Configuration, network: Network, stages: Sequence[_Stage]
 ) -> dict[str, float]:
@@ -190,40 +201,55 @@ def _layered_waits(
     moves = collectives_of(cluster, configuration, network, size)
     beside = configuration.micro_batches * message if crosses_nodes(cluster, configuration) else 0.0
     alone = moves.gather, moves.reduce
-    if configuration.hierarchy is not None:
-        # Those inside a node do not use the card.
-        beside = 0.0
     gathers, reductions = (min(2 * each, each + beside) for each in alone)
     with_messages = computes._replace(hop=hop, message=message)
-    with_gathers = with_messages._replace(gather=gathers, refresh=moves.refresh)
-    with_network = with_gathers._replace(reduce=reductions, combine=moves.combine)
-    longer_and_longer = [computes, with_messages, with_gathers, with_network]
-    compute, with_inputs = Compute(cluster, Efficiency(**cluster.efficiency)), with_network
-    if configuration.stores_inputs:
-        with_inputs = with_network._replace(input=input_seconds(compute, model, configuration))
-    if configuration.offload is not None:
-        host = host_seconds(compute, configuration, size / ELEMENT)
-        with_bus = with_inputs._replace(load=host.load, store=host.store)
-        longer_and_longer += [with_bus, with_bus._replace(update=host.update)]
-    elif configuration.stores_inputs:
-        longer_and_longer.append(with_inputs)
-    step_of = _clock(configuration, shape)
-    steps = [step_of(durations) for durations in longer_and_longer]
+    with_gathers = with_messages._replace(gather=gathers)
+    longer_and_longer = [computes, with_messages, with_gathers, with_gathers._replace(reduce=reductions)]
+    steps = [step_time(shape, durations) for durations in longer_and_longer]
     bubble = steps[0] - configuration.micro_batches * slowest.seconds - _lighter(configuration, stages)
     # No messages travel beside the first gather and the last reduction.
-    slower = 0.0, gathers - alone[0], reductions - alone[1], 0.0, 0.0
+    slower = 0.0, gathers - alone[0], reductions - alone[1]
     waits = [max(0.0, longer - shorter - late) for shorter, longer, late in zip(steps, steps[1:], slower)]
-    return dict(zip(("bubble", "messages", "gathers", "data_parallel", "bus", "optimizer"), [bubble, *waits]))
+    return dict(zip(("bubble", "messages", "gathers", "data_parallel"), [bubble, *waits]))
 
 
-def _clock(configuration: Configuration, shape: Shape) -> Callable[[Durations], float]:
-    """Returns what tells the seconds of a step: the closed form or, for hierarchical shards and offloading, which it
-    does not know, the clock."""
-    if configuration.hierarchy is None and not configuration.uses_host:
-        return partial(step_time, shape)
-    spec = configuration.spec
+_CAUSES = {
+    "messages": ("hop", "message"),
+    "gathers": ("gather", "refresh"),
+    "data_parallel": ("reduce", "combine", "tied"),
+    "bus": ("load", "store", "input"),
+    "optimizer": ("update",),
+}
+"""What causes each wait, by the names of :class:`Costs`."""
+
+
+def _clocked_waits(
+    model: Model, cluster: Cluster, configuration: Configuration, _: Network, stages: Sequence[_Stage]
+) -> dict[str, float]:
+    """Returns the same waits as :func:`_layered_waits`, with chunks, ranks and links as they are."""
+    spec, costs = configuration.spec, costs_of(model, cluster, configuration)
     program = build_timed_program(spec)
-    return lambda durations: simulate(spec, program, durations, sends_at_once=True).step_time
+
+    steps = [simulate(spec, program, costs, sends_at_once=True).step_time]
+    for names in reversed(_CAUSES.values()):
+        present = {name: getattr(costs, name) for name in names if any(_times(getattr(costs, name)))}
+        absent: dict[str, Any] = {name: _nothing(each) for name, each in present.items()}
+        costs = replace(costs, **absent)
+        steps.insert(0, simulate(spec, program, costs, sends_at_once=True).step_time if present else steps[0])
+    # A cause may make a step shorter, by the order of what shares a network. The parts still add up to the last step.
+    for shorter in reversed(range(len(_CAUSES))):
+        steps[shorter] = min(steps[shorter], steps[shorter + 1])
+    slowest = max(stage.seconds for stage in stages)
+    waits = {cause: longer - shorter for cause, longer, shorter in zip(_CAUSES, steps[1:], steps)}
+    return {"bubble": steps[0] - configuration.micro_batches * slowest, **waits}
+
+
+def _times(costs: Mapping[Link, float] | Sequence[float]) -> Collection[float]:
+    return costs.values() if isinstance(costs, Mapping) else costs
+
+
+def _nothing(costs: Mapping[Link, float] | Sequence[float]) -> Mapping[Link, float] | Sequence[float]:
+    return dict.fromkeys(costs, 0.0) if isinstance(costs, Mapping) else [0.0] * len(costs)
 
 
 def _lighter(configuration: Configuration, stages: Sequence[_Stage]) -> float:

@@ -33,11 +33,14 @@ def _against(best: Plan, other: Plan) -> str:
     mine, theirs = best.prediction.parts, other.prediction.parts
     name = max(mine, key=lambda part: theirs[part] - mine[part])
     seconds, slower = best.prediction.seconds, other.prediction.seconds
-    if slower < seconds:
+    if slower < 0.995 * seconds:
         return f"{best.method} leads by this objective, although {other.method} takes {1 - slower / seconds:.0%} less."
+    gained = 1 - seconds / slower
+    if gained < 0.005:
+        return f"{best.method} takes about as long as the best plan with {other.method}."
     verb = "takes" if name in ("bubble", "optimizer", "compute") else "take"
     return (
-        f"{best.method} takes {1 - seconds / slower:.0%} less time than the best plan with {other.method}, above all "
+        f"{best.method} takes {gained:.0%} less time than the best plan with {other.method}, above all "
         f"because {PARTS[name]} {verb} {mine[name]:.3g} s of a step instead of {theirs[name]:.3g} s."
     )
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from ds_lgamp.planner.bound import Bound
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.compute import Compute, Seconds
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.exact import computes_of, exact_seconds, is_quick
 from ds_lgamp.planner.memory import ConfigurationMemory, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.offload import host_seconds, offloaded
-from ds_lgamp.planner.predict import Prediction, predict
+from ds_lgamp.planner.offload import offloaded
+from ds_lgamp.planner.predict import Prediction, predict, scaled
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -52,14 +52,25 @@ class NothingFits(ValueError):
     """No configuration can run; the message names what is missing, and by how much."""
 
 
+Suits = Callable[[Configuration], bool]
+"""Whether a configuration may be a plan."""
+
+
 def search(
-    model: Model, cluster: Cluster, sequences: int, objective: str = "time", best: int = 10, offload: bool = True
+    model: Model,
+    cluster: Cluster,
+    sequences: int,
+    objective: str = "time",
+    best: int = 10,
+    offload: bool = True,
+    suits: Suits = lambda _: True,
 ) -> list[Plan]:
     """Returns the ``best`` plans for steps of ``sequences`` sequences, best first, and the best of each other method.
 
     ``time`` and ``memory`` use the whole cluster; ``cost`` also halves of it, quarters, and so on. Of plans that differ
     only in ZeRO stage, chunks, resident chunks or recomputation, only the best is returned, so that the table shows
-    different ways to train. With ``offload``, layered plans may hold state on the host where the GPUs lack memory.
+    different ways to train. Only layouts and schedules that ``suits`` accepts count. With ``offload``, layered plans
+    may hold state on the host where the GPUs lack memory. Layered plans take the seconds of the clock.
 
     Raises NothingFits if no configuration divides the batch, or if none fits into the GPUs' memory.
     """
@@ -70,18 +81,19 @@ def search(
     plans: list[Plan] = []
     needs: list[Need] = []
     if objective == "memory":
-        plans = _by_memory(model, cluster, sequences, needs, best, offload)
+        plans = _by_memory(model, cluster, sequences, needs, best, offload, suits)
     else:
         for part in _parts(cluster) if objective == "cost" else [cluster]:
-            plans += _by_bound(model, part, sequences, needs, offload)
+            plans += _by_bound(model, part, sequences, needs, offload, suits)
     if not plans:
         raise NothingFits(_why_nothing_fits(model, cluster, sequences, needs))
     plans.sort(key=_RANK[objective])
-    plans += _with_nodes(model, cluster, plans, best)
-    plans.sort(key=_RANK[objective])
-    different = distinct(plans)
+    plans += _with_nodes(model, cluster, plans)
+    if objective != "memory":
+        plans = _on_the_clock(model, cluster, sorted(plans, key=_RANK[objective]))
+    different = distinct(sorted(plans, key=_RANK[objective]))
     others = [plan for plan in best_by_method(different).values() if plan not in different[:best]]
-    return different[:best] + others
+    return sorted((_told(model, cluster, plan) for plan in different[:best] + others), key=_RANK[objective])
 
 
 Need = tuple[ConfigurationMemory, Configuration]
@@ -90,13 +102,15 @@ WORTH_A_LOOK = 1.5
 """A plan that takes so many times as long as the best one of its method is not looked at."""
 
 
-def _by_bound(model: Model, cluster: Cluster, sequences: int, needs: list[Need], offload: bool) -> list[Plan]:
+def _by_bound(
+    model: Model, cluster: Cluster, sequences: int, needs: list[Need], offload: bool, suits: Suits
+) -> list[Plan]:
     """Returns the plans that may be among the fastest, beginning with those that have the shortest compute. Adds the
     memory that was calculated to ``needs``."""
     bounds = Bound(model, cluster)
     fastest: dict[str, float] = {}
     plans, too_large = [], []
-    bounded = [(bounds.seconds(one), one) for one in candidates(model, cluster, sequences)]
+    bounded = [(bounds.seconds(one), one) for one in candidates(model, cluster, sequences) if suits(one)]
     for bound, configuration in sorted(bounded, key=lambda item: item[0]):
         method = method_of(configuration)
         if bound > WORTH_A_LOOK * fastest.get(method, inf):
@@ -145,11 +159,11 @@ def _first_that_fit(model: Model, cluster: Cluster, ways: Sequence[Configuration
 
 
 def _by_memory(
-    model: Model, cluster: Cluster, sequences: int, needs: list[Need], best: int, offload: bool
+    model: Model, cluster: Cluster, sequences: int, needs: list[Need], best: int, offload: bool, suits: Suits
 ) -> list[Plan]:
     """Returns the plans that need least memory, enough of each method for ``best`` different ones. Adds the memory of
     all to ``needs``."""
-    needs += [(memory(model, one), one) for one in candidates(model, cluster, sequences)]
+    needs += [(memory(model, one), one) for one in candidates(model, cluster, sequences) if suits(one)]
     taken: Counter[str] = Counter()
     plans = []
     for needed, configuration in sorted(needs, key=lambda item: item[0].total):
@@ -167,11 +181,15 @@ _SIMILAR = 20
 """How many plans of a method are kept for each that is returned, because similar ones are left out."""
 
 
-def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan], best: int) -> list[Plan]:
-    """Returns the ``best`` layered plans at stage 3 with shards of nodes, as far as they fit. ``plans`` are sorted.
+MOST_WITH_NODES = 24
+"""How many layouts of ranks a search tries with shards of nodes."""
+
+
+def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[Plan]:
+    """Returns the first layered plans at stage 3 with shards of nodes, as far as they fit. ``plans`` are sorted.
     Data-parallel ranks must fill more than one node."""
     found = []
-    for plan in distinct([plan for plan in plans if _node_ranks(cluster, plan.configuration)])[:best]:
+    for plan in distinct([plan for plan in plans if _node_ranks(cluster, plan.configuration)])[:MOST_WITH_NODES]:
         ranks = _node_ranks(cluster, plan.configuration)
         for replicated in (False, True):
             configuration = replace(plan.configuration, hierarchy=Hierarchy(ranks, replicated))
@@ -181,36 +199,44 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan], best: int
     return found
 
 
+FAR_BEHIND = 2.5
+"""A plan that takes so many times as long as the best one by the formula is not run on the clock. The formula has told
+twice the clock's seconds where links are slow."""
+MOST_CLOCKED = 400_000
+"""Forwards and backwards that a search runs on the clock, which takes it about three seconds."""
+
+
+def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[Plan]:
+    """Returns all ``plans``, which are sorted: those of this project's engine with the seconds of the clock, as far as
+    they may be the best."""
+    clocked, left = [], MOST_CLOCKED
+    for plan in plans:
+        computes = computes_of(plan.configuration)
+        near = plan.prediction.seconds <= FAR_BEHIND * plans[0].prediction.seconds
+        if near and computes <= left and is_quick(plan.configuration):
+            left -= computes
+            seconds = exact_seconds(model, cluster, plan.configuration)
+            plan = _retold(plan, cluster, scaled(plan.prediction, seconds))
+        clocked.append(plan)
+    return clocked
+
+
+def _told(model: Model, cluster: Cluster, plan: Plan) -> Plan:
+    """Returns the plan with the clock's seconds of each part of the step, if the clock knows it."""
+    if not is_quick(plan.configuration):
+        return plan
+    return _retold(plan, cluster, predict(model, cluster, plan.configuration, on_clock=True))
+
+
+def _retold(plan: Plan, cluster: Cluster, prediction: Prediction) -> Plan:
+    return replace(plan, prediction=prediction, dollars=_dollars(cluster, plan.configuration, prediction))
+
+
 def _node_ranks(cluster: Cluster, of: Configuration) -> int:
     """Returns how many data-parallel ranks form a node; 0 if they cannot share shards there."""
     ranks = cluster.gpus_per_node // of.tensor_ranks
     fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host
     return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
-
-
-class Bound:
-    """The least seconds that a step can take: compute that is spread evenly, and the bubble."""
-
-    def __init__(self, model: Model, cluster: Cluster) -> None:
-        self._model, self._compute = model, Compute(cluster, Efficiency(**cluster.efficiency))
-        self._layers: dict[tuple[int, int, bool], Seconds] = {}
-
-    def on_host(self, of: Configuration) -> float:
-        """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
-        if of.offload is None:
-            return 0.0
-        own = self._model.layers * self._model.layer_parameters / of.tensor_ranks / of.pipeline_ranks
-        return max(host_seconds(self._compute, of, own))
-
-    def seconds(self, of: Configuration) -> float:
-        key = of.micro_batch, of.tensor_ranks, of.fused_attention
-        if key not in self._layers:
-            self._layers[key] = self._compute.layer(self._model, *key)
-        layer = self._layers[key]
-        # The only chunk of a single pipeline rank is not recomputed.
-        again = layer.forward if of.recompute == "full" and of.chunks > 1 else 0.0
-        rank = (layer.forward + layer.backward + again) * self._model.layers / of.pipeline_ranks
-        return rank * (of.micro_batches + (of.pipeline_ranks - 1) / of.chunks_per_rank)
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
@@ -305,8 +331,11 @@ def tensor_rank_numbers(model: Model, cluster: Cluster) -> list[int]:
 
 def _plan(model: Model, cluster: Cluster, configuration: Configuration, needed: ConfigurationMemory) -> Plan:
     prediction = predict(model, cluster, configuration)
-    dollars = None if cluster.price is None else prediction.seconds * configuration.gpus * cluster.price
-    return Plan(configuration, prediction, needed, dollars)
+    return Plan(configuration, prediction, needed, _dollars(cluster, configuration, prediction))
+
+
+def _dollars(cluster: Cluster, configuration: Configuration, prediction: Prediction) -> float | None:
+    return None if cluster.price is None else prediction.seconds * configuration.gpus * cluster.price
 
 
 _RANK: dict[str, Callable[[Plan], tuple[float, float]]] = {

@@ -65,7 +65,7 @@ def model_of_config(name: str, config: Mapping[str, Any], sequence_length: int |
     understood.
     """
     kind = config.get("model_type")
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise ValueError(f"model_type is {kind!r}; the planner reads {', '.join(sorted(_READERS))}")
     read = _Config(name, config, sequence_length)
     read.only("is_encoder_decoder", False)

@@ -36,7 +36,7 @@ def write(
     """Writes the files into ``folder``.
 
     Raises ValueError if :func:`why_not` has a reason, if the GPUs of the configuration are no whole nodes of the
-    cluster, or if one of the files exists.
+    cluster, if one of the files exists, or if they cannot be written.
     """
     reason = why_not(model, configuration)
     if reason is not None:
@@ -54,10 +54,15 @@ def write(
     for name in files:
         if (folder / name).exists():
             raise ValueError(f"--write is {folder}, which has a {name}; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    (folder / LAUNCH_FILE).chmod(0o755)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        (folder / LAUNCH_FILE).chmod(0o755)
+    except OSError as error:
+        raise ValueError(
+            f"--write is '{folder}', which cannot be written ({error.strerror}); name another folder"
+        ) from None
 
 
 def why_not(model: Model, configuration: Configuration) -> str | None:
@@ -99,6 +104,8 @@ def ds_config(model: Model, configuration: Configuration) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": configuration.zero_stage,
+            # DeepSpeed's own default is to overlap at stage 3 only.
+            **({"overlap_comm": True} if configuration.micro_batch_outer and configuration.zero_stage < 3 else {}),
             **_node_shards(configuration),
             **_offload(configuration),
         },

@@ -1,10 +1,12 @@
 """``ds_lgamp plan --model``: the table, JSON, files, and what is refused."""
 
 import json
+from io import StringIO
 
 import pytest
 
 from ds_lgamp.cli.main import main
+from ds_lgamp.cli.plan_table import plain, print_rows
 from ds_lgamp.planner.cluster import parse_cluster
 from ds_lgamp.runtime.calibrate import Calibration
 
@@ -21,6 +23,25 @@ def test_the_table_ranks_plans_and_says_why(capsys):
     assert "on 8 of 8 GPUs of a100-25gbit, 16 sequences of 1024 tokens per step" in text
     assert all(head in text for head in ("method", "MFU", "bubble", "days", "cost"))
     assert "takes" in text and "A step computes for" in text
+
+
+def test_no_figure_of_a_table_is_cut_off_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    words, figures = "layered, optimizer on the host", ["10 x 2 by 5", f"{plain(32.7, 3)} s", f"${plain(149_900, 4)}"]
+    output = StringIO()
+    output.isatty = lambda: True
+    print_rows("title", ["method", "batch", "step", "cost"], [[words, *figures]], output)
+    assert all(figure in output.getvalue() for figure in figures) and "…" not in output.getvalue()
+    wide = StringIO()
+    print_rows("title", ["method", *map(str, range(20))], [[words, *["$149,900"] * 20]], wide)
+    assert wide.getvalue().count("$149,900") == 20 and all(word in wide.getvalue() for word in words.split())
+
+
+@pytest.mark.parametrize(
+    ("number", "told"), [(149_937, "149,900"), (9.374e6, "9,374,000"), (1.612e-5, "0.00001612"), (12.0, "12")]
+)
+def test_money_is_written_without_an_exponent(number, told):
+    assert plain(number, 4) == told
 
 
 def test_json_has_the_same_with_units_in_the_names(capsys):
@@ -72,6 +93,35 @@ def test_what_cannot_be_is_refused_in_a_sentence(words, sentence, capsys):
     with pytest.raises(SystemExit):
         main(["plan", *words])
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\xff\xfe{\x00}\x00", "which is no text in UTF-8 (invalid start byte); save it as such"),
+        (b"[" * 100_000, "which is nested too deeply to read; name another file"),
+        (b"{", "which is no JSON: Expecting property name"),
+        (b"[]", "which holds no JSON object; name another file"),
+    ],
+)
+@pytest.mark.parametrize("option", ["model", "cluster"])
+def test_a_file_that_cannot_be_understood_is_named_with_its_option(content, sentence, option, capsys, tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *GPT2, f"--{option}", str(path)])
+    assert ended.value.code == 2 and f"{option} is '{path}', {sentence}" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_and_a_table_that_is_not_there_are_named(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    for words, sentence in (
+        ([*WORDS, "--write", str(tmp_path / "file" / "run")], "cannot be written (Not a directory); name another fold"),
+        (["plan", "--runs", "nope.csv", "--cluster", "a100"], "--runs is 'nope.csv', which cannot be read (No such"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2 and sentence in capsys.readouterr().err
 
 
 def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path, monkeypatch):

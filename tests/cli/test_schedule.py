@@ -160,6 +160,21 @@ def test_impossible_offloading_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--micro-batches", str(2**40)], f"a step has {2**45:,} forwards and backwards, and at most 500,000"),
+        (["--pipeline-ranks", "1000", "--micro-batches", "1000"], "with --pipeline-ranks 1000 and 4 chunks per rank"),
+        (["--forward", "1e308", "--backward", "1e308"], "--forward is 1e+308; a duration is a number from 0 to 1e+100"),
+        (["--gather", "nan"], "--gather is nan; a duration is a number from 0 to 1e+100"),
+    ],
+)
+def test_what_would_take_minutes_or_all_memory_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["schedule", *arguments])
+    assert message in capsys.readouterr().err
+
+
 def test_a_simulated_step_is_recorded_as_runs_are(capsys, tmp_path):
     assert main(["schedule", "--hop", "0.5", "--trace", str(tmp_path / "trace")]) == 0
     recording = read_recording(tmp_path / "trace")

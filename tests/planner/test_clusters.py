@@ -113,6 +113,8 @@ def test_a_file_is_read(tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(FILE))
     assert read_cluster(str(path)) == parse_cluster(FILE)
+    path.write_text(json.dumps(FILE), encoding="utf-8-sig")
+    assert read_cluster(str(path)) == parse_cluster(FILE), "a byte order mark stands in front"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ def test_training_is_not_as_long_as_the_longest_context():
             {"model_type": "gpt_neox", "num_attention_heads": 5},
             "attention heads is 5; it must divide the hidden size 64",
         ),
+        (
+            {"model_type": "llama", "num_hidden_layers": 10**6},
+            r"layers is 1000000 \(num_hidden_layers .* takes 500 at most",
+        ),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]; the planner reads bert"),
         ({"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
@@ -105,6 +110,13 @@ def test_training_is_not_as_long_as_the_longest_context():
 def test_a_key_that_is_missing_or_not_understood_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         model_of_config("m", config(**changes))
+
+
+def test_a_file_of_flags_with_an_open_quote_is_named(tmp_path):
+    path = tmp_path / "flags.txt"
+    path.write_text(f'{FLAGS} --data-path "here')
+    with pytest.raises(ValueError, match="model is '.*flags.txt', where a quote among the flags is not closed; close"):
+        read_model(str(path))
 
 
 def test_flags_of_a_gpt_are_the_gpt_of_the_paper():

@@ -72,9 +72,11 @@ def test_the_search_returns_the_best_of_them_if_they_fit():
         assert ds_config(MODEL, of)["zero_optimization"] == {"stage": 3, key: ranks}
         alone = predict(replace(MODEL, layers=2), slow, replace(of, hierarchy=None)).seconds
         assert found[method].prediction.seconds < alone
-    tight = replace(slow, memory=found["layered hpZ"].memory.total)
-    methods = {plan.method for plan in search(replace(MODEL, layers=2), tight, 8, best=1)}
-    assert "layered hpZ" in methods and "layered MiCS" not in methods
+    kinds = sorted(("layered hpZ", "layered MiCS"), key=lambda method: found[method].memory.total)
+    tight = replace(slow, memory=found[kinds[0]].memory.total)
+    plans = search(replace(MODEL, layers=2), tight, 8, best=1)
+    assert kinds[0] in {plan.method for plan in plans} and all(plan.memory.fits(tight) for plan in plans)
+    assert not found[kinds[1]].memory.fits(tight)
 
 
 def test_files_ask_for_them_by_deepspeeds_keys():

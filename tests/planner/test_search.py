@@ -6,10 +6,11 @@ from time import process_time
 import pytest
 
 from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.exact import exact_seconds
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.network_need import bandwidth_needed, seconds_over_bandwidth, with_bandwidth
-from ds_lgamp.planner.predict import predict
+from ds_lgamp.planner.predict import predict, scaled
 from ds_lgamp.planner.reasons import reasons
 from ds_lgamp.planner.search import NothingFits, best_by_method, candidates, divisors, method_of, search
 
@@ -35,9 +36,54 @@ def test_no_candidate_that_fits_is_better_than_the_best_plan_of_its_method(objec
         needed = memory(SMALL, one)
         if needed.fits(node):
             if objective == "time":
-                assert predict(SMALL, node, one).seconds >= best[method_of(one)].prediction.seconds
+                assert predict(SMALL, node, one, on_clock=True).seconds >= best[method_of(one)].prediction.seconds
             else:
                 assert needed.total >= best[method_of(one)].memory.total
+
+
+def test_layered_plans_take_the_clocks_seconds_and_their_parts_add_up():
+    for cluster in (CLUSTER, named_cluster("a100-25gbit", 2)):
+        plans = search(MODEL, cluster, 32, best=20)
+        layered = [
+            plan
+            for plan in plans
+            if plan.configuration.schedule == "layered" and not plan.configuration.micro_batch_outer
+        ]
+        assert layered
+        for plan in layered:
+            exact = exact_seconds(MODEL, cluster, plan.configuration)
+            assert plan.prediction.seconds == pytest.approx(exact, rel=1e-9)
+            assert plan.dollars == pytest.approx(exact * plan.configuration.gpus * cluster.price, rel=1e-9)
+            assert min(plan.prediction.parts.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "gpus", "sequences", "tried"),
+    [(MODEL, "h100-100gbit", 16, 16, ("MOST_CLOCKED", 0)), (SMALL, "h100-10gbit", 32, 64, ("MOST_WITH_NODES", 1))],
+    ids=["on the clock", "with shards of nodes"],
+)
+def test_what_is_tried_beyond_the_formula_finds_faster_plans(monkeypatch, model, cluster, gpus, sequences, tried):
+    found = search(model, named_cluster(cluster, gpus), sequences, best=1)[0]
+    monkeypatch.setattr(f"ds_lgamp.planner.search.{tried[0]}", tried[1])
+    assert (
+        found.prediction.seconds < search(model, named_cluster(cluster, gpus), sequences, best=1)[0].prediction.seconds
+    )
+
+
+def test_the_best_plan_does_not_depend_on_how_many_are_returned():
+    """Shards of nodes are tried for as many layouts."""
+    slow = named_cluster("h100-25gbit", 8)
+    (one,), several = search(MODEL, slow, 64, best=1)[:1], search(MODEL, slow, 64, best=10)
+    assert one == several[0]
+
+
+def test_a_plan_that_suits_is_the_best_of_those():
+    def alone(configuration):
+        return configuration.tensor_ranks == configuration.pipeline_ranks == 1
+
+    found = search(MODEL, CLUSTER, 32, best=3, suits=alone)
+    assert all(alone(plan.configuration) for plan in found)
+    assert found[0].prediction.seconds >= PLANS[0].prediction.seconds
 
 
 def test_plans_are_sorted_and_the_best_of_every_method_follows():
@@ -84,6 +130,14 @@ def test_reasons_name_the_other_method_and_the_largest_loss():
     assert "MFU" in limit
     (alone,) = reasons(PLANS[:1])
     assert alone == limit
+
+
+@pytest.mark.parametrize("longer", [1.0, 1.004])
+def test_plans_as_fast_as_each_other_are_not_told_apart(longer):
+    best, other, *_ = best_by_method(PLANS).values()
+    close = replace(other, prediction=scaled(best.prediction, longer * best.prediction.seconds))
+    sentence, _ = reasons([best, close])
+    assert sentence == f"{best.method} takes about as long as the best plan with {other.method}."
 
 
 def test_divisors_are_ascending():

@@ -163,6 +163,11 @@ def test_stock_zero_3_gets_no_block():
     assert read_block(config) is None and config["zero_optimization"] == {"stage": 3}
 
 
+def test_stock_zero_2_overlaps_its_reductions_as_the_plan_counts_on():
+    zero = ds_config(MODEL, plan(8, zero_stage=2, micro_batch_outer=True))["zero_optimization"]
+    assert zero == {"stage": 2, "overlap_comm": True}
+
+
 def test_under_tensor_parallelism_a_pipeline_reads_all_micro_batches_itself():
     planned = plan(2, 2, 4, micro_batches=6)
     config = ds_config(MODEL, planned)

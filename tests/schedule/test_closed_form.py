@@ -168,6 +168,36 @@ def test_the_approximation_of_1f1b_with_recomputation_is_within_three_percent():
     assert worst_error("1f1b") <= 0.03
 
 
+@pytest.mark.parametrize("schedule", ["layered", "1f1b", "gpipe"])
+def test_on_a_slow_network_the_closed_form_is_close_and_hardly_above_the_clock(schedule):
+    """Hops take up to thirty times as long as the compute of a chunk, and messages up to all of a hop."""
+    several = schedule == "layered"
+
+    @settings(max_examples=100)
+    @given(
+        st.integers(2, 16),
+        st.integers(1, 6 if several else 1),
+        st.integers(1, 32),
+        st.sampled_from([1, 1.5, 2, 3]),
+        st.sampled_from([0, 1]),
+        st.floats(0, 30),
+        st.floats(0, 1),
+    )
+    def close(ranks, chunks, micro_batches, backward, recompute, hop, share):
+        hop *= 1 + backward + recompute
+        durations = Durations(1, backward, hop, message=share * hop, recompute=recompute)
+        shape = Shape(schedule, ranks, chunks, micro_batches)
+        assert 0.8 <= step_time(shape, durations) / on_the_clock(shape, durations) <= 1.05
+
+    close()
+
+
+def test_two_ranks_send_one_message_for_each_micro_batch_in_each_direction():
+    """Compute of 1 + 1 hides behind messages of 4: eight of them leave one after another."""
+    shape, durations = Shape("layered", 2, 1, 8), Durations(1, 1, hop=4, message=4)
+    assert step_time(shape, durations) == on_the_clock(shape, durations) == 2 + 2 + 2 * 4 + 7 * 4
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("schedule", ["layered", "interleaved_1f1b"])
 def test_a_candidate_takes_well_under_a_millisecond(schedule):
