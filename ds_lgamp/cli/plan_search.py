@@ -172,8 +172,11 @@ def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options
 
 
 def _told(written: Plan, best: Plan) -> str:
+    """Returns what is written and, if it is not the ``best`` plan, how much slower it is."""
     words = describe(written.configuration)
     if written.configuration == best.configuration:
         return words
     slower = written.prediction.seconds / best.prediction.seconds - 1
-    return f"{words}; no script can run the first plan, and this one takes {slower:.0%} longer"
+    # By cost or memory, the first plan may be slower.
+    compared = f"{slower:.1%} longer" if slower >= 0 else f"{-slower:.1%} less time"
+    return f"{words}; no script can run the first plan, and this one takes {compared}"

@@ -200,8 +200,8 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[P
 
 
 FAR_BEHIND = 2.5
-"""A plan that takes so many times as long as the best one by the formula is not run on the clock. The formula has told
-twice the clock's seconds where links are slow."""
+"""A plan that takes so many times as long as the best one by the formula is not run on the clock. Where links are slow,
+the formula has told 0.5 to 1.2 times the clock's seconds."""
 MOST_CLOCKED = 400_000
 """Forwards and backwards that a search runs on the clock, which takes it about three seconds."""
 

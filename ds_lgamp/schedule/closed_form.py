@@ -69,7 +69,7 @@ def step_time(shape: Shape, durations: Durations) -> float:
     - 1F1B without recomputation;
     - interleaved 1F1B without recomputation, where B >= N or the stage is below 3.
 
-    With longer hops, and messages up to a hop, layered, 1F1B and gpipe at stage 0 take at least 0.8 and at most 1.05
+    With longer hops, and messages up to a hop, layered, 1F1B and gpipe at stage 0 take at least 0.75 and at most 1.1
     times as long as on the clock. tests/schedule/test_closed_form.py compares both, and says how far off the result is
     elsewhere.
 

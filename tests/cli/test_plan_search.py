@@ -1,6 +1,7 @@
 """``ds_lgamp plan --model``: the table, JSON, files, and what is refused."""
 
 import json
+import re
 from io import StringIO
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ds_lgamp.cli.main import main
 from ds_lgamp.cli.plan_table import plain, print_rows
 from ds_lgamp.planner.cluster import parse_cluster
+from ds_lgamp.planner.write import why_not
 from ds_lgamp.runtime.calibrate import Calibration
 
 WORDS = ["plan", "--model", "gpt2", "--cluster", "a100-25gbit", "--gpus", "8", "--batch-size", "16", "--top", "3"]
@@ -26,7 +28,7 @@ def test_the_table_ranks_plans_and_says_why(capsys):
 
 
 def test_no_figure_of_a_table_is_cut_off_on_a_narrow_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "20")
     words, figures = "layered, optimizer on the host", ["10 x 2 by 5", f"{plain(32.7, 3)} s", f"${plain(149_900, 4)}"]
     output = StringIO()
     output.isatty = lambda: True
@@ -59,6 +61,28 @@ def test_files_of_the_best_plan_that_a_script_can_run_and_a_plot_are_written(cap
     assert config["train_batch_size"] == 16 and "ds_lgamp" in config
     assert "torchrun" in (tmp_path / "run" / "launch.sh").read_text()
     assert "</svg>" in (tmp_path / "steps.svg").read_text()
+
+
+def test_if_no_script_can_run_a_printed_plan_the_best_of_all_others_is_written(capsys, tmp_path, monkeypatch):
+    refuse = "ds_lgamp.cli.plan_search.why_not"
+    monkeypatch.setattr(refuse, lambda model, of: why_not(model, of) if of.tensor_ranks == 2 else "not so")
+    assert main([*WORDS, "--write", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr()
+    assert " T2, " in told.err and re.search(
+        r"no script can run the first plan, and this one takes \S+% long", told.err
+    )
+    assert "--tensor-model-parallel-size 2 " in (tmp_path / "run" / "launch.sh").read_text()
+    monkeypatch.setattr(refuse, lambda model, configuration: "not so")
+    with pytest.raises(SystemExit):
+        main([*WORDS, "--write", str(tmp_path / "none")])
+    assert "--write finds no plan that a script can run: not so" in capsys.readouterr().err
+
+
+def test_steps_by_a_formula_are_marked(capsys, monkeypatch):
+    assert "~0." not in out_of(capsys, *WORDS)
+    assert json.loads(out_of(capsys, *WORDS, "--json"))["exact_seconds"] is None, "ZeRO-3"
+    monkeypatch.setattr("ds_lgamp.planner.exact.MOST_COMPUTES", 0)
+    assert "~0." in out_of(capsys, *WORDS)
 
 
 def test_the_shortest_training_is_told_by_method(capsys):

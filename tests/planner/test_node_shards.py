@@ -46,7 +46,7 @@ def test_on_a_slow_network_between_nodes_a_step_is_shorter_and_the_clock_agrees(
     for of in (REFRESHED, REPLICATED):
         seconds = predict(MODEL, slow, of).seconds
         assert seconds < 0.8 * plain
-        assert seconds == pytest.approx(exact_seconds(MODEL, slow, of), rel=0.1)
+        assert seconds == pytest.approx(exact_seconds(MODEL, slow, of), rel=1e-9)
 
 
 def test_memory_is_that_of_the_program_and_grows_from_no_nodes_to_replicas():

@@ -37,7 +37,7 @@ def with_host(**changes):
 @pytest.mark.parametrize("cluster", [CLUSTER, with_host(bus=1e9)], ids=["fast", "slow"])
 def test_a_step_takes_what_the_clock_says(of, cluster):
     told = predict(MODEL, cluster, of)
-    assert told.seconds == pytest.approx(exact_seconds(MODEL, cluster, of), rel=0.1)
+    assert told.seconds == pytest.approx(exact_seconds(MODEL, cluster, of), rel=1e-9)
     assert sum(told.parts.values()) == pytest.approx(told.seconds)
 
 
