@@ -349,8 +349,15 @@ class FlatStorage:
         """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the
         storage. They would take no part in training there."""
         own = self.flat.untyped_storage().data_ptr()
-        for entry, view in zip(self.parameters, self._views):
-            if entry.parameter.untyped_storage().data_ptr() != own:
-                # The guards let a gather in flight end first.
-                view.copy_(entry.parameter.detach())
-                entry.parameter.data = view
+        # Guards would bring values that nobody reads.
+        with torch._C.DisableTorchFunctionSubclass():
+            moved = [
+                (entry.parameter, view)
+                for entry, view in zip(self.parameters, self._views)
+                if entry.parameter.untyped_storage().data_ptr() != own
+            ]
+        for parameter, view in moved:
+            # A gather in flight would write over them.
+            self.finish_gather()
+            view.copy_(parameter.detach())
+            parameter.data = view

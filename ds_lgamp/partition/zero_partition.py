@@ -95,10 +95,10 @@ class ZeroPartition:
 
     @torch.no_grad()
     def attach_parameters(self) -> None:
-        """Takes over values of parameters to which somebody gave another tensor. Called before a batch,
-        and before weights are saved."""
+        """Takes over values of parameters to which somebody gave another tensor. Called before a batch, and before
+        weights are saved. Parameters that are released between uses refuse such a tensor."""
         for unit in self.units:
-            if unit.storage.resident:
+            if not unit.storage.frees_weights:
                 unit.storage.attach_parameters()
 
     @torch.no_grad()
