@@ -303,7 +303,7 @@ class _Staging:
     """Brings numbers from a device to the host, through pinned memory and on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._memory: torch.Tensor | None = None
 

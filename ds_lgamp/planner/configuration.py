@@ -112,6 +112,11 @@ class Configuration:
     def chunks(self) -> int:
         return self.pipeline_ranks * self.chunks_per_rank
 
+    @property
+    def computes(self) -> int:
+        """The number of forwards and backwards in a step of one pipeline."""
+        return 2 * self.chunks * self.micro_batches
+
     @cached_property
     def placement(self) -> Placement:
         return place_chunks(default_placement(self.schedule), self.chunks, self.pipeline_ranks)

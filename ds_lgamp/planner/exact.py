@@ -18,17 +18,12 @@ MOST_COMPUTES = 300_000
 
 def is_quick(configuration: Configuration) -> bool:
     """Whether the clock knows the configuration, because this project's engine runs it, and takes seconds for it."""
-    return is_layered(configuration) and computes_of(configuration) <= MOST_COMPUTES
+    return is_layered(configuration) and configuration.computes <= MOST_COMPUTES
 
 
 def is_layered(configuration: Configuration) -> bool:
     """Whether this project's engine runs the configuration, layer by layer."""
     return configuration.schedule == "layered" and not configuration.micro_batch_outer
-
-
-def computes_of(configuration: Configuration) -> int:
-    """Returns the number of forwards and backwards in a step."""
-    return 2 * configuration.chunks * configuration.micro_batches
 
 
 def exact_seconds(model: Model, cluster: Cluster, configuration: Configuration) -> float:

@@ -113,7 +113,7 @@ def alike(cluster: IslandCluster, fast: bool) -> Cluster:
 def _placed(model: Model, cluster: IslandCluster, fast: Cluster, configuration: Configuration) -> Iterator[IslandPlan]:
     """Yields the configuration in the better of two orders of ranks, if the clock is quick with it and it fits."""
     executed = as_executed(model, configuration)
-    if 2 * executed.chunks * executed.micro_batches > MOST_COMPUTES:
+    if executed.computes > MOST_COMPUTES:
         return
     found = [_in_order(model, cluster, fast, configuration, order) for order in _orders(model, cluster, executed)]
     fitting = [plan for plan in found if plan.memory.fits(fast)]

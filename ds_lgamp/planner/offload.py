@@ -53,7 +53,7 @@ def offloaded(
     """
     known = set()
     for needed, one in in_memory:
-        quick = 2 * one.chunks * one.micro_batches <= MOST_COMPUTES
+        quick = one.computes <= MOST_COMPUTES
         if one.schedule != "layered" or one.micro_batch_outer or one.hierarchy is not None or not quick:
             continue
         stage = one.zero_stage if one.data_ranks > 1 else 3

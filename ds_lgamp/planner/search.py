@@ -8,7 +8,7 @@ from math import inf
 from ds_lgamp.planner.bound import Bound
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.exact import computes_of, exact_seconds, is_quick
+from ds_lgamp.planner.exact import exact_seconds, is_quick
 from ds_lgamp.planner.memory import ConfigurationMemory, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.offload import offloaded
@@ -211,7 +211,7 @@ def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list
     they may be the best."""
     clocked, left = [], MOST_CLOCKED
     for plan in plans:
-        computes = computes_of(plan.configuration)
+        computes = plan.configuration.computes
         near = plan.prediction.seconds <= FAR_BEHIND * plans[0].prediction.seconds
         if near and computes <= left and is_quick(plan.configuration):
             left -= computes
