@@ -117,6 +117,11 @@ class Configuration:
         """The number of forwards and backwards in a step of one pipeline."""
         return 2 * self.chunks * self.micro_batches
 
+    @property
+    def takes_clock(self) -> bool:
+        """Whether the closed form does not know the step: it knows neither hierarchical shards nor offloading."""
+        return self.hierarchy is not None or self.uses_host
+
     @cached_property
     def placement(self) -> Placement:
         return place_chunks(default_placement(self.schedule), self.chunks, self.pipeline_ranks)

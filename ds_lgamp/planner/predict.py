@@ -96,10 +96,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
     slowest = max(stages, key=lambda stage: stage.seconds)
     micro_batches = configuration.micro_batches
     parameters = max(stage.parameters for stage in stages)
-    # The closed form knows neither hierarchical shards nor offloading.
-    on_clock = is_layered(configuration) and (
-        on_clock or configuration.hierarchy is not None or configuration.uses_host
-    )
+    on_clock = is_layered(configuration) and (on_clock or configuration.takes_clock)
     waits = _clocked_waits if on_clock else _layered_waits if is_layered(configuration) else _stock_waits
     update = compute.update(parameters / configuration.shards)
     parts = {

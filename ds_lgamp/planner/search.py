@@ -213,7 +213,7 @@ def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list
     for plan in plans:
         computes = plan.configuration.computes
         near = plan.prediction.seconds <= FAR_BEHIND * plans[0].prediction.seconds
-        if near and computes <= left and is_quick(plan.configuration):
+        if near and computes <= left and _is_by_formula(plan.configuration):
             left -= computes
             seconds = exact_seconds(model, cluster, plan.configuration)
             plan = _retold(plan, cluster, scaled(plan.prediction, seconds))
@@ -223,9 +223,14 @@ def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list
 
 def _told(model: Model, cluster: Cluster, plan: Plan) -> Plan:
     """Returns the plan with the clock's seconds of each part of the step, if the clock knows it."""
-    if not is_quick(plan.configuration):
+    if not _is_by_formula(plan.configuration):
         return plan
     return _retold(plan, cluster, predict(model, cluster, plan.configuration, on_clock=True))
+
+
+def _is_by_formula(of: Configuration) -> bool:
+    """Whether a search has predicted by the formula what the clock is quick with."""
+    return is_quick(of) and not of.takes_clock
 
 
 def _retold(plan: Plan, cluster: Cluster, prediction: Prediction) -> Plan:
