@@ -9,10 +9,10 @@ import json
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -35,8 +35,16 @@ SLOWEST = 0.98
 """Lowest share of plain torch's tokens per second, at the same recomputation."""
 
 Runs = dict[str, dict[str, Any]]
-"""Measurements of one process, by recomputation: ``failure``, ``not run`` or ``losses`` of all steps, ``seconds`` of
-counted steps, ``peak`` and ``reserved`` bytes, number of ``parameters``, and name of the ``device``."""
+"""Measurements of one process, by name of the trial: ``failure``, ``not run`` or ``losses`` of all steps, ``seconds``
+of counted steps, ``peak`` and ``reserved`` bytes, number of ``parameters``, and name of the ``device``."""
+
+
+class Trial(NamedTuple):
+    """What one training of a process trains, and for how many counted steps."""
+
+    size: GptSize
+    recompute: str
+    steps: int = STEPS
 
 
 def run(size: str | None = None, trace: Path | None = None) -> Record:
@@ -74,9 +82,28 @@ def records(sizes: Sequence[str], trace: Path | None = None) -> Iterator[Record]
 
 
 def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | None) -> Runs:
-    """Trains in its own process. Keeps the results measured before a failure."""
-    recompute = (*size.recompute, *contender.also)
-    seconds = min(PROCESS_SECONDS, deadline - time.monotonic())
+    """Trains a size with each recomputation, by which the results are named."""
+    trials = {kind: Trial(size, kind) for kind in (*size.recompute, *contender.also)}
+    return measure_trials(contender, trials, deadline, trace)
+
+
+def measure_trials(
+    contender: Contender,
+    trials: Mapping[str, Trial],
+    deadline: float,
+    trace: Path | None = None,
+    limit: float = PROCESS_SECONDS,
+) -> Runs:
+    """Trains one trial after another in a process of its own. Keeps the results measured before a failure.
+
+    Args:
+        contender: who trains.
+        trials: what, by name.
+        deadline: when the time for all contenders is over, of ``time.monotonic``.
+        trace: file for a Chrome trace of a step of the first trial; None for none.
+        limit: seconds for this process.
+    """
+    seconds = min(limit, deadline - time.monotonic())
     ended = {NOT_RUN: f"the {SECONDS} s for all contenders were over"}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "runs.json"
@@ -84,7 +111,7 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
             started = time.monotonic()
             try:
                 run_on_ranks(
-                    *(1, _measure_on_device, contender, size, recompute, results, trace),
+                    *(1, _measure_on_device, contender, trials, results, trace),
                     seconds=seconds,
                     before_init=prepare_process,
                     backend=get_accelerator().communication_backend_name(),
@@ -93,38 +120,36 @@ def measure(contender: Contender, size: GptSize, deadline: float, trace: Path | 
                 over = time.monotonic() - started >= seconds
                 ended = {"failure": f"stopped after {seconds:.0f} s" if over else str(error).strip().splitlines()[-1]}
         found: Runs = json.loads(results.read_text()) if results.exists() else {}
-    return {kind: found.get(kind, ended) for kind in recompute}
+    return {name: found.get(name, ended) for name in trials}
 
 
-def _measure_on_device(
-    contender: Contender, size: GptSize, recompute: tuple[str, ...], results: Path, trace: Path | None
-) -> None:
+def _measure_on_device(contender: Contender, trials: Mapping[str, Trial], results: Path, trace: Path | None) -> None:
     start_hosts()
     runs: Runs = {}
-    for kind in recompute:
+    for name, (size, recompute, steps) in trials.items():
         try:
             before = get_accelerator().memory_allocated()
-            training = contender.build(size, kind, torch.device(get_accelerator().current_device_name()))
-            runs[kind] = _measure_run(training, before)
+            training = contender.build(size, recompute, torch.device(get_accelerator().current_device_name()))
+            runs[name] = _measure_run(training, before, steps)
             write_json(results, runs)
-            if trace is not None and kind == recompute[0]:
+            if trace is not None and name == next(iter(trials)):
                 write_trace(training, trace)
         except Exception as error:
             traceback.print_exc()
             message = str(error).strip().splitlines() or [""]
             # A run that was measured and could not be traced has failed, too.
-            runs.setdefault(kind, {})["failure"] = f"{type(error).__name__}: {message[0]}"
+            runs.setdefault(name, {})["failure"] = f"{type(error).__name__}: {message[0]}"
             write_json(results, runs)
         # By now the exception above no longer holds the frames of the failed engine.
         training = None
         free_memory()
 
 
-def _measure_run(training: Training, memory_before: int) -> dict[str, Any]:
+def _measure_run(training: Training, memory_before: int, steps: int) -> dict[str, Any]:
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     losses, seconds = [], []
-    for step in range(WARM_UP + STEPS):
+    for step in range(WARM_UP + steps):
         if step == WARM_UP:
             accelerator.reset_peak_memory_stats()
         accelerator.synchronize()

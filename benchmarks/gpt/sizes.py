@@ -58,6 +58,7 @@ class GptSize(NamedTuple):
 SIZES = {
     "125M": GptSize(layers=12, width=768, heads=12, samples=8),
     "1.3B": GptSize(layers=24, width=2048, heads=16, samples=2),
+    "2.7B": GptSize(layers=12, width=4096, heads=32, samples=1),
     "6.7B": GptSize(layers=32, width=4096, heads=32, samples=1, recompute=("full",)),
     TINY: GptSize(2, 32, 2, samples=2, micro_batches=3, sequence=16, vocabulary=64),
 }

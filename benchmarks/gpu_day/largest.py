@@ -1,4 +1,8 @@
-"""The largest GPT that one device trains: the number of layers doubles until a step fails."""
+"""The largest GPT that trains in a few gigabytes of one device, with the memory of the host beside them.
+
+How much larger a model gets by offloading is decided by the host's memory over the device's. So all contenders may use
+the same part of the device, in which the host has room for many times the device's state.
+"""
 
 import json
 import tempfile
@@ -11,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.gpt.contenders import Contender
-from benchmarks.gpt.offload import CONTENDERS
+from benchmarks.gpt.offload import CONTENDERS, IN_MEMORY
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import SIZES, TINY, GptSize
 from benchmarks.record import OURS, write_json
@@ -20,54 +24,67 @@ from testing.ranks import run_on_ranks
 
 SECONDS = 75
 """For all sizes of a contender."""
-LARGE = GptSize(layers=8, width=4096, heads=32, samples=1, micro_batches=1)
-"""A layer has 0.2 billion parameters."""
-TINY_LAYERS = 4
-"""The most layers of a dry run."""
+MEMORY = 6_000_000_000
+"""Bytes of the device."""
+NARROW = GptSize(layers=0, width=2048, heads=16, samples=1, micro_batches=1)
+"""A layer has 50 million parameters, embedding and head 0.13 billion."""
+LAYERS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+"""64 take 60 GB of the host."""
+TINY_LAYERS = (4, 2)
 
 
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for contender in CONTENDERS:
         found = largest(contender)
-        if not found["trained"] and contender.name.startswith(OURS):
-            found["failure"] = found["ended by"]
+        if "layers" not in found and contender.name.startswith(OURS) and contender.name != IN_MEMORY:
+            found["failure"] = "no size trained"
         yield contender.name, found
 
 
 def largest(contender: Contender) -> dict[str, Any]:
-    """Trains ever larger models in one process. Returns those that trained, and what ended it: the memory of the device
-    or of the host, or the time."""
+    """Tries ever smaller models in one process. Returns the first that trains, and for each larger one what ended it:
+    the memory of the device or of the host, or the time."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "trained.json"
+        results = Path(folder) / "tried.json"
         try:
             run_on_ranks(
-                *(1, _train_larger_and_larger, contender, results),
+                *(1, _train_smaller_and_smaller, contender, results),
                 seconds=SECONDS,
                 before_init=prepare_process,
                 backend=get_accelerator().communication_backend_name(),
             )
-            ended = "no larger model was tried"
+            ended = {}
         except AssertionError as error:
             over = time.monotonic() - started >= SECONDS
-            ended = f"stopped after {SECONDS} s" if over else str(error).strip().splitlines()[-1]
-        trained = json.loads(results.read_text()) if results.exists() else []
-    return {"trained": trained, "ended by": ended}
+            ended = {"ended by": f"stopped after {SECONDS} s" if over else str(error).strip().splitlines()[-1]}
+        tried: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    return {**tried, **ended}
 
 
-def _train_larger_and_larger(contender: Contender, results: Path) -> None:
+def _train_smaller_and_smaller(contender: Contender, results: Path) -> None:
     start_hosts()
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
-    size = SIZES[TINY] if on_cpu else LARGE
-    trained: list[dict[str, Any]] = []
-    while not on_cpu or size.layers <= TINY_LAYERS:
-        training = contender.build(size, "full", torch.device(accelerator.current_device_name()))
-        # What the optimizer keeps is there once the second step has waited for the updates of the first.
-        loss = [float(training.step()) for _ in range(2)][-1]
-        finish_engines()
-        trained.append({"layers": size.layers, "parameters": training.parameters, "loss": loss})
-        write_json(results, trained)
-        training = None
+    if not on_cpu:
+        torch.cuda.set_per_process_memory_fraction(MEMORY / accelerator.total_memory())
+    too_large: dict[int, str] = {}
+    for layers in TINY_LAYERS if on_cpu else LAYERS:
+        size = (SIZES[TINY] if on_cpu else NARROW)._replace(layers=layers)
+        try:
+            trained = _train(contender, size)
+        except (RuntimeError, MemoryError) as error:
+            too_large[layers] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            trained = {}
+        write_json(results, {**trained, "too large": too_large})
+        if trained:
+            return
         free_memory()
-        size = size._replace(layers=2 * size.layers)
+
+
+def _train(contender: Contender, size: GptSize) -> dict[str, Any]:
+    training = contender.build(size, "full", torch.device(get_accelerator().current_device_name()))
+    # What the optimizer keeps is there once the second step has waited for the updates of the first.
+    loss = [float(training.step()) for _ in range(2)][-1]
+    finish_engines()
+    return {"layers": size.layers, "parameters": training.parameters, "loss": loss}

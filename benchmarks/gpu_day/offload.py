@@ -9,40 +9,49 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.gpt.contenders import Contender
 from benchmarks.gpt.offload import CONTENDERS, IN_MEMORY
-from benchmarks.gpt.sizes import SIZES, TINY, GptSize
-from benchmarks.gpu import NOT_RUN, deviation, measure
+from benchmarks.gpt.sizes import SIZES, TINY
+from benchmarks.gpu import NOT_RUN, Trial, deviation, measure_trials
 from benchmarks.record import OURS
 
 SECONDS = 450
 """For all contenders together."""
 MICRO_BATCHES = (16, 4, 1)
+"""The most first: if the time of a contender ends, it is left without the others."""
+STEPS = 3
+"""Counted steps. Peers take several seconds for one."""
 
 
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     on_cpu = get_accelerator().device_name() == "cpu"
+    numbers = MICRO_BATCHES[1:] if on_cpu else MICRO_BATCHES
+    size = SIZES[TINY if on_cpu else "1.3B"]
+    # One process for all numbers: it asks the host for memory once.
+    trials = {str(number): Trial(size._replace(micro_batches=number), "full", STEPS) for number in numbers}
     deadline = time.monotonic() + SECONDS
-    expected: dict[int, list[float]] = {}
-    # The most micro-batches first, and ours: if the time ends, peers with few are left out.
-    for number in MICRO_BATCHES[1:] if on_cpu else MICRO_BATCHES:
-        for contender in CONTENDERS:
-            size = SIZES[TINY if on_cpu else "1.3B"]._replace(micro_batches=number, recompute=("full",))
-            found = measured(contender, size, deadline, expected.get(number))
-            if contender.name == IN_MEMORY and "losses" in found:
-                expected[number] = found["losses"]
-            yield f"{contender.name}, {number} micro-batches", found
+    expected: dict[str, list[float]] = {}
+    for contender in CONTENDERS:
+        for number, found in measure_trials(contender, trials, deadline, limit=SECONDS).items():
+            result = as_result(contender.name, trials[number].size.tokens, found, expected.get(number))
+            if contender.name == IN_MEMORY and "losses" in result:
+                expected[number] = result["losses"]
+            yield f"{contender.name}, {number} micro-batches", result
 
 
-def measured(contender: Contender, size: GptSize, deadline: float, expected: list[float] | None) -> dict[str, Any]:
-    """Trains in a process of its own. Only ds_lgamp can fail the part: peers may run out of memory or time."""
-    found = dict(measure(contender, size, deadline, None)["full"])
+def as_result(contender: str, tokens: int, found: dict[str, Any], expected: list[float] | None) -> dict[str, Any]:
+    """Returns what is kept of a run with so many tokens per step. Only ds_lgamp can fail the part: peers may run out of
+    memory or time."""
+    result = {key: value for key, value in found.items() if key in ("failure", NOT_RUN)}
     if "losses" in found:
-        rate = size.tokens / median(found["seconds"])
-        found = {"tokens per second": rate, "peak bytes": found["peak"], "losses": found["losses"]}
+        result |= {
+            "tokens per second": tokens / median(found["seconds"]),
+            "seconds": found["seconds"],
+            "peak bytes": found["peak"],
+            "losses": found["losses"],
+        }
         wrong = deviation(found["losses"], expected) if expected is not None else None
         if wrong:
-            found["failure"] = wrong
-    if not contender.name.startswith(OURS):
-        return {"outcome" if key in ("failure", NOT_RUN) else key: value for key, value in found.items()}
-    return found
+            result["failure"] = wrong
+    if not contender.startswith(OURS):
+        return {"outcome" if key in ("failure", NOT_RUN) else key: value for key, value in result.items()}
+    return result

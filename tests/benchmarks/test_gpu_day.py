@@ -240,6 +240,6 @@ def test_a_dry_run_passes_and_does_every_parts_work(tmp_path):
     assert "failures" not in results["speed"]["record"]
     for name in ("offload", "largest"):
         assert not any("outcome" in found for found in results[name].values())
-    assert all([each["layers"] for each in found["trained"]] == [2, 4] for found in results["largest"].values())
+    assert all((found["layers"], found["too large"]) == (4, {}) for found in results["largest"].values())
     assert results["trace"]["step"]["file"] == "trace_tiny.json.gz"
     assert (tmp_path / "trace_tiny.json.gz").stat().st_size < trace.LARGEST
