@@ -40,11 +40,12 @@ of counted steps, ``peak`` and ``reserved`` bytes, number of ``parameters``, and
 
 
 class Trial(NamedTuple):
-    """What one training of a process trains, and for how many counted steps."""
+    """What one training of a process trains, and for how many counted steps behind how many that warm up."""
 
     size: GptSize
     recompute: str
     steps: int = STEPS
+    warm_up: int = WARM_UP
 
 
 def run(size: str | None = None, trace: Path | None = None) -> Record:
@@ -126,11 +127,12 @@ def measure_trials(
 def _measure_on_device(contender: Contender, trials: Mapping[str, Trial], results: Path, trace: Path | None) -> None:
     start_hosts()
     runs: Runs = {}
-    for name, (size, recompute, steps) in trials.items():
+    for name, trial in trials.items():
         try:
             before = get_accelerator().memory_allocated()
-            training = contender.build(size, recompute, torch.device(get_accelerator().current_device_name()))
-            runs[name] = _measure_run(training, before, steps)
+            device = torch.device(get_accelerator().current_device_name())
+            training = contender.build(trial.size, trial.recompute, device)
+            runs[name] = _measure_run(training, before, trial)
             write_json(results, runs)
             if trace is not None and name == next(iter(trials)):
                 write_trace(training, trace)
@@ -145,12 +147,12 @@ def _measure_on_device(contender: Contender, trials: Mapping[str, Trial], result
         free_memory()
 
 
-def _measure_run(training: Training, memory_before: int, steps: int) -> dict[str, Any]:
+def _measure_run(training: Training, memory_before: int, trial: Trial) -> dict[str, Any]:
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     losses, seconds = [], []
-    for step in range(WARM_UP + steps):
-        if step == WARM_UP:
+    for step in range(trial.warm_up + trial.steps):
+        if step == trial.warm_up:
             accelerator.reset_peak_memory_stats()
         accelerator.synchronize()
         start = time.perf_counter()
@@ -160,7 +162,7 @@ def _measure_run(training: Training, memory_before: int, steps: int) -> dict[str
         losses.append(float(loss))
     return {
         "losses": losses,
-        "seconds": seconds[WARM_UP:],
+        "seconds": seconds[trial.warm_up :],
         "peak": None if device.type == "cpu" else accelerator.max_memory_allocated() - memory_before,
         # What allocators took from the device, idle memory of pools included.
         "reserved": None if device.type == "cpu" else accelerator.max_memory_reserved(),
