@@ -104,8 +104,10 @@ def measure_trials(
         trace: file for a Chrome trace of a step of the first trial; None for none.
         limit: seconds for this process.
     """
-    seconds = min(limit, deadline - time.monotonic())
-    ended = {NOT_RUN: f"the {SECONDS} s for all contenders were over"}
+    left = deadline - time.monotonic()
+    seconds = min(limit, left)
+    too_late = {NOT_RUN: f"the {SECONDS} s for all contenders were over"}
+    ended = too_late
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "runs.json"
         if seconds > 0:
@@ -118,8 +120,9 @@ def measure_trials(
                     backend=get_accelerator().communication_backend_name(),
                 )
             except AssertionError as error:
-                over = time.monotonic() - started >= seconds
-                ended = {"failure": f"stopped after {seconds:.0f} s" if over else str(error).strip().splitlines()[-1]}
+                ended = {"failure": str(error).strip().splitlines()[-1]}
+                if time.monotonic() - started >= seconds:
+                    ended = too_late if left < limit else {"failure": f"stopped after {seconds:.0f} s"}
         found: Runs = json.loads(results.read_text()) if results.exists() else {}
     return {name: found.get(name, ended) for name in trials}
 

@@ -1,9 +1,12 @@
 """Tables of what ran on a GPU."""
 
+from typing import Any
+
 from benchmarks import ON_ACCELERATOR, gpu_memory
-from benchmarks.gpu_day.losses import DIFFERENCE, NAME, WAITS
-from benchmarks.record import Failure, Record, Row, is_recorded, read
-from docs.pivot import CONTENDER, median, pivot, setting, with_spread
+from benchmarks.gpt.offload import DEEPSPEED, IN_MEMORY, ON_HOST
+from benchmarks.gpu_day.findings import DIFFERENCE, NAME, PEAK, RATE, WAITS
+from benchmarks.record import PARTS, Failure, Record, Row, is_recorded, read
+from docs.pivot import CONTENDER, median, micro_batches, pivot, setting, with_spread
 from testing.markdown import table
 
 
@@ -60,9 +63,40 @@ def stages() -> str:
     return f"{_differences('stages')}\n\n{counted}"
 
 
-def day_machine() -> str:
-    """Where the parts ran."""
-    return _machine("gpu-day", read(NAME))
+def offloading() -> str:
+    """Tokens per second of every contender by micro-batches, and its peak with the most of them."""
+    rows = [row for row in read(NAME).rows if row.metric in (RATE, PEAK)]
+    numbers = sorted({int(row.config["micro_batches"]) for row in rows})
+    peak = f"peak memory at M = {numbers[-1]}, GB"
+
+    def column(entry: Row | Failure) -> str:
+        if isinstance(entry, Row) and entry.metric == PEAK:
+            return peak if entry.config["micro_batches"] == numbers[-1] else "none"
+        return micro_batches(entry)
+
+    headings = {name: name for name in (*(f"M = {number}" for number in numbers), peak)}
+    cells = {RATE: with_spread(",.0f"), PEAK: median(".1f", 1e-9)}
+    shown = pivot(rows, [CONTENDER], column, lambda entries: cells[entries[0].metric](entries), headings)
+    rates = {(row.contender, row.config["micro_batches"]): row.median for row in rows if row.metric == RATE}
+    return "\n\n".join([shown, *_in_words(rates, numbers)])
+
+
+def _in_words(rates: dict[tuple[str, Any], float], numbers: list[int]) -> list[str]:
+    """How the speed with all on the host compares, with the most micro-batches that both have."""
+    found = []
+    for peer in (IN_MEMORY, DEEPSPEED):
+        both = [number for number in numbers if {(peer, number), (ON_HOST, number)} <= rates.keys()]
+        if both:
+            ratio = rates[ON_HOST, both[-1]] / rates[peer, both[-1]]
+            found.append(f'With M = {both[-1]}, "{ON_HOST}" has {ratio:.2f} times the speed of "{peer}".')
+    return found
+
+
+def day_machines() -> str:
+    """Where each part ran."""
+    facts = ("accelerator", "cores", "torch", "nccl", "deepspeed", "commit")
+    lines = [(part, *(str(own.get(fact, "")) for fact in facts)) for part, own in read(NAME).machine[PARTS].items()]
+    return table(("part", "GPU", "cores", "torch", "NCCL", "DeepSpeed", "commit"), lines, 7)
 
 
 def _differences(*parts: str) -> str:

@@ -14,7 +14,8 @@ from benchmarks.record import OURS
 
 OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 """DeepSpeed's keys."""
-IN_MEMORY = f"{OURS}, all on the device"
+IN_MEMORY, ON_HOST = f"{OURS}, all on the device", f"{OURS}, all on the host"
+DEEPSPEED, FSDP2_IN_MEMORY = "DeepSpeed ZeRO-3, all on the host", "FSDP2, all on the device"
 
 
 class Fsdp2:
@@ -56,12 +57,15 @@ class Fsdp2:
 
 
 ALL = (OPTIMIZER, PARAMETERS)
+UNCHECKED = {"bf16": {"check_grad_overflow": False}}
+"""Without it, an update waits until all gradients are known to be finite."""
 CONTENDERS = (
     Contender(IN_MEMORY, partial(Layered, stage=3)),
-    Contender(f"{OURS}, all on the host", partial(Layered, stage=3, offload=ALL)),
-    Contender("FSDP2, all on the device", partial(Fsdp2, offload=False)),
+    Contender(ON_HOST, partial(Layered, stage=3, offload=ALL)),
+    Contender(FSDP2_IN_MEMORY, partial(Fsdp2, offload=False)),
+    Contender(f"{ON_HOST}, gradients unchecked", partial(Layered, stage=3, offload=ALL, more=UNCHECKED)),
     Contender(f"{OURS}, optimizer on the host", partial(Layered, stage=3, offload=[OPTIMIZER])),
-    Contender("DeepSpeed ZeRO-3, all on the host", partial(StockDeepSpeed, stage=3, offload=ALL)),
+    Contender(DEEPSPEED, partial(StockDeepSpeed, stage=3, offload=ALL)),
     Contender("FSDP2, all on the host", partial(Fsdp2, offload=True)),
 )
 """In running order: what the targets compare comes first."""

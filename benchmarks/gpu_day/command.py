@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_day import PARTS, losses
+from benchmarks.gpu_day import PARTS, findings
 from benchmarks.gpu_day.runner import FAILED, as_table, run_parts
 
 NAME = "gpu-day"
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     day.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
     day.add_argument("--part", choices=[part.name for part in PARTS], help="run this one only")
     day.add_argument("--seconds", type=float, help="start no part that could take longer than what is left of these")
-    day.add_argument("--record", action="store_true", help="keep the losses that were compared, for the pages")
+    day.add_argument("--record", action="store_true", help="keep what was found, for the pages")
     day.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes")
 
 
@@ -40,5 +40,5 @@ def run(options: argparse.Namespace) -> int:
     reports = run_parts(PARTS, options.out, options.seconds, options.dry_run, options.part)
     print(as_table(reports))
     if options.record:
-        losses.keep(reports)
+        findings.keep(reports)
     return int(any(report["status"] == FAILED for report in reports))

@@ -163,11 +163,17 @@ def test_a_run_that_fails_loses_no_other_and_is_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "key", "reason"),
-    [(0.02, "failure", "stopped after 0 s"), (0, "not run", "the 450 s .* were over")],
+    ("left", "limit", "key", "reason"),
+    [
+        (60, 0.02, "failure", "stopped after 0 s"),
+        (0.02, 60, "not run", "the 450 s .* were over"),
+        (0, 60, "not run", "the 450 s .* were over"),
+    ],
 )
-def test_who_takes_too_long_is_stopped_and_who_comes_too_late_is_not_started(seconds, key, reason):
-    runs = gpu.measure(Contender("slow", PlainTorch), SIZES[TINY], time.monotonic() + seconds, None)
+def test_who_takes_too_long_fails_and_whose_time_was_up_has_not_run(left, limit, key, reason):
+    trials = {kind: gpu.Trial(SIZES[TINY], kind) for kind in ("full", "none")}
+    slow = Contender("slow", PlainTorch)
+    runs = gpu.measure_trials(slow, trials, time.monotonic() + left, limit=limit)
     assert list(runs) == ["full", "none"]
     assert all(list(run) == [key] and re.fullmatch(reason, run[key]) for run in runs.values())
 

@@ -209,13 +209,13 @@ def test_a_dry_run_is_no_record(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_the_losses_are_kept_if_they_are_wanted(wanted, monkeypatch, tmp_path):
+def test_the_findings_are_kept_if_they_are_wanted(wanted, monkeypatch, tmp_path):
     reports = [{"part": "stages", "status": PASSED, "results": {}, "reason": ""}]
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "run_parts", lambda *_: reports)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     kept = []
-    monkeypatch.setattr(command.losses, "keep", kept.append)
+    monkeypatch.setattr(command.findings, "keep", kept.append)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "gpu-day", "--out", str(tmp_path), *["--record"] * wanted])
     with pytest.raises(SystemExit):
         main()

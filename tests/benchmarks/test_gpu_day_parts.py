@@ -1,5 +1,6 @@
 """The parts of ``python -m benchmarks gpu-day``: what they find, refuse and keep, without a GPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.gpt.offload import DEEPSPEED, ON_HOST
 from benchmarks.gpt.sizes import SIZES, TINY
 from benchmarks.gpu_day import equality, killed, largest, layouts, offload, ranks, speed, trace, waits
 from benchmarks.gpu_day.wheels import THERE, WANTED, closure
@@ -166,36 +168,47 @@ def test_only_runs_of_ours_can_fail_the_speed():
     assert [failure["contender"] for failure in found["failures"]][:2] == ["DeepSpeed ZeRO-0", "ds_lgamp, ZeRO-3"]
 
 
-def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory(monkeypatch):
+def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory():
     size = SIZES[TINY]
-    run = {"losses": [4.0, 2.0], "seconds": [2.0, 4.0, 3.0], "peak": 7}
-    monkeypatch.setattr(offload, "measure", lambda *_: {"full": run})
-    ours, peer = offload.CONTENDERS[1], offload.CONTENDERS[3]
-    found = offload.measured(ours, size, 0.0, [4.0, 2.0])
-    assert found == {"tokens per second": size.tokens / 3, "peak bytes": 7, "losses": [4.0, 2.0]}
-    assert "in step 2" in offload.measured(ours, size, 0.0, [4.0, 2.1])["failure"]
-    assert "in step 2" in offload.measured(peer, size, 0.0, [4.0, 2.1])["outcome"]
-    monkeypatch.setattr(offload, "measure", lambda *_: {"full": {"failure": "out of memory"}})
-    assert offload.measured(ours, size, 0.0, None) == {"failure": "out of memory"}
-    assert offload.measured(peer, size, 0.0, None) == {"outcome": "out of memory"}
-    monkeypatch.setattr(offload, "measure", lambda *_: {"full": {"not run": "the time was over"}})
-    assert offload.measured(ours, size, 0.0, None) == {"not run": "the time was over"}
-    assert offload.measured(peer, size, 0.0, None) == {"outcome": "the time was over"}
+    run = {"losses": [4.0, 2.0], "seconds": [2.0, 4.0, 3.0], "peak": 7, "reserved": 8}
+    found = offload.as_result(ON_HOST, size, run, [4.0, 2.0])
+    assert (found["tokens per second"], found["micro-batches"]) == (size.tokens / 3, size.micro_batches)
+    assert "failure" not in found and "outcome" not in found
+    for contender, key in ((ON_HOST, "failure"), (DEEPSPEED, "outcome")):
+        assert "in step 2" in offload.as_result(contender, size, run, [4.0, 2.1])[key]
+        assert offload.as_result(contender, size, {"failure": "out of memory"}, None) == {key: "out of memory"}
+    over = {"not run": "the time was over"}
+    assert offload.as_result(ON_HOST, size, over, None) == over
+    assert offload.as_result(DEEPSPEED, size, over, None) == {"outcome": "the time was over"}
 
 
-def test_what_trained_before_memory_was_over_is_kept(monkeypatch):
+def test_the_first_size_that_trains_is_the_largest(monkeypatch, tmp_path):
+    asked = []
+
+    def train(contender, size):
+        asked.append(size.layers)
+        if size.layers > 2:
+            raise RuntimeError(f"out of memory with {size.layers}\nlayers")
+        return {"layers": size.layers}
+
+    monkeypatch.setattr(largest, "_train", train)
+    monkeypatch.setattr(largest, "start_hosts", lambda: None)
+    largest._train_smaller_and_smaller(None, tmp_path / "tried.json")
+    assert asked == [4, 2]
+    kept = json.loads((tmp_path / "tried.json").read_text())
+    assert kept == {"layers": 2, "too large": {"4": "RuntimeError: out of memory with 4"}}
+
+
+def test_what_was_tried_before_the_memory_of_the_host_was_over_is_kept(monkeypatch):
     def run_on_ranks(_, work, contender, results, **__):
-        results.write_text('[{"layers": 8}]')
+        results.write_text('{"too large": {"64": "no"}}')
         raise AssertionError("rank 0 failed:\nTraceback\nOutOfMemoryError: 80 GB\n")
 
     monkeypatch.setattr(largest, "run_on_ranks", run_on_ranks)
     found = dict(largest.run(Path()))
-    assert all(each == {"trained": [{"layers": 8}], "ended by": "OutOfMemoryError: 80 GB"} for each in found.values())
-    monkeypatch.setattr(largest, "run_on_ranks", lambda *_, **__: [None])
-    found = dict(largest.run(Path()))
-    assert {name for name, each in found.items() if "failure" in each} == {
-        contender.name for contender in offload.CONTENDERS if contender.name.startswith(OURS)
-    }
+    assert list(found) == list(largest.COMPARED)
+    kept = {"too large": {"64": "no"}, "ended by": "OutOfMemoryError: 80 GB"}
+    assert [found[name] for name in (ON_HOST, DEEPSPEED)] == [{**kept, "failure": "no size trained"}, kept]
 
 
 def event(category, name, begin, end):

@@ -1,4 +1,4 @@
-"""The part of ``python -m benchmarks gpu-day`` that tries every setting, and the record of its losses."""
+"""The part of ``python -m benchmarks gpu-day`` that tries every setting, and the record of what the parts found."""
 
 import ctypes
 import json
@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from benchmarks.gpu_day import environment, losses, nccl, settings
+from benchmarks.gpt.offload import DEEPSPEED, FSDP2_IN_MEMORY, IN_MEMORY, ON_HOST
+from benchmarks.gpt.sizes import SIZES, TINY
+from benchmarks.gpu_day import environment, findings, nccl, offload, settings
 from benchmarks.gpu_day.layouts import Layout
 from benchmarks.record import OURS, Row
 from docs import gpu_tables
@@ -69,40 +71,84 @@ RANKS = report("ranks", **{"one process": {}, "P2 W1, gloo": {"fp32, ZeRO-3": {"
 
 
 def test_the_record_has_a_row_for_every_comparison_with_plain_torch():
-    record = losses.as_record([{"part": "speed", "results": {"record": {}}}, STAGES, RANKS])
     stages = {"part": "stages", "where": "fp32", "what": "ZeRO-0"}
     ranks = {"part": "ranks", "where": "P2 W1", "what": "gloo, fp32, ZeRO-3"}
+    record = findings.as_record(STAGES)
     assert record.rows == [
-        Row(OURS, stages, losses.DIFFERENCE, 0.0, 0.0, "ratio"),
-        Row(OURS, stages, losses.WAITS, 1, 0, ""),
-        Row(OURS, ranks, losses.DIFFERENCE, 0.5, 0.0, "ratio"),
+        Row(OURS, stages, findings.DIFFERENCE, 0.0, 0.0, "ratio"),
+        Row(OURS, stages, findings.WAITS, 1, 0, ""),
     ]
     assert [(failure.config, failure.reason) for failure in record.failures] == [(stages, "waits")]
     assert [(target.value, target.met) for target in record.targets] == [(1, False)]
+    assert findings.as_record(RANKS).rows == [Row(OURS, ranks, findings.DIFFERENCE, 0.5, 0.0, "ratio")]
+
+
+def rate(contender, micro_batches, seconds):
+    size = SIZES[TINY]._replace(micro_batches=micro_batches)
+    return offload.as_result(contender, size, {"losses": [1.0], "seconds": seconds, "peak": 7}, None)
+
+
+OFFLOAD = report(
+    "offload",
+    **{
+        "in memory, 16": rate(IN_MEMORY, 16, [1.0]),
+        "host, 16": rate(ON_HOST, 16, [1.0, 1.25, 2.0]),
+        "DeepSpeed, 16": rate(DEEPSPEED, 16, [5.0]),
+        "host, 4": rate(ON_HOST, 4, [1.0]),
+        "FSDP2": {"outcome": "out of memory"},
+    },
+)
+LARGEST = report(
+    "largest", **{ON_HOST: {"layers": 9, "parameters": 90}, FSDP2_IN_MEMORY: {"layers": 1, "parameters": 9}}
+)
+
+
+def test_the_record_has_speed_and_size_with_offloading():
+    record = findings.as_record(OFFLOAD)
+    rates = {(row.contender, row.config["micro_batches"]): row.median for row in record.rows if row.unit == "tokens/s"}
+    tokens = SIZES[TINY]._replace(micro_batches=16).tokens
+    assert rates[ON_HOST, 16] == tokens / 1.25 and rates[ON_HOST, 4] == tokens / 4 and len(rates) == 4
+    assert [row.median for row in record.rows if row.unit == "bytes"] == [7] * 4
+    slower, share = record.targets
+    assert (slower.value, slower.limit, slower.met) == (pytest.approx(0.25), 1 / 3, True)
+    assert (share.value, share.limit, share.met) == (pytest.approx(1.25), 1 / 0.9, False)
+    (size,) = findings.as_record(LARGEST).targets
+    assert (size.value, size.met) == (pytest.approx(0.1), True)
 
 
 @pytest.mark.parametrize(
     ("reports", "reason"),
     [
         ([STAGES, report(dry_run=True)], "settings: a dry run is no record"),
-        ([{"part": "speed", "results": {}}], "no part has losses to record"),
+        ([report("speed", record={})], "no part has anything to record"),
     ],
 )
-def test_without_losses_of_a_gpu_there_is_no_record(reports, reason):
+def test_without_findings_of_a_gpu_there_is_no_record(reports, reason):
     with pytest.raises(SystemExit, match=reason):
-        losses.as_record(reports)
+        findings.keep(reports)
 
 
-def test_the_page_shows_layouts_beside_each_other(monkeypatch, tmp_path):
-    monkeypatch.setattr(losses, "RESULTS", tmp_path)
-    both = {f"{where}, gpipe": {"largest difference": value} for where, value in (("P1 W1", 0.0), ("P2 W2", 1.5e-5))}
-    losses.keep([STAGES, report(**both)])
+def test_a_part_takes_its_own_place_in_the_record_and_on_the_page(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+    both = {f"{where}, gpipe": {"largest difference": value} for where, value in (("P1 W1", 0.0), ("P2 W2", 1.5e-5))}
+    other = report(**both)
+    other["machine"]["accelerator"] = "other GPU"
+    findings.keep([STAGES, report(**{"P1 W1, 1f1b": {"largest difference": 1.0}})])
+    findings.keep([other, OFFLOAD])
     assert gpu_tables.settings().splitlines()[0] == "| setting | P1 W1 | P2 W2 |"
     assert gpu_tables.settings().splitlines()[2:] == ["| gpipe | 0 | 1.5e-05 |"]
     assert gpu_tables.stages().endswith("In a step of each of these 1, the host waited for the device at 1 places.")
-    assert "on one GPU with 16 cores" in gpu_tables.day_machine()
-    assert json.loads((tmp_path / "gpu_day.json").read_text())["name"] == losses.NAME
+    stages, settings, offloading = gpu_tables.day_machines().splitlines()[2:]
+    assert "| stages | GPU |" in stages and "| settings | other GPU |" in settings and "offload" in offloading
+    assert json.loads((tmp_path / "gpu_day.json").read_text())["name"] == findings.NAME
+
+
+def test_the_page_shows_rates_beside_each_other(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+    findings.keep([OFFLOAD])
+    heading, _, *lines = gpu_tables.offloading().splitlines()
+    assert heading == "|  | M = 4 | M = 16 | peak memory at M = 16, GB |"
+    assert lines[1].startswith(f"| {ON_HOST} | ") and lines[0].split(" | ")[1] == ""
 
 
 def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch):
