@@ -44,11 +44,11 @@ def memory() -> str:
     """The peak that was measured beside the one that is explained."""
     rows = {name: [row for row in read(gpu_memory.NAME).rows if row.metric == name] for name in gpu_memory.METRICS}
     lines = [
-        (each.contender, each.config["size"], each.config["recompute"], f"{each.median * ratio.median / 1e9:.2f}")
-        + (f"{each.median / 1e9:.2f}", f"{ratio.median:.4f}")
+        (each.contender, *(str(each.config[key]) for key in ("size", "recompute", "micro_batches")))
+        + (f"{each.median * ratio.median / 1e9:.2f}", f"{each.median / 1e9:.2f}", f"{ratio.median:.4f}")
         for each, ratio in zip(*rows.values())
     ]
-    return table(("", "size", "recompute", "measured, GB", "explained, GB", "ratio"), lines, 3)
+    return table(("", "size", "recompute", "M", "measured, GB", "explained, GB", "ratio"), lines, 3)
 
 
 def settings() -> str:

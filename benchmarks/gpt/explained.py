@@ -1,6 +1,7 @@
 """A script for ``ds_lgamp run --explain``: the training of :class:`benchmarks.gpt.contenders.Layered` on one rank.
 
-Its words are a key of ``SIZES``, the recomputation and the ZeRO stage.
+Its words are a key of ``SIZES``, the recomputation, the ZeRO stage, the number of micro-batches, and the keys of
+``zero_optimization`` that say what lies in the memory of the host.
 """
 
 import sys
@@ -13,7 +14,8 @@ from benchmarks.gpt.model import batch_of, build_optimizer
 from benchmarks.gpt.process import start_hosts
 from benchmarks.gpt.sizes import SIZES
 
-size, recompute, stage = SIZES[sys.argv[1]], sys.argv[2], int(sys.argv[3])
+name, recompute, stage, micro_batches, *offload = sys.argv[1:]
+size = SIZES[name]._replace(micro_batches=int(micro_batches))
 start_hosts()
 with ds_lgamp.deferred_init():
     module = pipeline_module(size)
@@ -26,5 +28,5 @@ deepspeed.initialize(
     model=module,
     optimizer=build_optimizer(module.parameters()),
     training_data=samples,
-    config=configuration(size, stage) | {"ds_lgamp": {"recompute": recompute}},
+    config=configuration(size, int(stage), offload=offload) | {"ds_lgamp": {"recompute": recompute}},
 )

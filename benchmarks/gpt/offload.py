@@ -15,6 +15,7 @@ from benchmarks.record import OURS
 OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 """DeepSpeed's keys."""
 IN_MEMORY, ON_HOST = f"{OURS}, all on the device", f"{OURS}, all on the host"
+OPTIMIZER_ON_HOST = f"{OURS}, optimizer on the host"
 DEEPSPEED, FSDP2_IN_MEMORY = "DeepSpeed ZeRO-3, all on the host", "FSDP2, all on the device"
 
 
@@ -64,7 +65,7 @@ CONTENDERS = (
     Contender(ON_HOST, partial(Layered, stage=3, offload=ALL)),
     Contender(FSDP2_IN_MEMORY, partial(Fsdp2, offload=False)),
     Contender(f"{ON_HOST}, gradients unchecked", partial(Layered, stage=3, offload=ALL, more=UNCHECKED)),
-    Contender(f"{OURS}, optimizer on the host", partial(Layered, stage=3, offload=[OPTIMIZER])),
+    Contender(OPTIMIZER_ON_HOST, partial(Layered, stage=3, offload=[OPTIMIZER])),
     Contender(DEEPSPEED, partial(StockDeepSpeed, stage=3, offload=ALL)),
     Contender("FSDP2, all on the host", partial(Fsdp2, offload=True)),
 )
