@@ -7,7 +7,9 @@ the thread copies itself, and the bus may be as slow as the caller wants.
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
@@ -44,7 +46,7 @@ class Transfer:
         self._over: Any = None
         """The end of the copy on the device; None on a CPU, where the copy is over when it is issued."""
         self._flight = flight
-        """Who records the copy. On a device its end is that of the wait for it, not when the thread has issued it."""
+        """Who records the copy."""
         self._error: BaseException | None = None
 
     def wait(self) -> None:
@@ -59,8 +61,6 @@ class Transfer:
             raise self._error
         if self._over is not None:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(self._over)
-            if self._flight is not None:
-                self._flight.end()
         self.tensors = None
 
     def done(self) -> None:
@@ -69,20 +69,35 @@ class Transfer:
         if self._over is not None:
             self._over.synchronize()
 
-    def _run(self, copy: "Copy") -> None:
+    def _run(self, copy: "Copy", stream: Any) -> None:
+        """Copies in the direction's thread; on a device, in the direction's ``stream``."""
         assert self.tensors is not None, "nobody has waited for it yet"
         try:
             if self._after is not None:
                 self._after()
-            if self._flight is not None and self._now is None:
-                self._flight.begin()
-            with torch.no_grad():
+            with self._recorded(stream), torch.no_grad():
                 self._over = copy(*self.tensors, self._now)
         except BaseException as error:
             self._error = error
-        if self._flight is not None and self._now is None:
-            self._flight.end()
         self._issued.set()
+
+    @contextmanager
+    def _recorded(self, stream: Any) -> Iterator[None]:
+        """Tells who records the copy when it begins and ends, on a device by the clock of its stream."""
+        if self._flight is None:
+            yield
+            return
+        there = nullcontext if stream is None else partial(torch.get_device_module(self._device).stream, stream)
+        with there():
+            if stream is not None:
+                # It begins when it may, and not when the stream is free.
+                stream.wait_event(self._now)
+            self._flight.begin()
+        try:
+            yield
+        finally:
+            with there():
+                self._flight.end()
 
 
 def event_now(device: torch.device) -> Any:
@@ -118,10 +133,14 @@ class Bus:
         """The memory of the host that copies read and write."""
         self.bytes_loaded = self.bytes_stored = 0
         """Bytes of all copies that have begun."""
-        copies = [_copy_of(device, bytes_per_second) for _ in range(2)]
+        module = torch.get_device_module(device)
+        streams = [None if device.type == "cpu" else module.Stream(device) for _ in range(2)]
+        copies = [
+            _copy_here(bytes_per_second) if stream is None else _copy_beside(module, stream) for stream in streams
+        ]
         if disk is not None:
             copies = through_buffers(disk, device.type != "cpu", *copies)
-        self._loads, self._stores = (_Lane(copy, device) for copy in copies)
+        self._loads, self._stores = (_Lane(device, *pair) for pair in zip(copies, streams))
 
     def load(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
         """Starts the copy of ``source`` on the host to ``target`` on the device, behind all loads so far and all work
@@ -153,45 +172,45 @@ class Bus:
 class _Lane:
     """One direction: a thread that runs transfers in order. It begins with the first and ends with the lane."""
 
-    def __init__(self, copy: Copy, device: torch.device) -> None:
-        self._copy, self._device = copy, device
+    def __init__(self, device: torch.device, copy: Copy, stream: Any) -> None:
+        self._device, self._copy, self._stream = device, copy, stream
         self._queue: SimpleQueue[Transfer | None] | None = None
 
     def start(self, transfer: Transfer) -> Transfer:
         if self._queue is None:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None)
-            served = self._queue, self._copy, self._device
+            served = self._queue, self._device, self._copy, self._stream
             Thread(target=_serve, args=served, name="ds_lgamp bus", daemon=True).start()
         self._queue.put(transfer)
         return transfer
 
 
-def _serve(queue: "SimpleQueue[Transfer | None]", copy: Copy, device: torch.device) -> None:
+def _serve(queue: "SimpleQueue[Transfer | None]", device: torch.device, copy: Copy, stream: Any) -> None:
     use_device(device)
     while (transfer := queue.get()) is not None:
-        transfer._run(copy)
+        transfer._run(copy, stream)
         # The thread must not keep the tensors alive while it waits for the next transfer.
         del transfer
 
 
-def _copy_of(device: torch.device, bytes_per_second: float | None) -> Copy:
-    """Returns the function that copies in one direction."""
-    if device.type == "cpu":
+def _copy_here(bytes_per_second: float | None) -> Copy:
+    """Returns the function that copies from one pool of main memory to the other."""
 
-        def copy_here(target: torch.Tensor, source: torch.Tensor, _: Any) -> None:
-            start = time.perf_counter()
-            target.copy_(source)
-            if bytes_per_second is not None:
-                end = start + target.nbytes / bytes_per_second
-                time.sleep(max(0.0, end - time.perf_counter()))
+    def copy(target: torch.Tensor, source: torch.Tensor, _: Any) -> None:
+        start = time.perf_counter()
+        target.copy_(source)
+        if bytes_per_second is not None:
+            end = start + target.nbytes / bytes_per_second
+            time.sleep(max(0.0, end - time.perf_counter()))
 
-        return copy_here
+    return copy
 
-    module = torch.get_device_module(device)
-    stream = module.Stream(device)
 
-    def copy_beside(target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
+def _copy_beside(module: Any, stream: Any) -> Copy:
+    """Returns the function that copies on a stream of the device."""
+
+    def copy(target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
         with module.stream(stream):
             stream.wait_event(now)
             target.copy_(source, non_blocking=True)
@@ -199,7 +218,7 @@ def _copy_of(device: torch.device, bytes_per_second: float | None) -> Copy:
             over.record(stream)
         return over
 
-    return copy_beside
+    return copy
 
 
 def _require_alike(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from threading import current_thread
 from types import SimpleNamespace
 
@@ -147,23 +148,31 @@ def test_a_thread_chooses_an_accelerator_and_no_cpu(monkeypatch):
     assert chosen == [torch.device("cuda", 3)]
 
 
-class Recorded:
-    def __init__(self):
-        self.said = []
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recorded_copy_of_a_device_begins_and_ends_in_the_stream_that_copies(fails, monkeypatch):
+    happened = []
 
-    def begin(self):
-        self.said.append("begin")
+    @contextmanager
+    def inside(stream):
+        happened.append(stream)
+        yield
+        happened.append("program")
 
-    def end(self):
-        self.said.append("end")
+    module = SimpleNamespace(stream=inside)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    stream = SimpleNamespace(wait_event=lambda event: happened.append(f"waits for {event}"))
+    flight = SimpleNamespace(begin=lambda: happened.append("begin"), end=lambda: happened.append("end"))
 
+    def copy(target, source, now):
+        happened.append("copy")
+        if fails:
+            raise OSError("no bus")
 
-def test_a_recorded_copy_of_a_device_ends_with_the_wait_and_not_when_it_is_issued(monkeypatch):
-    waited, flight = [], Recorded()
-    stream = SimpleNamespace(wait_event=waited.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_stream=lambda _: stream))
-    transfer = Transfer(torch.zeros(4), torch.ones(4), None, "now", flight)
-    transfer._run(lambda target, source, now: f"over after {now}")
-    assert flight.said == []
-    transfer.wait()
-    assert (waited, flight.said) == (["over after now"], ["end"])
+    transfer = Transfer(torch.zeros(4), torch.ones(4), lambda: happened.append("after"), "now", flight)
+    transfer._run(copy, stream)
+    begins = ["after", stream, "waits for now", "begin", "program"]
+    assert happened == [*begins, "copy", stream, "end", "program"]
+    assert transfer._issued.is_set() and isinstance(transfer._error, OSError) == fails
+    happened.clear()
+    Transfer(torch.zeros(4), torch.ones(4), None, "now", None)._run(lambda *_: happened.append("copy"), stream)
+    assert happened == ["copy"], "without a recording the program's events are enough"
