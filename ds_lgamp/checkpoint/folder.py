@@ -150,6 +150,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
+        if any(folder.glob("*mp_rank_*_model_states.pt")):
+            # It is not damaged: no older one may take its place.
+            raise CheckpointError(
+                f"{folder} is no checkpoint of ds_lgamp; stock DeepSpeed wrote it: convert it with ds_lgamp checkpoint "
+                "import"
+            ) from None
         raise DamageError(f"{folder} is no checkpoint of ds_lgamp; {_instead(folder)}") from None
     except OSError as error:
         raise unreadable(path, error) from None
@@ -177,8 +183,6 @@ def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
 
 
 def _instead(folder: Path) -> str:
-    if any(folder.glob("*mp_rank_*_model_states.pt")):
-        return "stock DeepSpeed wrote it: convert it with ds_lgamp checkpoint import"
     if any(folder.glob(f"{TENSORS}*")):
         return "its save was interrupted: load another"
     return "name a folder and tag that save_checkpoint wrote"

@@ -214,6 +214,22 @@ def missing_state(checkpoint):
     (checkpoint / "state.json").unlink()
 
 
+def stock_is_last(folder):
+    """Lets ``latest`` name a checkpoint of stock DeepSpeed beside an older one. Returns the error, and what ``latest``
+    names then."""
+    engine = engine_of(*LAYOUTS["zero 0"])
+    engine.save_checkpoint(folder, tag="older")
+    engine.wait_for_checkpoint()
+    if dist.get_rank() == 0:
+        (Path(folder) / "stock").mkdir()
+        (Path(folder) / "stock" / "mp_rank_00_model_states.pt").write_bytes(b"")
+        (Path(folder) / "latest").write_text("stock")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder)
+    return str(error.value), (Path(folder) / "latest").read_text()
+
+
 def fewer_layers(folder):
     """Loads a checkpoint into a model with two more layers. Returns the weights of the small model, and of the large
     one as built and as loaded."""
@@ -351,6 +367,7 @@ def run_all(folder, layouts):
     results["shares"] = shares()
     results["few kept"] = few_kept(str(Path(folder) / "few kept"))
     results["newest whole"] = newest_whole(str(Path(folder) / "newest whole"))
+    results["stock is last"] = stock_is_last(str(Path(folder) / "stock is last"))
     results["fewer layers"] = fewer_layers(str(Path(folder) / "fewer layers"))
     results["own buffers"] = own_buffers(str(Path(folder) / "own buffers"))
     results["refusals"] = refusals(folder)

@@ -70,6 +70,12 @@ def test_where_the_last_checkpoint_is_damaged_the_newest_whole_one_is_loaded_and
         assert "global_step1/tensors-" in said and "__3_0.distcp is damaged: its checksum differs" in said
 
 
+def test_where_stock_deepspeed_wrote_the_last_checkpoint_no_older_one_is_loaded(results):
+    for rank in results:
+        said, latest = rank["stock is last"]
+        assert "stock is no checkpoint of ds_lgamp; stock DeepSpeed wrote it: convert it" in said and latest == "stock"
+
+
 def test_a_model_with_more_layers_takes_what_there_is(results):
     small, built, loaded = results[0]["fewer layers"]
     assert small.keys() < built.keys() == loaded.keys()
