@@ -28,7 +28,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.config.precision import load_scaler_state
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
-from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.agreement import Term, everyone, refuse_differing_terms
 
 
 def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
@@ -92,6 +92,8 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     """Goes on with ``parts`` of the checkpoint ``folder`` and returns its client state. Collective over all ranks;
     raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
     state, reader = everywhere(partial(_open, folder))
+    loaded = Term(f"{folder.name} with checksum {state['index_checksum']}", "load the same one on every rank")
+    refuse_differing_terms({"the checkpoint": loaded}, CheckpointError)
     run.optimizer.partition.catch_up()
     sizes = {name: entry.size for name, entry in reader.tensors.items()}
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}

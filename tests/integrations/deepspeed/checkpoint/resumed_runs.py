@@ -311,7 +311,7 @@ def refusals(folder):
             function(*arguments, **options)
         said[name] = str(error.value)
 
-    other = str(Path(folder) / "other")
+    other, first_rank = str(Path(folder) / "other"), dist.get_rank() == 0
     wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
     refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
     for option in ("grouped", "scheduler", "other scheduler", "scheduler of that name"):
@@ -343,10 +343,13 @@ def refusals(folder):
     for tag in ("", "..", "/absolute"):
         refused(f"tag {tag}", CheckpointError, engine.save_checkpoint, other, tag=tag)
     refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
+    for tag in ("one", "two"):
+        engine.save_checkpoint(folder, tag=tag, client_state={"tag": tag}, save_latest=False)
+    refused("tag of its own", CheckpointError, engine.load_checkpoint, folder, tag="one" if first_rank else "two")
     refused("load function", ConfigError, engine.load_checkpoint, folder, custom_load_fn=print)
     refused("client state", CheckpointError, engine.save_checkpoint, other, client_state={"here": print})
     refused("no dictionary", CheckpointError, engine.save_checkpoint, other, client_state=Namespace(epoch=3))
-    if dist.get_rank() == 0:
+    if first_rank:
         (Path(folder) / "file").write_text("")
     dist.barrier()
     refused("no folder", CheckpointError, engine.save_checkpoint, str(Path(folder) / "file"))

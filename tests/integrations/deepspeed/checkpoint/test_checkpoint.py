@@ -140,6 +140,7 @@ def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
         ("tag ..", ["the tag is '..'"]),
         ("tag /absolute", ["the tag is '/absolute'"]),
         ("no such tag", ["global_step99 is no checkpoint of ds_lgamp"]),
+        ("tag of its own", ["the checkpoint is one with checksum ", " on ranks 1, 2 and 3; load the same one"]),
         ("load function", ["custom_load_fn is given", "remove it"]),
         ("client state", ["client_state holds under 'here' a value of type builtins.builtin_function_or_method; use"]),
         ("no dictionary", ["client_state is a Namespace; pass a dictionary that holds it"]),
