@@ -90,6 +90,8 @@ class Saver:
         """
         # Waits for other savers too, because two saves in one directory would interfere.
         wait_for_all()
+        # The script may change its working directory while the thread writes.
+        directory = directory.absolute()
         if self._asynchronous:
             given = tensors
             tensors = everywhere(lambda: staged(given))

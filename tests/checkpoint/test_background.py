@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -96,6 +97,22 @@ def test_the_next_save_waits_and_the_file_has_the_state_of_the_call(tmp_path):
         assert first < SLOW and there == "step0"
         assert second > SLOW / 2 and between == ("step1", 1)
         assert waited > SLOW / 2 and last == 2
+
+
+def save_and_leave(folder):
+    """Changes the working directory while a checkpoint is written in a folder that is relative to it."""
+    saver, directory = Saver(asynchronous=True, keep_last=None), Path("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_slowly(patch)
+        save(saver, directory, 1)
+        patch.chdir(folder.parent)
+        saver.wait()
+    return number_of(folder / directory / "step1"), read_latest(folder / directory)
+
+
+def test_a_save_stays_where_it_began_if_the_working_directory_changes(tmp_path):
+    assert run_on_ranks(1, save_and_leave, tmp_path) == [(1, "step1")]
 
 
 def save_in_halves(directory):

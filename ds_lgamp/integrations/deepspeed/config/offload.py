@@ -115,7 +115,8 @@ def disk_path(config: Any, settings: LgampConfig) -> tuple[str, Path] | None:
 
 
 def live_folder(config: Any, settings: LgampConfig) -> Path | None:
-    """Returns the folder of live states; None without one. Raises ConfigError if units lie on a disk."""
+    """Returns the folder of live states, wherever the script's working directory will be; None without one. Raises
+    ConfigError if units lie on a disk."""
     if settings.live_checkpoint is None:
         return None
     for key in (_OPTIMIZER, _PARAMETERS):
@@ -124,7 +125,7 @@ def live_folder(config: Any, settings: LgampConfig) -> Path | None:
                 f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but {_said(config, key)}, from which a "
                 "state would be read in every step; use 'cpu', or remove live_checkpoint"
             )
-    return Path(settings.live_checkpoint)
+    return Path(settings.live_checkpoint).absolute()
 
 
 def device_of_updates(config: Any) -> torch.device:

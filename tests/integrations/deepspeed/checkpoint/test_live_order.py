@@ -5,6 +5,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -70,6 +71,20 @@ def steps_before_sums(folder: Path) -> list[set[int]]:
     return found
 
 
+def leaves_the_working_directory(folder: Path) -> set[int]:
+    """Returns which states are in a folder that is relative to a working directory that the script has left."""
+    prepare_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run = Run(CASES[ONE_STEP], Path("live"))
+        run.step()
+        patch.chdir(folder.parent)
+        for _ in range(2):
+            run.step()
+        run.engine.live.wait()
+        return steps_on_disk(folder / "live")
+
+
 def beside_another_job(folder: Path) -> list[bool]:
     """Returns whether another job's states are there, while it runs and after its end."""
     prepare_rank()
@@ -100,6 +115,10 @@ def removed_by_somebody(folder: Path) -> tuple[list[int], set[str]]:
     run.engine.live.wait()
     held = {header.step: read_blobs(path, header).keys() for path, header in headers_in(folder)}
     return sorted(held), set.intersection(*map(set, held.values()))
+
+
+def test_states_stay_in_their_folder_if_the_working_directory_changes(tmp_path):
+    assert run_on_ranks(1, leaves_the_working_directory, tmp_path) == [{2, 3}]
 
 
 def test_the_states_of_a_job_that_runs_are_left_alone(tmp_path):
