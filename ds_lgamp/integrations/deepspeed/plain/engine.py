@@ -157,9 +157,18 @@ class ModelEngine(LgampEngine):
             )
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
-        """As LgampEngine's. The next call begins a batch, however many calls the batches of the checkpoint had."""
+        """As LgampEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises
+        ConfigError if their gradients are there already."""
+        if self._waiting is not None:
+            raise ConfigError(
+                "load_checkpoint is called after a complete batch, whose gradients wait for their step; call "
+                "engine.backward and engine.step first, which the checkpoint then replaces"
+            )
         loaded = super().load_checkpoint(*positional, **named)
-        self.micro_steps = len(self._kept.calls)
+        if loaded[0] is not None:
+            self._kept.clear()
+            self._told.forget()
+            self.micro_steps = 0
         return loaded
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:

@@ -57,6 +57,11 @@ class ToldLosses:
     def _note(self, gradient: Tensor) -> None:
         self._factors.append(gradient if self._through_engine else gradient / self._accumulation())
 
+    def forget(self) -> None:
+        """Forgets the losses that the engine told since the last step."""
+        self._factors.clear()
+        self._last = None
+
     def common_factor(self, losses: int) -> float:
         """Returns by what the script multiplied each of the ``losses`` that it was told, times their number: the factor
         of their mean. Forgets them.

@@ -103,6 +103,23 @@ def with_longer_batches(folder: str) -> list[int]:
     return steps
 
 
+def rolled_back(folder: str) -> dict[str, Any]:
+    """Goes back to a checkpoint in the middle of a batch, and with a complete one. Returns the losses after the save,
+    and those after going back."""
+    engine = trained(make("Llama"), 2, {}, steps=1)
+    engine.save_checkpoint(folder)
+    expected = train(engine, 2)
+    engine.backward(engine(**micro_batch(7, 0, 0)).loss)
+    engine.step()
+    engine.load_checkpoint(folder)
+    losses = train(engine, 2)
+    for number in range(MICRO_BATCHES - 1):
+        engine.backward(engine(**micro_batch(7, 0, number)).loss)
+        engine.step()
+    engine(**micro_batch(7, 0, MICRO_BATCHES - 1))
+    return {"expected": expected, "losses": losses, "complete": refusal(lambda: engine.load_checkpoint(folder))}
+
+
 def trained(model: Any, stage: int, block: dict[str, Any], steps: int = 2) -> Any:
     """Returns the engine of ``model`` after some steps."""
     prepare_rank()

@@ -9,6 +9,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.states import (
     adapted,
     adapter_at_two_layouts,
+    rolled_back,
     saved_with_a_whole_module,
     train_and_read,
     values_of_other_ranks,
@@ -103,3 +104,9 @@ def test_an_adapter_is_saved_whole_and_goes_on_at_another_layout_without_frozen_
 
 def test_a_loaded_run_begins_a_batch_whatever_the_accumulation_was(tmp_path):
     assert run_on_ranks(1, with_longer_batches, str(tmp_path)) == [[1, 1, 2]]
+
+
+def test_a_run_that_goes_back_in_the_middle_of_a_batch_drops_it(tmp_path):
+    (seen,) = run_on_ranks(1, rolled_back, str(tmp_path))
+    assert seen["losses"] == seen["expected"]
+    assert seen["complete"].startswith("load_checkpoint is called after a complete batch, whose gradients wait for")
