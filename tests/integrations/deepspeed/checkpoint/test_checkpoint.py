@@ -159,11 +159,12 @@ def look_for_checkpoints(directory):
     return said
 
 
-def test_a_save_that_was_not_finished_is_named_where_there_is_no_latest(tmp_path):
+def test_where_there_is_no_latest_a_warning_says_what_to_do(tmp_path):
     begun = tmp_path / "unfinished"
     hints = {
         "empty": "pass a tag, or save a checkpoint first",
         "whole": "pass the tag 'global_step3', which is whole",
+        "whole/global_step3": f"it is a checkpoint itself: name {tmp_path / 'whole'}, and pass the tag 'global_step3'",
         "unfinished": f"the save in global_step3 was not finished; remove {begun}, and go on from one that was",
     }
     (tmp_path / "unfinished" / "global_step3" / "tensors-0badcafe").mkdir(parents=True)
