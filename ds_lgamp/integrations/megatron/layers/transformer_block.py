@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs as megatron_specs
+from megatron.core.parallel_state import get_tensor_model_parallel_world_size
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
@@ -52,6 +53,7 @@ class TransformerBlock(nn.Module):
         transformer_impl: TransformerImpl = "local",
     ):
         super().__init__()
+        _refuse_other_ranks(config)
         spec = transformer_layer_spec(config, attn_mask_type, transformer_impl)
         self.layer = build_module(spec, config=config, layer_number=layer_number)
         self.rotary = rotary
@@ -139,6 +141,17 @@ class TorchNorm:
 def _usable_norm(config: TransformerConfig, norm: type) -> type:
     refused = norm is WrappedTorchNorm and config.sequence_parallel
     return TorchNorm if refused or get_accelerator().device_name() == "cpu" else norm
+
+
+def _refuse_other_ranks(config: TransformerConfig) -> None:
+    """Raises ConfigError unless ``config`` has the tensor-parallel size of the process groups, by which Megatron-core
+    slices weights. Partial gradients and the numbers for dropout follow ``config``."""
+    given, ranks = config.tensor_model_parallel_size, get_tensor_model_parallel_world_size()
+    if given != ranks:
+        raise ConfigError(
+            f"tensor_model_parallel_size of the TransformerConfig is {given}, but initialize_model_parallel made "
+            f"groups of {ranks}; give both the same size"
+        )
 
 
 def _mark_partial_gradients(layer: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Megatron-core layers on tensor-parallel ranks, with a pipeline and data parallelism, train like one process."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -321,6 +322,45 @@ def test_an_exported_checkpoint_goes_to_a_gpt_model_and_comes_back(folder, train
     assert torch.equal(model["decoder.layers.3.mlp.linear_fc1.weight"], expected["5.layer.mlp.linear_fc1.weight"])
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def refusal(groups, told, axis):
+    """Returns the sentence that refuses one model on two ranks, by its tensor-parallel size in the process groups, in
+    the TransformerConfig and in the topology."""
+    from megatron.core.transformer import TransformerConfig
+
+    from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
+    from tests.integrations.megatron.on_cpu import start_megatron
+
+    prepare_rank()
+    start_megatron(groups)
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "tensor_model_parallel_size": told}
+    config = TransformerConfig(**sizes, use_cpu_initialization=True)
+    ds_lgamp.install()
+    with quiet(), pytest.raises(ConfigError) as refused:
+        module = PipelineModule(
+            gpt_layer_specs(config, VOCABULARY, SEQUENCE, "rope", True),
+            topology=PipeModelDataParallelTopology(1, axis, 2 // axis),
+            loss_fn=language_model_loss,
+        )
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        deepspeed.initialize(
+            model=module, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 2, "ds_lgamp": {}}
+        )
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "told", "axis", "words"),
+    [
+        (2, 1, 2, "tensor_model_parallel_size of the TransformerConfig is 1, but initialize_model_parallel made"),
+    ],
+    ids=["other configuration"],
+)
+def test_another_tensor_parallel_size_is_refused(groups, told, axis, words):
+    first, second = run_on_ranks(2, refusal, groups, told, axis)
+    assert re.search(words, first)
+    assert second == first
 
 
 def test_a_parameter_says_how_it_is_shared():
