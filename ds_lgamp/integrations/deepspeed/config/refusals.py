@@ -33,6 +33,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     prefix_of,
     tensors_of,
 )
+from ds_lgamp.integrations.deepspeed.model.tensor_parallel import complaint_about_tensor_ranks
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _SECTIONS = {
@@ -70,6 +71,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     raise_everywhere(_complaint_about_tensors(module), ConfigError)
     raise_everywhere(_complaint_about_freezing(module), ConfigError)
     raise_everywhere(_complaint_about_ties(module), ConfigError)
+    raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
     for name, info in announced_tensors(module).items():
         if info.is_parameter:
             refuse_cast_parameter(config, name, info.dtype)

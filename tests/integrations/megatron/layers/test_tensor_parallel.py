@@ -354,8 +354,10 @@ def refusal(groups, told, axis):
     ("groups", "told", "axis", "words"),
     [
         (2, 1, 2, "tensor_model_parallel_size of the TransformerConfig is 1, but initialize_model_parallel made"),
+        (2, 2, 1, r"slices layers over the ranks \[0, 1\], but the axis model of the topology has \[0\]; .* num_mp=2"),
+        (1, 1, 2, r"slices layers over the ranks \[0\], but the axis model of the topology has \[0, 1\]"),
     ],
-    ids=["other configuration"],
+    ids=["other configuration", "no axis", "no groups"],
 )
 def test_another_tensor_parallel_size_is_refused(groups, told, axis, words):
     first, second = run_on_ranks(2, refusal, groups, told, axis)
