@@ -58,6 +58,7 @@ _REFUSED = {
     "qk_l2_norm": (False, "the specification of layers has no such norm"),
     "mtp_num_layers": (None, "there are no layers for several tokens"),
     "experimental_attention_variant": (None, "layers have plain self-attention"),
+    "heterogeneous_block_specs": (False, "all layers are alike"),
 }
 _REFUSED_LOCALLY = {
     "window_size": (None, "PyTorch's attention has no window"),

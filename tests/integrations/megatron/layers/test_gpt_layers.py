@@ -33,6 +33,7 @@ def block():
         ({"gated_linear_unit": True, "tensor_model_parallel_size": 2}, "gated_linear_unit is True and tensor_model_"),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2, but DeepSpeed's PipelineModule"),
         ({"context_parallel_size": 2}, "context_parallel_size is 2, but every rank sees the whole sequence"),
+        ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs is True, but all layers are alike; set it to"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid', but layers do not enter .*; set it to None"),
         ({"fp4": "e2m1"}, "fp4 is 'e2m1', but layers do not enter .*; set it to None"),
         ({"window_size": (4, 0)}, r"window_size is \(4, 0\), but PyTorch's attention has no window"),
