@@ -204,7 +204,8 @@ def deepspeed_config(args: argparse.Namespace) -> dict:
         "torch_adam": True,  # DeepSpeed would compile its fused AdamW at start-up
     }
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": adam})
-    config.setdefault("scheduler", scheduler_config(args, optimizer.get("params", {}).get("lr", args.lr)))
+    if "scheduler" not in config:
+        config["scheduler"] = scheduler_config(args, optimizer.get("params", {}).get("lr", args.lr))
     config.setdefault("gradient_clipping", args.clip_grad)
     if (args.bf16 or args.fp16) and {"bf16", "bfloat16", "fp16"}.isdisjoint(config):
         config["bf16" if args.bf16 else "fp16"] = {"enabled": True}
@@ -214,9 +215,15 @@ def deepspeed_config(args: argparse.Namespace) -> dict:
 def scheduler_config(args: argparse.Namespace, lr: float) -> dict:
     """Makes the scheduler's configuration: linear warm-up to the learning rate ``lr``, then the decay style.
 
-    The rate then stays constant, decays linearly to zero, or follows a cosine to --min-lr.
+    The rate then stays constant, decays linearly to zero, or follows a cosine to --min-lr. Raises SystemExit for a
+    shorter warm-up than DeepSpeed has.
     """
-    params = {"warmup_num_steps": max(1, args.lr_warmup_iters), "warmup_type": "linear"}
+    if args.lr_warmup_iters < 2:
+        raise SystemExit(
+            f"--lr-warmup-iters is {args.lr_warmup_iters}, but DeepSpeed's schedulers warm up over 2 iterations at "
+            f"least; give 2 or more, or a scheduler in {args.deepspeed_config}"
+        )
+    params = {"warmup_num_steps": args.lr_warmup_iters, "warmup_type": "linear"}
     if args.lr_decay_style == "constant":
         return {"type": "WarmupLR", "params": params}
     params["total_num_steps"] = args.lr_decay_iters or args.train_iters

@@ -98,6 +98,14 @@ def test_the_scheduler_ends_at_the_optimizers_own_rates(arguments, parse):
         assert made["scheduler"]["params"][key] == value and made["optimizer"] == adam["optimizer"]
 
 
+@pytest.mark.parametrize("iterations", [0, 1])
+def test_a_shorter_warm_up_than_deepspeeds_is_refused(iterations, arguments, parse):
+    with pytest.raises(SystemExit, match=f"--lr-warmup-iters is {iterations}, but DeepSpeed's schedulers warm up over"):
+        arguments.deepspeed_config(parse(f"--lr-warmup-iters {iterations}"))
+    own = {"scheduler": {"type": "OneCycle"}}
+    assert arguments.deepspeed_config(parse(f"--lr-warmup-iters {iterations}", own))["scheduler"] == own["scheduler"]
+
+
 def test_the_optimizer_of_the_flags(arguments, parse):
     flags = "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 --weight-decay 0.1 --lr 0.02"
     params = arguments.deepspeed_config(parse(flags))["optimizer"]["params"]

@@ -17,7 +17,7 @@ STEPS = 8
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 16 --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 --lr 1e-2 "
-    "--lr-warmup-iters 1 --eval-interval 4 --eval-iters 1 --group-query-attention --num-query-groups 1 --qk-layernorm "
+    "--lr-warmup-iters 2 --eval-interval 4 --eval-iters 1 --group-query-attention --num-query-groups 1 --qk-layernorm "
     "--normalization RMSNorm --swiglu --disable-bias-linear --reset-attention-mask --reset-position-ids "
     "--eod-mask-loss --lr-decay-style cosine --lr-decay-iters 16 --min-lr 1e-3 --save-interval 6"
 ).split()
