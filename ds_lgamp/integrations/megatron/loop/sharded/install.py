@@ -46,12 +46,8 @@ def into_shards(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(load)
     def load_checkpoint(ddp_model: list[torch.nn.Module], *positional: Any, **options: Any) -> Any:
-        with whole(ddp_model) as partition:
-            loaded = load(ddp_model, *positional, **options)
-            for unit in partition.units if partition is not None else ():
-                # Master weights that were loaded have more digits than the weights.
-                unit.adopt(keep_bits=True)
-            return loaded
+        with whole(ddp_model):
+            return load(ddp_model, *positional, **options)
 
     return load_checkpoint
 

@@ -96,11 +96,15 @@ def partition_of(models: Sequence[torch.nn.Module]) -> ZeroPartition | None:
 
 
 @contextmanager
-def whole(models: Sequence[torch.nn.Module]) -> Iterator[ZeroPartition | None]:
-    """Keeps all weights of this rank complete and current inside the block. All ranks enter it together."""
+def whole(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Keeps all weights of this rank complete and current inside the block. Shards take what the block has changed. All
+    ranks enter it together."""
     partition = partition_of(models)
     if partition is None:
-        yield None
+        yield
         return
     with partition.full_parameters():
-        yield partition
+        yield
+        for unit in partition.units:
+            # Master weights that were loaded have more digits than the weights.
+            unit.adopt(keep_bits=True)

@@ -66,16 +66,13 @@ def load(training, folder):
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    from ds_lgamp.integrations.megatron.loop.sharded.install import into_shards
+    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
 
-    @into_shards
-    def read(models):
+    with whole(training.models):
         loaded = dist_checkpointing.load(state_of(training, is_loading=True), folder)
-        for number, model in enumerate(models):
+        for number, model in enumerate(training.models):
             unwrap_model(model).load_state_dict(loaded[f"model{number}"])
         training.optimizer.load_state_dict(loaded["optimizer"])
-
-    read(training.models)
 
 
 def state_of(training, is_loading):
