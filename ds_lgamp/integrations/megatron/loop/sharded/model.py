@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -39,10 +40,21 @@ class ShardedChunk(DistributedDataParallel):
         """The units of all chunks of this rank."""
         self.units: Sequence[Unit] = ()
         """The units whose gradient this chunk finishes. A unit that several chunks use is the first one's."""
+        self.is_whole = False
+        """Whether all weights are complete, in a block of :func:`whole`."""
 
     def shard(self, partition: ZeroPartition, units: Sequence[Unit]) -> None:
         """Hands the parameters to ``partition``."""
         self.partition, self.units = partition, units
+        self.module.register_load_state_dict_pre_hook(self._refuse_apart)
+
+    def _refuse_apart(self, *_: Any) -> None:
+        """Raises ConfigError outside of :func:`whole`, where shards would not take what is loaded."""
+        if not self.is_whole:
+            raise ConfigError(
+                f"load_state_dict is called on a chunk whose weights are sharded; enter 'with whole(models):' of "
+                f"{__name__} around it, on all ranks"
+            )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Gives the optimizer's shards their gradients, after all reductions."""
@@ -104,7 +116,16 @@ def whole(models: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
         return
     with partition.full_parameters():
-        yield
+        _tell(models, True)
+        try:
+            yield
+        finally:
+            _tell(models, False)
         for unit in partition.units:
             # Master weights that were loaded have more digits than the weights.
             unit.adopt(keep_bits=True)
+
+
+def _tell(models: Sequence[Any], is_whole: bool) -> None:
+    for model in models:
+        model.is_whole = is_whole

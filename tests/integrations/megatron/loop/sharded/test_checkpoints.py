@@ -101,6 +101,20 @@ def test_at_the_same_layout_it_goes_on_to_the_bit(kind, found):
     assert found[kind, "the same layout"] == found[kind, None]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_are_loaded_into_whole_chunks_only(stage):
+    run_on_ranks(1, load_apart, stage, before_init=prepare_process)
+
+
+def load_apart(stage):
+    from megatron.core.utils import unwrap_model
+
+    training = Training(Place(1, 2, "layered", zero_stage=stage))
+    for model in (training.models[0], unwrap_model(training.models[0])):
+        with pytest.raises(ConfigError, match="a chunk whose weights are sharded; enter 'with whole"):
+            model.load_state_dict({}, strict=False)
+
+
 def test_state_by_buckets_is_refused():
     run_on_ranks(1, ask_for_buckets, before_init=prepare_process)
 
