@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import groups as stock_groups
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
@@ -28,17 +29,22 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     _keep_own_parameters(module, arguments)
     config, mpu = configuration_of_pipelines(arguments, module.num_stages), module.mpu()
     rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
-    return ModelEngine(
-        user_model=model,
-        layers=layers,
-        settings=settings,
-        partition_method=layers.partition_method,
-        model=module,
-        mpu=mpu,
-        config=config,
-        config_class=DeepSpeedConfig(for_deepspeed(config), mpu),
-        **rest,
-    )
+    # DeepSpeed gives the last engine's mpu to all. Those without a block are in no pipeline.
+    mpu_of_others = stock_groups.mpu
+    try:
+        return ModelEngine(
+            user_model=model,
+            layers=layers,
+            settings=settings,
+            partition_method=layers.partition_method,
+            model=module,
+            mpu=mpu,
+            config=config,
+            config_class=DeepSpeedConfig(for_deepspeed(config), mpu),
+            **rest,
+        )
+    finally:
+        stock_groups.mpu = mpu_of_others
 
 
 def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:

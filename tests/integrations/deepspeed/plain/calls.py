@@ -130,6 +130,21 @@ def train_sequential(pipeline_ranks: int, factor: float, through_engine: bool) -
     return sums
 
 
+def train_beside_stock_engines(pipeline_ranks: int) -> list[list[float]]:
+    """Trains models on stock engines that are built ahead of an engine with a block and behind it. Returns the weights
+    of each after a step."""
+    prepare_rank()
+    ds_lgamp.install()
+    models = [sequential() for _ in range(3)]
+    blocks = [{"enabled": False}, {"pipeline_ranks": pipeline_ranks}, {"enabled": False}]
+    engines = [initialize(model, configuration(0, block)) for model, block in zip(models, blocks)]
+    for number in range(MICRO_BATCHES):
+        for engine in engines:
+            engine.backward(engine(pairs(0, dist.get_rank(), number)))
+            engine.step()
+    return [model[1].linear.weight.flatten().tolist() for model in models[::2]]
+
+
 def step_on_a_plateau(pipeline_ranks: int) -> list[float]:
     """Gives the scheduler what the script has measured. Returns the learning rates, by step."""
     prepare_rank()

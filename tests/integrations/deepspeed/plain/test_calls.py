@@ -61,6 +61,16 @@ def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(fa
             assert sums[step] == pytest.approx(sum(own).item(), rel=1e-6)
 
 
+def test_engines_without_a_block_average_over_all_ranks():
+    model = calls.sequential()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = [model(calls.pairs(0, rank, number)) for rank in range(2) for number in range(MICRO_BATCHES)]
+    torch.stack(losses).mean().backward()
+    optimizer.step()
+    wanted = pytest.approx(model[1].linear.weight.flatten().tolist(), rel=1e-5)
+    assert run_on_ranks(2, calls.train_beside_stock_engines, 2) == [[wanted, wanted]] * 2
+
+
 def test_the_scheduler_gets_what_the_script_gives_to_step():
     assert run_on_ranks(2, calls.step_on_a_plateau, 2) == [[RATE, RATE, RATE / 2, RATE / 2]] * 2
 
