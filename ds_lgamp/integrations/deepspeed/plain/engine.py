@@ -72,7 +72,7 @@ class ModelEngine(LgampEngine):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._kept = Kept()
+        self._kept = Kept(user_model)
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad

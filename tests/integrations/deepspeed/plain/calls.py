@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -307,6 +308,17 @@ def lose_work(pipeline_ranks: int) -> dict[str, str]:
             inputs.copy_(pairs(0, rank, number + 1)[0])
 
     fails("reused tensor", reuse)
+
+    def switch(change: Callable[[nn.Module], Any]) -> None:
+        for number in range(MICRO_BATCHES):
+            engine.backward(engine(*pairs(0, rank, number)))
+            engine.step()
+            change(engine.module[2])
+
+    engine = initialize(sequential(), config)
+    fails("mode", switch, nn.Module.eval)
+    engine = initialize(sequential(), config)
+    fails("frozen", switch, lambda module: module.requires_grad_(False))
     for what in ("engine", "optimizer"):
         engine = initialize(sequential(), config)
         drops = engine if what == "engine" else engine.optimizer

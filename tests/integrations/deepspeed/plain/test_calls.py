@@ -177,6 +177,10 @@ def test_what_would_be_lost_is_refused_on_every_rank():
         "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.pipeline_ranks 2 would",
         "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
         **{
+            what: "the modes or frozen parameters of the model were changed after micro-batch 0 of 2 was given"
+            for what in ("mode", "frozen")
+        },
+        **{
             f"own term {last}": ".linear.weight has a gradient that does not come from a loss of engine(...)"
             for last in range(MICRO_BATCHES)
         },
