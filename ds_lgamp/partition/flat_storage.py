@@ -347,16 +347,21 @@ class FlatStorage:
 
     def attach_parameters(self) -> None:
         """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the
-        storage. They would take no part in training there."""
+        storage. They would take no part in training there. Raises ValueError for a tensor of another shape."""
         own = self.flat.untyped_storage().data_ptr()
         # Guards would bring values that nobody reads.
         with torch._C.DisableTorchFunctionSubclass():
             moved = [
-                (entry.parameter, view)
+                (entry.name, entry.parameter, view)
                 for entry, view in zip(self.parameters, self._views)
                 if entry.parameter.untyped_storage().data_ptr() != own
             ]
-        for parameter, view in moved:
+        for name, parameter, view in moved:
+            if parameter.shape != view.shape:
+                raise ValueError(
+                    f"parameter {name} has the shape {[*parameter.shape]}, but had {[*view.shape]} when the engine was "
+                    "built; resize it before that"
+                )
             # Here guards let a gather in flight end first.
             view.copy_(parameter.detach())
             parameter.data = view

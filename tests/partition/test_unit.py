@@ -202,3 +202,12 @@ def test_values_in_another_tensor_are_taken_over_behind_a_gather_in_flight(data_
         unit.storage.attach_parameters()
     assert torch.equal(weight, torch.ones(ELEMENTS))
     assert weight.data_ptr() == unit.storage.flat.data_ptr()
+
+
+def test_a_tensor_of_another_shape_is_refused_by_the_name_of_its_parameter(data_group):
+    unit, weight = unit_of(data_group, 1)
+    # As many elements, or one that would fill the others.
+    for shape in ((ELEMENTS, 1), (1,)):
+        weight.data = torch.ones(shape)
+        with pytest.raises(ValueError, match=r"parameter \S+ has the shape .*; resize it before that"):
+            unit.storage.attach_parameters()
