@@ -215,7 +215,10 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     names: dict[int, str] = {}
     for name, tensor in global_names(module):
         if names.setdefault(id(tensor), name) != name:
-            return f"{name} and {names[id(tensor)]} are the same tensor; layers that share one need TiedLayerSpec"
+            return (
+                f"{name} and {names[id(tensor)]} are the same tensor; give each layer its own or, in a PipelineModule, "
+                "share the layer by TiedLayerSpec"
+            )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"

@@ -54,6 +54,6 @@ def _without_hooks(engine: Callable[..., Any], model: Any) -> Callable[..., Any]
 
 def _refuse_generate(*positional: Any, **named: Any) -> Any:
     raise ConfigError(
-        f"model.generate is called, but with a {BLOCK} block the layers of the model are on several ranks; save the "
-        "model with save_pretrained, and generate with the model that from_pretrained loads"
+        f"model.generate is called, but with a {BLOCK} block the weights of the model are spread over several ranks; "
+        "save the model with save_pretrained, and generate with the model that from_pretrained loads"
     )

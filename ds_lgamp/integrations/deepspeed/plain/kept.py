@@ -15,10 +15,15 @@ class Kept:
         self.calls: list[Arguments] = []
         self._versions = Versions()
         self._model = model
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        """Those of the model when the batch began: a walk through the model takes long."""
         self._states: list[tuple[bool, ...]] = []
         """The state of the model at each call."""
 
     def add(self, call: Arguments) -> None:
+        if not self.calls:
+            self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
         self.calls.append(call)
         self._versions.add(call)
         self._states.append(self._state())
@@ -48,5 +53,4 @@ class Kept:
     def _state(self) -> tuple[bool, ...]:
         """Returns which modules train and which parameters are frozen. Adapters of peft freeze when they are
         switched."""
-        modules, parameters = self._model.modules(), self._model.parameters()
-        return *(each.training for each in modules), *(each.requires_grad for each in parameters)
+        return *(each.training for each in self._modules), *(each.requires_grad for each in self._parameters)

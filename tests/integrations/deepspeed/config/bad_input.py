@@ -385,7 +385,7 @@ MODULES = {
         lambda: pipeline(linears(8), DualPipeVModule),
         "deepspeed.initialize got a DualPipeVModule",
     ),
-    "layers that share a tensor": (lambda: pipeline([LayerSpec(Shared)] * 4), "are the same tensor; layers that share"),
+    "layers that share a tensor": (lambda: pipeline([LayerSpec(Shared)] * 4), "are the same tensor; give each layer"),
     "quantized parameters": (
         lambda: pipeline([LayerSpec(Quantized)] * 4),
         "weight is a Float8Tensor, but units hold plain tensors; build its layer without fp8_model_init",
