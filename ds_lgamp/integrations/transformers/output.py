@@ -34,6 +34,6 @@ class TrainingOutput(ModelOutput):
 
 _ONLY_LOSS = (
     f"with a {BLOCK} block the output of a training step has only 'loss', not '{{}}', which label_smoothing_factor, "
-    "compute_loss_func, trl's SFTTrainer and similar losses need; remove them, or compute the loss in the forward of the "
-    "model"
+    "compute_loss_func, trl's SFTTrainer and similar losses need; remove them, or compute the loss in the forward of "
+    "the model"
 )
