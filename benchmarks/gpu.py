@@ -40,12 +40,11 @@ of counted steps, ``peak`` and ``reserved`` bytes, number of ``parameters``, and
 
 
 class Trial(NamedTuple):
-    """What one training of a process trains, and for how many counted steps behind how many that warm up."""
+    """What one training of a process trains, and for how many counted steps."""
 
     size: GptSize
     recompute: str
     steps: int = STEPS
-    warm_up: int = WARM_UP
 
 
 def run(size: str | None = None, trace: Path | None = None) -> Record:
@@ -135,7 +134,7 @@ def _measure_on_device(contender: Contender, trials: Mapping[str, Trial], result
             before = get_accelerator().memory_allocated()
             device = torch.device(get_accelerator().current_device_name())
             training = contender.build(trial.size, trial.recompute, device)
-            runs[name] = _measure_run(training, before, trial)
+            runs[name] = _measure_run(training, before, trial.steps)
             write_json(results, runs)
             if trace is not None and name == next(iter(trials)):
                 write_trace(training, trace)
@@ -150,12 +149,12 @@ def _measure_on_device(contender: Contender, trials: Mapping[str, Trial], result
         free_memory()
 
 
-def _measure_run(training: Training, memory_before: int, trial: Trial) -> dict[str, Any]:
+def _measure_run(training: Training, memory_before: int, steps: int) -> dict[str, Any]:
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     losses, seconds = [], []
-    for step in range(trial.warm_up + trial.steps):
-        if step == trial.warm_up:
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
             accelerator.reset_peak_memory_stats()
         accelerator.synchronize()
         start = time.perf_counter()
@@ -165,7 +164,7 @@ def _measure_run(training: Training, memory_before: int, trial: Trial) -> dict[s
         losses.append(float(loss))
     return {
         "losses": losses,
-        "seconds": seconds[trial.warm_up :],
+        "seconds": seconds[WARM_UP:],
         "peak": None if device.type == "cpu" else accelerator.max_memory_allocated() - memory_before,
         # What allocators took from the device, idle memory of pools included.
         "reserved": None if device.type == "cpu" else accelerator.max_memory_reserved(),

@@ -59,7 +59,7 @@ class Fsdp2:
 
 ALL = (OPTIMIZER, PARAMETERS)
 UNCHECKED = {"bf16": {"check_grad_overflow": False}}
-"""Without it, an update waits until all gradients are known to be finite."""
+"""By default an update waits until all gradients are known to be finite."""
 CONTENDERS = (
     Contender(IN_MEMORY, partial(Layered, stage=3)),
     Contender(ON_HOST, partial(Layered, stage=3, offload=ALL)),
