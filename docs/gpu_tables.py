@@ -4,8 +4,8 @@ from typing import Any
 
 from benchmarks import ON_ACCELERATOR, gpu_memory
 from benchmarks.gpt.offload import DEEPSPEED, IN_MEMORY, ON_HOST
-from benchmarks.gpu_day.findings import DIFFERENCE, NAME, PEAK, RATE, WAITS
-from benchmarks.record import PARTS, Failure, Record, Row, is_recorded, read
+from benchmarks.gpu_day.findings import DIFFERENCE, NAME, PARAMETERS, PEAK, RATE, WAITS
+from benchmarks.record import PART, PARTS, Failure, Record, Row, is_recorded, read
 from docs.pivot import CONTENDER, median, micro_batches, pivot, setting, with_spread
 from testing.markdown import table
 
@@ -64,20 +64,26 @@ def stages() -> str:
 
 
 def offloading() -> str:
-    """Tokens per second of every contender by micro-batches, and its peak with the most of them."""
-    rows = [row for row in read(NAME).rows if row.metric in (RATE, PEAK)]
+    """Tokens per second of every contender by micro-batches, or why there are none, and the peak with the most."""
+    record = read(NAME)
+    rows = [row for row in record.rows if row.metric == RATE]
     numbers = sorted({int(row.config["micro_batches"]) for row in rows})
+    peaks = [row for row in record.rows if row.metric == PEAK and row.config["micro_batches"] == numbers[-1]]
+    missing = [failure for failure in record.failures if "micro_batches" in failure.config]
     peak = f"peak memory at M = {numbers[-1]}, GB"
 
     def column(entry: Row | Failure) -> str:
-        if isinstance(entry, Row) and entry.metric == PEAK:
-            return peak if entry.config["micro_batches"] == numbers[-1] else "none"
-        return micro_batches(entry)
+        return peak if isinstance(entry, Row) and entry.metric == PEAK else micro_batches(entry)
+
+    def cell(entries: list[Row] | list[Failure]) -> str:
+        (entry,) = entries
+        if isinstance(entry, Failure):
+            return entry.reason
+        return f"{entry.median / 1e9:.1f}" if entry.metric == PEAK else with_spread(",.0f")([entry])
 
     headings = {name: name for name in (*(f"M = {number}" for number in numbers), peak)}
-    cells = {RATE: with_spread(",.0f"), PEAK: median(".1f", 1e-9)}
-    shown = pivot(rows, [CONTENDER], column, lambda entries: cells[entries[0].metric](entries), headings)
-    rates = {(row.contender, row.config["micro_batches"]): row.median for row in rows if row.metric == RATE}
+    shown = pivot([*rows, *missing, *peaks], [CONTENDER], column, cell, headings)
+    rates = {(row.contender, row.config["micro_batches"]): row.median for row in rows}
     return "\n\n".join([shown, *_in_words(rates, numbers)])
 
 
@@ -90,6 +96,16 @@ def _in_words(rates: dict[tuple[str, Any], float], numbers: list[int]) -> list[s
             ratio = rates[ON_HOST, both[-1]] / rates[peer, both[-1]]
             found.append(f'With M = {both[-1]}, "{ON_HOST}" has {ratio:.2f} times the speed of "{peer}".')
     return found
+
+
+def largest() -> str:
+    """The largest model of every contender in a part of the device, or why there is none."""
+    record = read(NAME)
+    sizes = [row for row in record.rows if row.metric == PARAMETERS]
+    missing = [failure for failure in record.failures if failure.config[PART] == "largest"]
+    lines = [(row.contender, str(row.config["layers"]), f"{row.median / 1e9:.2f}") for row in sizes]
+    lines += [(failure.contender, "", failure.reason) for failure in missing]
+    return table(("", "layers", "parameters, billions"), lines, 1)
 
 
 def day_machines() -> str:

@@ -74,6 +74,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "gpu-memory": gpu_tables.memory,
         "machine-gpu-day": gpu_tables.day_machines,
         "gpu-stages": gpu_tables.stages,
+        "gpu-largest": gpu_tables.largest,
         "gpu-settings": gpu_tables.settings,
     },
     "docs/bert.md": {

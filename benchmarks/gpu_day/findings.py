@@ -12,6 +12,8 @@ DIFFERENCE, WAITS = "largest relative difference of a loss", "places where the h
 RATE, PEAK, PARAMETERS = "tokens per second", "peak memory", "parameters"
 FOUND, SECONDS = "largest difference", "seconds"
 """Keys of the parts' results."""
+UNMEASURED = ("failure", "outcome", "not run")
+"""Keys that say why something could not be measured."""
 
 
 def keep(reports: Sequence[Report]) -> None:
@@ -38,12 +40,12 @@ def as_record(report: Report) -> Record:
             record.add(OURS, config, WAITS, [len(found["host waits"])], "")
         if "failure" in found:
             record.fail(OURS, config, found["failure"])
-    compared = len(record.rows)
-    for name, found in report["results"].items():
-        _enter_offloading(record, report["part"], name, found)
-    if compared:
+    if record.rows:
         text = f"{report['part']}: trainings with other losses than plain torch's"
         record.aim(text, len(record.failures), 0)
+    for found in report["results"].values():
+        if "contender" in found:
+            _enter_offloading(record, report["part"], found)
     _aim_at_offloading(record, report["part"])
     return record
 
@@ -59,25 +61,30 @@ def trainings(report: Report) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield where, f"{what}, {inner}", of_inner
 
 
-def _enter_offloading(record: Record, part: str, name: str, found: dict[str, Any]) -> None:
-    """Enters the speed of a contender with a number of micro-batches, or the largest model of a contender."""
-    if RATE in found:
-        config = {PART: part, "micro_batches": found["micro-batches"]}
-        rates = [found["tokens"] / seconds for seconds in found[SECONDS]]
-        record.add(found["contender"], config, RATE, rates, "tokens/s")
-        record.add(found["contender"], config, PEAK, [found["peak bytes"]], "bytes")
-    elif "layers" in found:
-        record.add(name, {PART: part, "layers": found["layers"]}, PARAMETERS, [found[PARAMETERS]], "")
+def _enter_offloading(record: Record, part: str, found: dict[str, Any]) -> None:
+    """Enters the speed of a contender with a number of micro-batches, or its largest model; or why there is none."""
+    contender, config = found["contender"], {PART: part}
+    if "micro-batches" in found:
+        config["micro_batches"] = found["micro-batches"]
+    reason = next((found[key] for key in UNMEASURED if key in found), None)
+    if reason is not None:
+        record.fail(contender, config, reason)
+    elif "micro-batches" in found:
+        record.add(contender, config, RATE, [found["tokens"] / seconds for seconds in found[SECONDS]], "tokens/s")
+        record.add(contender, config, PEAK, [found["peak bytes"]], "bytes")
+    else:
+        record.add(contender, config | {"layers": found["layers"]}, PARAMETERS, [found[PARAMETERS]], "")
 
 
 def _aim_at_offloading(record: Record, part: str) -> None:
-    rates = {(row.contender, row.config.get("micro_batches")): row.median for row in record.rows if row.metric == RATE}
+    """Compares speeds with the most micro-batches that both have, and sizes."""
+    rates = {(row.contender, row.config["micro_batches"]): row.median for row in record.rows if row.metric == RATE}
     sizes = {row.contender: row.median for row in record.rows if row.metric == PARAMETERS}
-    most = max((int(number or 0) for _, number in rates), default=0)
     for peer, times in ((DEEPSPEED, 3.0), (IN_MEMORY, 0.9)):
-        if {(peer, most), (ON_HOST, most)} <= rates.keys():
-            text = f"{part}: {RATE} of {peer} / of {ON_HOST}, {most} micro-batches"
-            record.aim(text, rates[peer, most] / rates[ON_HOST, most], 1 / times)
+        both = [number for contender, number in rates if contender == peer and (ON_HOST, number) in rates]
+        if both:
+            text = f"{part}: {RATE} of {peer} / of {ON_HOST}, {max(both)} micro-batches"
+            record.aim(text, rates[peer, max(both)] / rates[ON_HOST, max(both)], 1 / times)
     if {FSDP2_IN_MEMORY, ON_HOST} <= sizes.keys():
         text = f"{part}: {PARAMETERS} of {FSDP2_IN_MEMORY} / of {ON_HOST}"
         record.aim(text, sizes[FSDP2_IN_MEMORY] / sizes[ON_HOST], 1 / 8)

@@ -37,9 +37,9 @@ TINY_LAYERS = (4, 2)
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     contenders = {contender.name: contender for contender in CONTENDERS}
     for name in COMPARED:
-        found = largest(contenders[name])
-        if "layers" not in found and name == ON_HOST:
-            found["failure"] = "no size trained"
+        found = {"contender": name, **largest(contenders[name])}
+        if "layers" not in found:
+            found["failure" if name == ON_HOST else "outcome"] = found.get("ended by", "no size trained")
         yield name, found
 
 

@@ -41,10 +41,9 @@ def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def as_result(contender: str, size: GptSize, found: dict[str, Any], expected: list[float] | None) -> dict[str, Any]:
     """Returns what is kept of a run. Only ds_lgamp can fail the part: peers may run out of memory or time."""
     result = {key: value for key, value in found.items() if key in ("failure", NOT_RUN)}
+    result |= {"contender": contender, "micro-batches": size.micro_batches}
     if "losses" in found:
         result |= {
-            "contender": contender,
-            "micro-batches": size.micro_batches,
             "tokens": size.tokens,
             "seconds": found["seconds"],
             "tokens per second": size.tokens / median(found["seconds"]),

@@ -90,7 +90,7 @@ class Transfer:
         there = nullcontext if stream is None else partial(torch.get_device_module(self._device).stream, stream)
         with there():
             if stream is not None:
-                # It begins when it may, and not when the stream is free.
+                # A free stream would record the beginning before the copy may start.
                 stream.wait_event(self._now)
             self._flight.begin()
         try:

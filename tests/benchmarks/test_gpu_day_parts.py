@@ -176,10 +176,11 @@ def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory():
     assert "failure" not in found and "outcome" not in found
     for contender, key in ((ON_HOST, "failure"), (DEEPSPEED, "outcome")):
         assert "in step 2" in offload.as_result(contender, size, run, [4.0, 2.1])[key]
-        assert offload.as_result(contender, size, {"failure": "out of memory"}, None) == {key: "out of memory"}
+        assert offload.as_result(contender, size, {"failure": "out of memory"}, None)[key] == "out of memory"
     over = {"not run": "the time was over"}
-    assert offload.as_result(ON_HOST, size, over, None) == over
-    assert offload.as_result(DEEPSPEED, size, over, None) == {"outcome": "the time was over"}
+    found = offload.as_result(ON_HOST, size, over, None)
+    assert found == {**over, "contender": ON_HOST, "micro-batches": size.micro_batches}
+    assert offload.as_result(DEEPSPEED, size, over, None)["outcome"] == "the time was over"
 
 
 def test_the_first_size_that_trains_is_the_largest(monkeypatch, tmp_path):
@@ -207,8 +208,10 @@ def test_what_was_tried_before_the_memory_of_the_host_was_over_is_kept(monkeypat
     monkeypatch.setattr(largest, "run_on_ranks", run_on_ranks)
     found = dict(largest.run(Path()))
     assert list(found) == list(largest.COMPARED)
-    kept = {"too large": {"64": "no"}, "ended by": "OutOfMemoryError: 80 GB"}
-    assert [found[name] for name in (ON_HOST, DEEPSPEED)] == [{**kept, "failure": "no size trained"}, kept]
+    reason = "OutOfMemoryError: 80 GB"
+    kept = {"too large": {"64": "no"}, "ended by": reason}
+    assert found[ON_HOST] == {"contender": ON_HOST, **kept, "failure": reason}
+    assert found[DEEPSPEED] == {"contender": DEEPSPEED, **kept, "outcome": reason}
 
 
 def event(category, name, begin, end):

@@ -92,14 +92,17 @@ OFFLOAD = report(
     "offload",
     **{
         "in memory, 16": rate(IN_MEMORY, 16, [1.0]),
-        "host, 16": rate(ON_HOST, 16, [1.0, 1.25, 2.0]),
-        "DeepSpeed, 16": rate(DEEPSPEED, 16, [5.0]),
         "host, 4": rate(ON_HOST, 4, [1.0]),
-        "FSDP2": {"outcome": "out of memory"},
+        "host, 16": rate(ON_HOST, 16, [1.0, 1.25, 2.0]),
+        "DeepSpeed, 4": rate(DEEPSPEED, 4, [4.0]),
+        "DeepSpeed, 16": {"contender": DEEPSPEED, "micro-batches": 16, "outcome": "out of memory"},
     },
 )
 LARGEST = report(
-    "largest", **{ON_HOST: {"layers": 9, "parameters": 90}, FSDP2_IN_MEMORY: {"layers": 1, "parameters": 9}}
+    "largest",
+    host={"contender": ON_HOST, "layers": 9, "parameters": 90},
+    peer={"contender": FSDP2_IN_MEMORY, "layers": 1, "parameters": 9},
+    other={"contender": DEEPSPEED, "outcome": "no size trained"},
 )
 
 
@@ -109,11 +112,14 @@ def test_the_record_has_speed_and_size_with_offloading():
     tokens = SIZES[TINY]._replace(micro_batches=16).tokens
     assert rates[ON_HOST, 16] == tokens / 1.25 and rates[ON_HOST, 4] == tokens / 4 and len(rates) == 4
     assert [row.median for row in record.rows if row.unit == "bytes"] == [7] * 4
+    assert [(each.contender, each.reason) for each in record.failures] == [(DEEPSPEED, "out of memory")]
     slower, share = record.targets
+    assert slower.text.endswith("4 micro-batches") and share.text.endswith("16 micro-batches")
     assert (slower.value, slower.limit, slower.met) == (pytest.approx(0.25), 1 / 3, True)
     assert (share.value, share.limit, share.met) == (pytest.approx(1.25), 1 / 0.9, False)
-    (size,) = findings.as_record(LARGEST).targets
-    assert (size.value, size.met) == (pytest.approx(0.1), True)
+    sizes = findings.as_record(LARGEST)
+    assert [(target.value, target.met) for target in sizes.targets] == [(pytest.approx(0.1), True)]
+    assert [each.reason for each in sizes.failures] == ["no size trained"]
 
 
 @pytest.mark.parametrize(
@@ -143,12 +149,16 @@ def test_a_part_takes_its_own_place_in_the_record_and_on_the_page(monkeypatch, t
     assert json.loads((tmp_path / "gpu_day.json").read_text())["name"] == findings.NAME
 
 
-def test_the_page_shows_rates_beside_each_other(monkeypatch, tmp_path):
+def test_the_page_shows_rates_beside_each_other_and_why_one_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
-    findings.keep([OFFLOAD])
-    heading, _, *lines = gpu_tables.offloading().splitlines()
+    findings.keep([OFFLOAD, LARGEST])
+    heading, _, memory, host, peer, *words = gpu_tables.offloading().splitlines()
     assert heading == "|  | M = 4 | M = 16 | peak memory at M = 16, GB |"
-    assert lines[1].startswith(f"| {ON_HOST} | ") and lines[0].split(" | ")[1] == ""
+    assert memory.startswith(f"| {IN_MEMORY} |  | ") and host.startswith(f"| {ON_HOST} | ")
+    assert peer.startswith(f"| {DEEPSPEED} | ") and peer.endswith(" | out of memory |  |")
+    assert words[-1] == f'With M = 4, "{ON_HOST}" has 4.00 times the speed of "{DEEPSPEED}".'
+    lines = [f"| {ON_HOST} | 9 | 0.00 |", f"| {FSDP2_IN_MEMORY} | 1 | 0.00 |", f"| {DEEPSPEED} |  | no size trained |"]
+    assert gpu_tables.largest().splitlines()[2:] == lines
 
 
 def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch):

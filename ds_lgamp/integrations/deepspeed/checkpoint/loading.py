@@ -47,7 +47,8 @@ def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
 
 def _hint(directory: Path) -> str:
     if (directory / folders.STATE).is_file():
-        return f"it is a checkpoint itself: name {directory.parent}, and pass the tag '{directory.name}'"
+        own = directory.absolute()
+        return f"it is a checkpoint itself: name {own.parent}, and pass the tag '{own.name}'"
     whole, begun = folders.newest_first(directory, "any"), folders.unfinished(directory)
     if whole:
         return f"pass the tag '{whole[0].name}', which is whole"

@@ -29,9 +29,8 @@ class Kept:
         self._states.append(self._state())
 
     def clear(self) -> None:
-        self.calls.clear()
-        self._versions.clear()
-        self._states.clear()
+        for kept in (self.calls, self._versions, self._states, self._modules, self._parameters):
+            kept.clear()
 
     def check(self) -> None:
         """Raises ConfigError if a tensor was changed since it was given, or if the model is in another state."""
@@ -42,7 +41,7 @@ class Kept:
                 "block computes all micro-batches when the last one is there; give the engine new tensors"
             )
         state = self._state()
-        for number, given in enumerate(self._states):
+        for number, given in reversed([*enumerate(self._states)]):
             if given != state:
                 raise ConfigError(
                     f"the modes or frozen parameters of the model were changed after micro-batch {number} of "

@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.unit import Unit
@@ -46,7 +47,8 @@ class ShardedChunk(DistributedDataParallel):
     def shard(self, partition: ZeroPartition, units: Sequence[Unit]) -> None:
         """Hands the parameters to ``partition``."""
         self.partition, self.units = partition, units
-        self.module.register_load_state_dict_pre_hook(self._refuse_apart)
+        # Those around it, such as the one that casts inputs, hand the call on without hooks.
+        unwrap_model(self.module).register_load_state_dict_pre_hook(self._refuse_apart)
 
     def _refuse_apart(self, *_: Any) -> None:
         """Raises ConfigError outside of :func:`whole`, where shards would not take what is loaded."""
@@ -109,23 +111,23 @@ def partition_of(models: Sequence[torch.nn.Module]) -> ZeroPartition | None:
 
 @contextmanager
 def whole(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Keeps all weights of this rank complete and current inside the block. Shards take what the block has changed. All
-    ranks enter it together."""
+    """Keeps all weights of this rank complete and current inside the block. Shards take what the block has changed,
+    unless it raises. All ranks enter it together."""
     partition = partition_of(models)
     if partition is None:
         yield
         return
+    chunks: Sequence[Any] = models
     with partition.full_parameters():
-        _tell(models, True)
+        outside = [model.is_whole for model in chunks]
+        for model in chunks:
+            model.is_whole = True
         try:
             yield
         finally:
-            _tell(models, False)
+            # A block may stand in another one.
+            for model, before in zip(chunks, outside):
+                model.is_whole = before
         for unit in partition.units:
             # Master weights that were loaded have more digits than the weights.
             unit.adopt(keep_bits=True)
-
-
-def _tell(models: Sequence[Any], is_whole: bool) -> None:
-    for model in models:
-        model.is_whole = is_whole

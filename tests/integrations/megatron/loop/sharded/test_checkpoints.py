@@ -101,17 +101,24 @@ def test_at_the_same_layout_it_goes_on_to_the_bit(kind, found):
     assert found[kind, "the same layout"] == found[kind, None]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_weights_are_loaded_into_whole_chunks_only(stage):
-    run_on_ranks(1, load_apart, stage, before_init=prepare_process)
+def test_weights_are_loaded_into_whole_chunks_only(stage, kind):
+    run_on_ranks(1, load_apart, stage, KINDS[kind], before_init=prepare_process)
 
 
-def load_apart(stage):
+def load_apart(stage, options):
     from megatron.core.utils import unwrap_model
 
-    training = Training(Place(1, 2, "layered", zero_stage=stage))
+    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
+
+    training = Training(Place(1, 2, "layered", zero_stage=stage, options=options))
     for model in (training.models[0], unwrap_model(training.models[0])):
         with pytest.raises(ConfigError, match="a chunk whose weights are sharded; enter 'with whole"):
+            model.load_state_dict({}, strict=False)
+        with whole(training.models):
+            with whole(training.models):
+                model.load_state_dict({}, strict=False)
             model.load_state_dict({}, strict=False)
 
 
