@@ -150,7 +150,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        if any(folder.glob("*mp_rank_*_model_states.pt")):
+        if is_stock(folder):
             # It is not damaged: no older one may take its place.
             raise CheckpointError(
                 f"{folder} is no checkpoint of ds_lgamp; stock DeepSpeed wrote it: convert it with ds_lgamp checkpoint "
@@ -180,6 +180,11 @@ def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
     tensors = VerifyingReader(folder / state["tensors"], state["index_checksum"])
     check_tensors(folder / STATE, state, tensors.tensors)
     return tensors
+
+
+def is_stock(folder: Path) -> bool:
+    """Whether stock DeepSpeed wrote the checkpoint ``folder``."""
+    return any(folder.glob("*mp_rank_*_model_states.pt"))
 
 
 def _instead(folder: Path) -> str:

@@ -83,7 +83,7 @@ def publish_newest(folder: Path, directory: Path, run: str) -> None:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = everywhere(partial(_slots_in, folder, rank, run))
-    published, where = everyone(everywhere(lambda: (last_step(directory), str(directory.resolve()))))[0]
+    published, where = everyone(everywhere(lambda: (_published(directory), str(directory.resolve()))))[0]
     for state in _whole_states(slot for seen in everyone(list(own)) for slot in seen):
         if state.step <= published:
             return
@@ -185,6 +185,16 @@ def last_step(directory: Path) -> int:
         return -1 if last is None else folders.read_state(directory / last)["counters"]["global_steps"]
     except CheckpointError:
         return -1
+
+
+def _published(directory: Path) -> float:
+    """Returns what :func:`last_step` does; infinity if stock DeepSpeed wrote the last checkpoint, of which nobody knows
+    whether a live state is newer."""
+    try:
+        last = folders.read_latest(directory)
+    except CheckpointError:
+        return -1
+    return float("inf") if last is not None and folders.is_stock(directory / last) else last_step(directory)
 
 
 def _read(slots: Mapping[Seen, Header]) -> dict[int, dict[str, list[FlatShard]]]:
