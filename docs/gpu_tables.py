@@ -1,9 +1,6 @@
 """Tables of what ran on a GPU."""
 
-from typing import Any
-
 from benchmarks import ON_ACCELERATOR, gpu_memory
-from benchmarks.gpt.offload import DEEPSPEED, IN_MEMORY, ON_HOST
 from benchmarks.gpu_day.findings import DIFFERENCE, NAME, PARAMETERS, PEAK, RATE, WAITS
 from benchmarks.record import PART, PARTS, Failure, Record, Row, is_recorded, read
 from docs.pivot import CONTENDER, median, micro_batches, pivot, setting, with_spread
@@ -82,20 +79,7 @@ def offloading() -> str:
         return f"{entry.median / 1e9:.1f}" if entry.metric == PEAK else with_spread(",.0f")([entry])
 
     headings = {name: name for name in (*(f"M = {number}" for number in numbers), peak)}
-    shown = pivot([*rows, *missing, *peaks], [CONTENDER], column, cell, headings)
-    rates = {(row.contender, row.config["micro_batches"]): row.median for row in rows}
-    return "\n\n".join([shown, *_in_words(rates, numbers)])
-
-
-def _in_words(rates: dict[tuple[str, Any], float], numbers: list[int]) -> list[str]:
-    """How the speed with all on the host compares, with the most micro-batches that both have."""
-    found = []
-    for peer in (IN_MEMORY, DEEPSPEED):
-        both = [number for number in numbers if {(peer, number), (ON_HOST, number)} <= rates.keys()]
-        if both:
-            ratio = rates[ON_HOST, both[-1]] / rates[peer, both[-1]]
-            found.append(f'With M = {both[-1]}, "{ON_HOST}" has {ratio:.2f} times the speed of "{peer}".')
-    return found
+    return pivot([*rows, *missing, *peaks], [CONTENDER], column, cell, headings)
 
 
 def largest() -> str:
@@ -116,7 +100,7 @@ def day_machines() -> str:
 
 
 def _differences(*parts: str) -> str:
-    rows = [row for row in read(NAME).rows if row.config["part"] in parts and row.metric == DIFFERENCE]
+    rows = [row for row in read(NAME).rows if row.config[PART] in parts and row.metric == DIFFERENCE]
     return pivot(rows, [("setting", setting("what"))], setting("where"), median(".2g"))
 
 

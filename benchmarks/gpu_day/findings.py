@@ -22,11 +22,12 @@ def keep(reports: Sequence[Report]) -> None:
     dry = [report["part"] for report in reports if report.get("dry_run")]
     if dry:
         raise SystemExit(f"{', '.join(dry)}: a dry run is no record")
-    records = [record for record in map(as_record, reports) if record.rows]
-    if not records:
+    records = {report["part"]: as_record(report) for report in reports}
+    found = {part: record for part, record in records.items() if record.rows or record.failures}
+    if not found:
         raise SystemExit("no part has anything to record")
-    for record in records:
-        finish(record, str(record.rows[0].config[PART]))
+    for part, record in found.items():
+        finish(record, part)
 
 
 def as_record(report: Report) -> Record:

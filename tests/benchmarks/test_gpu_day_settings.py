@@ -14,7 +14,7 @@ from benchmarks.gpt.sizes import SIZES, TINY
 from benchmarks.gpu_day import environment, findings, nccl, offload, settings
 from benchmarks.gpu_day.layouts import Layout
 from benchmarks.record import OURS, Row
-from docs import gpu_tables
+from docs import gpu_tables, tables
 
 
 def works(layout, expected, folder):
@@ -134,6 +134,12 @@ def test_without_findings_of_a_gpu_there_is_no_record(reports, reason):
         findings.keep(reports)
 
 
+def test_a_part_in_which_all_failed_is_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
+    findings.keep([report("largest", host={"contender": ON_HOST, "failure": "no size trained"})])
+    assert gpu_tables.largest().splitlines()[2:] == [f"| {ON_HOST} |  | no size trained |"]
+
+
 def test_a_part_takes_its_own_place_in_the_record_and_on_the_page(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
     both = {f"{where}, gpipe": {"largest difference": value} for where, value in (("P1 W1", 0.0), ("P2 W2", 1.5e-5))}
@@ -152,11 +158,14 @@ def test_a_part_takes_its_own_place_in_the_record_and_on_the_page(monkeypatch, t
 def test_the_page_shows_rates_beside_each_other_and_why_one_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.record.RESULTS", tmp_path)
     findings.keep([OFFLOAD, LARGEST])
-    heading, _, memory, host, peer, *words = gpu_tables.offloading().splitlines()
+    heading, _, memory, host, peer = gpu_tables.offloading().splitlines()
     assert heading == "|  | M = 4 | M = 16 | peak memory at M = 16, GB |"
     assert memory.startswith(f"| {IN_MEMORY} |  | ") and host.startswith(f"| {ON_HOST} | ")
     assert peer.startswith(f"| {DEEPSPEED} | ") and peer.endswith(" | out of memory |  |")
-    assert words[-1] == f'With M = 4, "{ON_HOST}" has 4.00 times the speed of "{DEEPSPEED}".'
+    monkeypatch.setattr(tables, "NAMES", [])
+    slower, share, sizes = tables.targets().splitlines()[2:]
+    assert slower.startswith("| gpu_day | offload: ") and slower.endswith(" | 0.25 | 0.33333 | yes |")
+    assert share.endswith(" | **no** |") and sizes.startswith("| gpu_day | largest: ")
     lines = [f"| {ON_HOST} | 9 | 0.00 |", f"| {FSDP2_IN_MEMORY} | 1 | 0.00 |", f"| {DEEPSPEED} |  | no size trained |"]
     assert gpu_tables.largest().splitlines()[2:] == lines
 
