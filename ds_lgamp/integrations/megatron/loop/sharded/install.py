@@ -1,6 +1,7 @@
 """What stages 2 and 3 replace in Megatron-core and in Megatron-LM's training loop."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -11,7 +12,7 @@ from megatron.core import optimizer
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 
-from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk, whole
+from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk, partition_of, whole
 from ds_lgamp.integrations.megatron.loop.sharded.optimizer import sharding
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
@@ -31,11 +32,13 @@ def training_replacements() -> Replacements:
 
 
 def with_whole_weights(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of all chunks of a rank, which are its argument ``model``, with complete weights."""
+    """``function``, which reads all chunks of a rank, its argument ``model``, with complete weights."""
 
     @wraps(function)
     def complete(*positional: Any, **options: Any) -> Any:
-        with whole(signature(function).bind(*positional, **options).arguments["model"]):
+        partition = partition_of(signature(function).bind(*positional, **options).arguments["model"])
+        # Shards need not follow: it changes nothing.
+        with nullcontext() if partition is None else partition.full_parameters():
             return function(*positional, **options)
 
     return complete
