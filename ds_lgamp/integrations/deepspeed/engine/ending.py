@@ -1,7 +1,8 @@
 """Finishes what living engines have under way, before process groups end."""
 
+from collections.abc import Callable
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.integrations.deepspeed.checkpoint.live import end_all
@@ -14,17 +15,26 @@ class Gathering(Protocol):
         """Waits until no parameters are on their way to this rank."""
 
 
-_engines: WeakSet[Gathering] = WeakSet()
+_engines: WeakKeyDictionary[Gathering, None] = WeakKeyDictionary()
+"""In the order in which they began, which is that of all ranks: a set would have an order of its own on each rank."""
+_first: dict[Callable[[], None], None] = {}
 
 
 def finish_at_the_end(engine: Gathering) -> None:
     """Lets :func:`finish_engines` wait for ``engine`` as long as it lives."""
-    _engines.add(engine)
+    _engines[engine] = None
+
+
+def first_at_the_end(agree: Callable[[], None]) -> None:
+    """Lets :func:`finish_engines` call ``agree`` before it asks any engine: engines of other ranks may live longer."""
+    _first[agree] = None
 
 
 def finish_engines() -> None:
     """Waits for the gathers and saves that engines have under way, and ends their live states. Collective over all
     ranks; raises CheckpointError on every rank if a save failed."""
+    for agree in _first:
+        agree()
     for engine in _engines:
         engine.finish_gathers()
     try:

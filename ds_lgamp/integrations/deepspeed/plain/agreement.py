@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
+from ds_lgamp.integrations.deepspeed.engine.ending import first_at_the_end
 from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group
 
 _PATIENCE = timedelta(days=1)
@@ -50,13 +50,13 @@ def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> No
 
 
 class _End:
-    """The end of this rank's batches, whichever engines are alive: those of other ranks may live longer."""
+    """The end of this rank's batches."""
 
     def __init__(self) -> None:
         self.expected = False
         """Whether other ranks may be in a batch that they cannot finish alone."""
 
-    def finish_gathers(self) -> None:
+    def agree(self) -> None:
         if self.expected and dist.is_initialized():
             self.expected = False
             dist.distributed_c10d._set_pg_timeout(_PATIENCE, host_group())
@@ -69,7 +69,7 @@ _end = _End()
 def agree_at_the_end() -> None:
     """Lets this rank tell the others when it ends its script. Every rank calls it as often as the others."""
     _end.expected = True
-    finish_at_the_end(_end)
+    first_at_the_end(_end.agree)
 
 
 def _difference(ranks: Sequence[tuple[Next, Sequence[float]]]) -> str:
