@@ -5,11 +5,14 @@ from dataclasses import replace
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.exact import exact_seconds, is_layered
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 
 SLOWEST, FASTEST = 1e5, 1e13
 """Bytes per second of a network card between which the needed bandwidth is looked for."""
+MOST_COMPUTES = 50_000
+"""Forwards and backwards that the clock runs in half a second, for every bandwidth anew."""
 
 
 def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
@@ -20,8 +23,17 @@ def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
 def seconds_over_bandwidth(
     model: Model, cluster: Cluster, configuration: Configuration, bandwidths: Sequence[float]
 ) -> list[float]:
-    """Returns the seconds of a step for each bandwidth of the network cards between nodes, in bytes per second."""
-    return [predict(model, with_bandwidth(cluster, one), configuration).seconds for one in bandwidths]
+    """Returns the seconds of a step for each bandwidth of the network cards between nodes, in bytes per second: of a
+    layered step by the clock, as plans have them, or by the formula if it is long."""
+    on_clock = is_layered(configuration) and configuration.computes <= MOST_COMPUTES
+
+    def seconds(bandwidth: float) -> float:
+        changed = with_bandwidth(cluster, bandwidth)
+        if on_clock:
+            return exact_seconds(model, changed, configuration)
+        return predict(model, changed, configuration).seconds
+
+    return [seconds(bandwidth) for bandwidth in bandwidths]
 
 
 def bandwidth_needed(model: Model, cluster: Cluster, configuration: Configuration, loss: float = 0.05) -> float | None:

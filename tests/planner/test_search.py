@@ -123,6 +123,13 @@ def test_at_the_bandwidth_that_is_needed_a_step_loses_what_is_asked():
     assert bandwidth_needed(MODEL, CLUSTER, inside) is None, "one node needs no network"
 
 
+def test_the_step_over_the_bandwidth_of_a_layered_plan_goes_through_the_seconds_of_the_plan():
+    plan = best_by_method(PLANS)["layered"]
+    (told,) = seconds_over_bandwidth(MODEL, CLUSTER, plan.configuration, [CLUSTER.between.bandwidth])
+    assert told == pytest.approx(plan.prediction.seconds, rel=1e-12)
+    assert predict(MODEL, CLUSTER, plan.configuration).seconds != pytest.approx(told, rel=0.001)
+
+
 def test_reasons_name_the_other_method_and_the_largest_loss():
     against, limit = reasons(PLANS)
     best, other, *_ = best_by_method(PLANS).values()
