@@ -128,6 +128,8 @@ def _inputs(actions: Sequence[Action], on_disk: OnDisk, activations: ActivationB
     held: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for action in actions:
+        if action.kind not in (Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.WAIT_LOAD_INPUT):
+            continue
         moved = room(activations.chunks[action.chunk - 1].result)
         if action.kind is Kind.STORE_INPUT:
             written += moved
@@ -135,7 +137,7 @@ def _inputs(actions: Sequence[Action], on_disk: OnDisk, activations: ActivationB
             most |= held
         elif action.kind is Kind.LOAD_INPUT:
             read += moved
-        elif action.kind is Kind.WAIT_LOAD_INPUT:
+        else:
             held[moved] -= moved
     # The room of an input serves others of its size again.
     return most.total(), read, written

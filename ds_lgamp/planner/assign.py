@@ -74,8 +74,9 @@ def as_launched(cluster: IslandCluster, demand: Demand, slots: Sequence[Slot]) -
 
 def _layouts(cluster: IslandCluster, demand: Demand, first: Slot | None) -> Iterator[tuple[tuple[Slot, ...], str]]:
     """Yields places by rank, and a clause that describes them."""
-    numbers = range(len(cluster.islands))
-    orders = (order for order in permutations(numbers) if first is None or order[0] == first.island)
+    leading = [] if first is None else [first.island]
+    others = [number for number in range(len(cluster.islands)) if number not in leading]
+    orders = ((*leading, *rest) for rest in permutations(others))
     seen = set()
     for order in islice(orders, MOST_ISLAND_ORDERS):
         blocks = {island: _blocks(cluster, island, demand.tensor_ranks, first) for island in order}

@@ -1,6 +1,7 @@
 """Which GPU becomes which rank."""
 
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,15 @@ def test_the_first_place_stays_rank_0_where_a_launcher_needs_it():
         for pipeline_rank in (0, 1):
             on_nodes = names(found, found.data_group(pipeline_rank))
             assert on_nodes[0] == on_nodes[1] and on_nodes[2] == on_nodes[3]
+
+
+def test_of_many_islands_any_may_have_rank_0():
+    """Every process of a job asks for this when it starts."""
+    many = cluster(*(island(f"island{number}", 1, 1) for number in range(11)))
+    demand = Demand(11, 1, 1, data_bytes=(0,) * 11, hop_bytes=(10**6,) * 11)
+    began = process_time()
+    assert assign(many, demand, many.slots[-1]).slots[0] == many.slots[-1]
+    assert process_time() - began < 5
 
 
 @settings(max_examples=40, deadline=None)

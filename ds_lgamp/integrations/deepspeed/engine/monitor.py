@@ -60,10 +60,11 @@ class StepMonitor:
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
-        stopwatch.running = True
 
     def begin(self) -> None:
+        # What a step that failed has left. Evaluations between two steps are not measured.
         self._stopwatch.read()
+        self._stopwatch.running = True
         self._start = time.perf_counter()
 
     def finish(self, tokens: int, device: torch.device) -> StepReport:
@@ -73,6 +74,7 @@ class StepMonitor:
             tokens: the number of tokens that this rank took in the step.
             device: holds the tensors that ranks exchange.
         """
+        self._stopwatch.running = False
         kinds = self._stopwatch.read()
         seconds = time.perf_counter() - self._start
         own = torch.tensor(

@@ -49,7 +49,8 @@ def batches(engine):
 
 
 def train(folder):
-    """Trains with all monitors. Returns losses, norm, seconds, printed text and log lines."""
+    """Trains with all monitors. Returns losses, norm, seconds, printed text, log lines, and what was measured of
+    an evaluation."""
     prepare_rank()
     os.chdir(folder)
     os.environ["WANDB_MODE"] = "offline"
@@ -86,11 +87,12 @@ def train(folder):
             losses.append(engine.train_batch(batches(engine)).item())
             seconds.append(time.perf_counter() - start)
         engine.eval_batch(batches(engine))
+        evaluated = engine._stopwatch.read()
         norm = float(engine.get_global_grad_norm())
         if engine.global_rank == 0:
             # A test's rank has no interpreter exit, at which wandb would finish by itself.
             wandb.finish()
-    return losses, norm, seconds, printed.getvalue(), lines.getvalue()
+    return losses, norm, seconds, printed.getvalue(), lines.getvalue(), evaluated
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +171,13 @@ def test_tensorboard_and_wandb_get_the_same(folder, run, recorded):
 
 
 def test_steps_are_printed_and_broken_down(run):
-    losses, _, _, printed, logged = run
+    losses, _, _, printed, logged, _ = run
     for step, loss in enumerate(losses, 1):
         assert f"steps: {step} loss: {loss:0.4f} iter time (s):" in printed
     breakdowns = [line for line in logged.splitlines() if "time (ms) | train_batch:" in line]
     assert len(breakdowns) == STEPS
     assert all(f"wait for {kind}:" in breakdowns[0] for kind in EXPOSED_WAITS) and "forward:" in breakdowns[0]
+
+
+def test_evaluations_are_not_measured(run):
+    assert set(run[-1].values()) == {0.0}
