@@ -81,7 +81,8 @@ def test_inputs_go_there_and_back():
 def test_a_single_chunk_stores_no_inputs():
     actions = build_rank_program(ProgramSpec((0,), "layered", 2, 2, 3, 2, stores_inputs=True), 0)
     activations = ActivationBytes(0, 0, [ChunkBytes(BLOCK, 0, 0)])
-    assert disk_use(actions, UNITS[:1], None, OnDisk(inputs=True), 3, 2, BF16, activations) == DiskUse(0, 0, 0, 2 * SIDE)
+    told = disk_use(actions, UNITS[:1], None, OnDisk(inputs=True), 3, 2, BF16, activations)
+    assert told == DiskUse(0, 0, 0, 2 * SIDE)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treatment
-from ds_lgamp.integrations.deepspeed.config.shard_keys import active
+from ds_lgamp.integrations.shard_keys import active
 
 _ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
 _ALIASES = {"bfloat16": "bf16"}

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.config.shard_keys import HPZ, MICS, active
 from ds_lgamp.integrations.deepspeed.model.module import over_data
+from ds_lgamp.integrations.shard_keys import HPZ, MICS, active
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.before_init import node_name
 from ds_lgamp.runtime.transport import current

@@ -17,7 +17,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     choose_optimizer,
     kernels_of,
 )
-from ds_lgamp.integrations.deepspeed.config.shard_keys import active
+from ds_lgamp.integrations.shard_keys import active
 from ds_lgamp.schedule.offload import Offload, lowest_chunks
 from ds_lgamp.schedule.placement import Placement
 

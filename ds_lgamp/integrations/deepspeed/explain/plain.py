@@ -5,13 +5,13 @@ from typing import Any
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.shard_keys import for_deepspeed
 
 _NO_DATA = "the script gives micro-batches to the engine only after deepspeed.initialize"
 

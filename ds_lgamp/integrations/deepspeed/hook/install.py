@@ -24,7 +24,6 @@ from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
 from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
-from ds_lgamp.integrations.deepspeed.config.shard_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
@@ -34,6 +33,7 @@ from ds_lgamp.integrations.deepspeed.plain.build import build_engine
 from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
+from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.integrations.speeds import with_speeds
 from ds_lgamp.integrations.user_script import say_without_effect
 from ds_lgamp.runtime import lifeline, transport

@@ -11,6 +11,7 @@ from ds_lgamp.integrations.megatron.loop.cuts import cut
 from ds_lgamp.integrations.megatron.loop.flags import option_of, refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings
 from ds_lgamp.integrations.megatron.loop.sharded.flags import prepare_sharding, refuse_beside_sharding
+from ds_lgamp.integrations.shard_keys import active
 from ds_lgamp.partition.agreement import Term, refuse_differing_terms
 
 SHARED_KEYS = {
@@ -50,7 +51,7 @@ class Job(NamedTuple):
 def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     """The job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot
     honour."""
-    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    stage = (config.get("zero_optimization") or {}).get("stage") or 0
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}; set 0, 1, 2 or 3")
     if settings.reproducible:
@@ -82,13 +83,11 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
 
 
 def _refuse_shards_of_nodes(config: dict[str, Any]) -> None:
-    zero = config.get("zero_optimization") or {}
-    for key, harmless in {"zero_hpz_partition_size": 1, "mics_shard_size": -1}.items():
-        if zero.get(key, harmless) != harmless:
-            raise ConfigError(
-                f"zero_optimization.{key} is {zero[key]!r}, but in Megatron-LM's training loop all data-parallel ranks "
-                "share a chunk's shards; remove it, or train with DeepSpeed's engine"
-            )
+    for key, ranks in active(config).items():
+        raise ConfigError(
+            f"zero_optimization.{key} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share a "
+            "chunk's shards; remove it, or train with DeepSpeed's engine"
+        )
 
 
 def _refuse_offloading(config: dict[str, Any], settings: LgampConfig) -> None:
@@ -96,7 +95,7 @@ def _refuse_offloading(config: dict[str, Any], settings: LgampConfig) -> None:
     zero = config.get("zero_optimization") or {}
     devices = {
         f"{BLOCK}.offload_activations": settings.offload_activations,
-        **{f"zero_optimization.{key}.device": (zero.get(key) or {}).get("device", "none") for key in _OFFLOADED},
+        **{f"zero_optimization.{key}.device": (zero.get(key) or {}).get("device") or "none" for key in _OFFLOADED},
     }
     for key, device in devices.items():
         if device != "none":

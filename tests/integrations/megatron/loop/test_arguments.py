@@ -334,6 +334,19 @@ def test_what_cannot_work_is_refused(config, block, given, words):
         validated(flags(**given), {**config, "ds_lgamp": block})
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"stage": None},
+        {"zero_hpz_partition_size": 0},
+        {"zero_hpz_partition_size": None, "mics_shard_size": None},
+        {"offload_optimizer": {"device": None}, "offload_param": None},
+    ],
+)
+def test_what_is_switched_off_is_not_refused(section):
+    assert check_file({"zero_optimization": section}, LgampConfig()).zero_stage == 0
+
+
 def test_layouts_are_megatrons():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
