@@ -339,6 +339,7 @@ def program_spec(
     updates: str = "step",
     hierarchy: Hierarchy | None = None,
     offload: Offload | None = None,
+    first_trained: int = 0,
 ) -> ProgramSpec:
     """The spec from which the programs of a training step are built. Raises ConfigError if the batch does not fit the
     schedule."""
@@ -366,6 +367,7 @@ def program_spec(
             hierarchy=hierarchy,
             offload=offload,
             stores_inputs=settings.offload_activations != "none",
+            first_trained=first_trained,
         )
     except ValueError as error:
         raise ConfigError(f"{BLOCK}.{error}") from None

@@ -19,7 +19,8 @@ class Graph(NamedTuple):
 
     beginning: Tensors
     """The chunk's input, as leaves of its graph. With recomputation, they hold the data from which the chunk is
-    computed again; otherwise they hold no data. Chunk 0 keeps the input itself with recomputation, else nothing."""
+    computed again; otherwise they hold no data. The first chunk that trains keeps the input itself with recomputation,
+    else nothing."""
     ends: Sequence[Any]
     """The return value of :func:`end_graph` for the result; for the last chunk, only the loss."""
     saved: SavedTensors | None
@@ -40,6 +41,7 @@ class BatchState:
         turns_at_once: whether each backward of the last chunk directly follows its forward. Recomputing that chunk
             would then save no memory.
         program: the actions of this rank, which say what it waits for where it stands still.
+        first_trained: the first chunk with a backward.
     """
 
     micro_batches: int
@@ -47,6 +49,7 @@ class BatchState:
     training: bool = True
     turns_at_once: bool = False
     program: Sequence[Action] = ()
+    first_trained: int = 0
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     """Graphs whose backward is still to come, by chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)

@@ -151,10 +151,14 @@ class Executor:
         """Whether a chunk is being computed for the second time."""
         return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
 
+    def _trains(self, chunk: int) -> bool:
+        """Whether a backward pass of ``chunk`` follows."""
+        return self._batch.training and chunk >= self._batch.first_trained
+
     def _recomputes(self, chunk: int) -> bool:
         """Whether ``chunk`` is computed again in its backward pass."""
-        batch = self._batch
-        return batch.training and self.recompute and not (batch.turns_at_once and chunk == self._last_chunk)
+        turns_at_once = self._batch.turns_at_once and chunk == self._last_chunk
+        return self._trains(chunk) and self.recompute and not turns_at_once
 
     def run(self, program: Iterable[Action]) -> None:
         """Executes ``program``."""
@@ -183,25 +187,26 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         beginning: Tensors = ()
+        trains, passes_on = self._trains(chunk), chunk > batch.first_trained
         saved = SavedTensors() if self._recomputes(chunk) else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
-            beginning = inputs = as_leaves(inputs) if chunk > 0 else inputs
+            beginning = inputs = as_leaves(inputs) if passes_on else inputs
         else:
             self.draws.leave()
-            if batch.training and chunk > 0:
+            if trains and passes_on:
                 # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
-        with self.timing.time("forward"), torch.set_grad_enabled(batch.training), hooks:
+        with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
             result = self._compute(chunk, micro_batch, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
-            if batch.training:
+            if trains:
                 ends = [result] if chunk == self._last_chunk else end_graph(result)
                 moved = [] if saved is None else self.chunks[chunk].moved(buffers)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
@@ -230,7 +235,7 @@ class Executor:
             backpropagate(graph.ends, gradients)
         # The buffers change back only now, because autograd may have saved them for the backward pass.
         self.chunks[chunk].write_buffers(buffers)
-        if chunk > 0:
+        if chunk > batch.first_trained:
             batch.results[Kind.BACKWARD, chunk, micro_batch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(graph.beginning)
             ]
@@ -239,7 +244,7 @@ class Executor:
         _, chunk, micro_batch = action
         with self._doing("send"):
             result = self._batch.results.pop((Kind.FORWARD, chunk, micro_batch))
-            self.links.send_activations(chunk, micro_batch, result, answered=self._batch.training)
+            self.links.send_activations(chunk, micro_batch, result, answered=self._trains(chunk))
 
     def receive_forward(self, action: Action) -> None:
         self.links.post_activations(action.chunk, action.micro_batch)
@@ -319,7 +324,7 @@ class Executor:
 
         Returns the buffers as they were before this call.
         """
-        inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
+        inputs = as_leaves(graph.beginning) if chunk > self._batch.first_trained else graph.beginning
         current = self.chunks[chunk].read_buffers()
         self.chunks[chunk].write_buffers(graph.buffers)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:

@@ -96,7 +96,8 @@ def add_stores(offload: Offload, updates: str, end_of_reduction: Kind, actions: 
             lowered.append(Action(Kind.STORE, stored))
         if action.kind is Kind.STEP and updates == "next_step":
             visits = dict.fromkeys(each.chunk for each in actions if each.kind in COMPUTE)
-            lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk not in offload.on_device)
+            stores = last.keys() - set(offload.on_device)
+            lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk in stores)
     return lowered
 
 

@@ -47,7 +47,7 @@ def add_postponed_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action
     lowered: list[Action] = []
     updated: set[int] = set()
     for action in actions:
-        if action.chunk not in updated:
+        if action.chunk >= spec.first_trained and action.chunk not in updated:
             updated.add(action.chunk)
             lowered.append(Action(Kind.UPDATE, action.chunk))
         lowered.append(action)

@@ -121,15 +121,16 @@ def _ideal(spec: ProgramSpec, costs: Costs) -> float:
     cost = sum(costs.forward)
     if not spec.forward_only:
         recomputed = spec.chunks - spec.turns_at_once
-        cost += sum(costs.backward) + sum(costs.recompute[:recomputed])
+        cost += sum(costs.backward[spec.first_trained :]) + sum(costs.recompute[spec.first_trained : recomputed])
     return cost * spec.micro_batches / spec.pipeline_ranks
 
 
 def peak_live_activations(actions: Sequence[Action]) -> int:
     """Returns the most inputs a rank stores at once, one per chunk and micro-batch between forward and backward."""
     live = peak = 0
+    trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD}
     for action in actions:
-        if action.kind is Kind.FORWARD:
+        if action.kind is Kind.FORWARD and action.chunk in trained:
             live += 1
             peak = max(peak, live)
         elif action.kind is Kind.BACKWARD:
@@ -162,7 +163,8 @@ class _Way:
 
 
 def _ways(spec: ProgramSpec, costs: Costs) -> dict[Kind, list[_Way]]:
-    """Connects forwards to the next chunk, the last forward to its own backward, and backwards to the chunk before."""
+    """Connects forwards to the next chunk, the last forward to its own backward, and backwards to the chunk before, as
+    far as chunks train."""
     backward = [cost + again for cost, again in zip(costs.backward, costs.recompute)]
     if not spec.forward_only and spec.turns_at_once:
         backward[-1] = costs.backward[-1]
@@ -171,7 +173,7 @@ def _ways(spec: ProgramSpec, costs: Costs) -> dict[Kind, list[_Way]]:
         for by_chunk in (costs.forward, backward)
     )
     forwards[0].arrivals = [0.0] * spec.micro_batches
-    path = [*forwards, *reversed(backwards)]
+    path = [*forwards, *reversed(backwards[spec.first_trained :])]
     for way, target in zip(path, path[1:]):
         way.lead_to(target, costs)
     return {_FORWARD: forwards, _BACKWARD: backwards, _SEND_FORWARD: forwards, _SEND_BACKWARD: backwards}

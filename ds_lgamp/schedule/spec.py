@@ -62,6 +62,8 @@ class ProgramSpec:
 
     stores_inputs: bool = False
     """Whether the inputs of recomputed chunks wait for their backward on the host."""
+    first_trained: int = 0
+    """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
@@ -72,6 +74,7 @@ class ProgramSpec:
         _require(
             self.hierarchy is None or self.zero_stage == 3, "zero_stage", self.zero_stage, "hierarchical shards need 3"
         )
+        _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
         if self.offload is not None:
             self._require_offloadable(self.offload)
@@ -159,7 +162,9 @@ class ProgramSpec:
     def computes(self, rank: int) -> Iterator[Action]:
         """Returns the compute order of ``rank``."""
         order = forward_only if self.forward_only else order_of(self.schedule)
-        return order(self.placement, rank, self.micro_batches, self.micro_batch_group)
+        for action in order(self.placement, rank, self.micro_batches, self.micro_batch_group):
+            if action.kind is Kind.FORWARD or action.chunk >= self.first_trained:
+                yield action
 
     def receives_input(self, action: Action) -> bool:
         """Whether the input of a compute comes from another pipeline rank."""
@@ -168,8 +173,11 @@ class ProgramSpec:
 
     def sends_output(self, action: Action) -> bool:
         """Whether the result of a compute goes to another pipeline rank."""
-        target = action.chunk + 1 if action.kind is Kind.FORWARD else action.chunk - 1
-        return 0 <= target < len(self.placement) and self.placement[target] != self.placement[action.chunk]
+        if action.kind is Kind.FORWARD:
+            target = action.chunk + 1
+            return target < self.chunks and self.placement[target] != self.placement[action.chunk]
+        target = action.chunk - 1
+        return target >= self.first_trained and self.placement[target] != self.placement[action.chunk]
 
     def source_chunk(self, action: Action) -> int | None:
         """Returns the chunk whose output or input gradient a compute consumes; None at the ends of the model."""

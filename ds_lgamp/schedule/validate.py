@@ -131,7 +131,8 @@ class _RankCheck:
             kinds = {Kind.WAIT_GATHER, *self.before_compute[-1]}
             self.check_same(preparation, kinds, waits, "waits", "the waits that stand here are")
             self.expect(compute, "the schedule's next compute is")
-            self.backwards[compute.chunk] += compute.kind is Kind.BACKWARD
+            if compute.kind is Kind.BACKWARD:
+                self.backwards[compute.chunk] += 1
             if spec.sends_output(compute):
                 self.expect(send_of(compute), "the result must be sent at once by")
             if spec.is_final_backward(compute):
@@ -184,7 +185,8 @@ class _RankCheck:
         launches = [action for action in preparation if action.kind is self.gathers]
         expected: list[Action] = []
         for action in [*launches, Action(Kind.FORWARD, visited)]:
-            if action.chunk not in self.updated and not self.spec.forward_only:
+            trains = action.chunk >= self.spec.first_trained and not self.spec.forward_only
+            if trains and action.chunk not in self.updated:
                 self.updated.add(action.chunk)
                 expected.append(Action(Kind.UPDATE, action.chunk))
             if action.kind is self.gathers:

@@ -43,6 +43,8 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         receives_on_arrival=draw(st.booleans()),
         hierarchy=hierarchy,
         offload=offload,
+        # Mostly, everything trains.
+        first_trained=draw(st.just(0) | st.integers(0, chunks - 1)),
     )
 
 

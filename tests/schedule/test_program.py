@@ -125,7 +125,7 @@ def test_every_chunk_and_micro_batch_computes_once(spec):
     expected = {
         (kind, chunk, micro_batch)
         for kind in kinds
-        for chunk in range(spec.chunks)
+        for chunk in range(spec.first_trained if kind is Kind.BACKWARD else 0, spec.chunks)
         for micro_batch in range(spec.micro_batches)
     }
     assert set(computed) == expected and set(computed.values()) == {1}
@@ -133,7 +133,8 @@ def test_every_chunk_and_micro_batch_computes_once(spec):
 
 @given(program_specs())
 def test_gather_and_reduce_counts(spec):
-    """The formulas of the method, per rank: N chunks, B resident, K groups."""
+    """The formulas of the method, per rank: N chunks, B resident, K groups. All chunks train."""
+    spec = replace(spec, first_trained=0)
     groups = len(micro_batch_groups(spec.micro_batches, spec.micro_batch_group))
     for rank, actions in enumerate(build_program(spec)):
         chunks, resident = spec.placement.count(rank), spec.resident_chunks
@@ -149,6 +150,25 @@ def test_gather_and_reduce_counts(spec):
         reduces = 0 if spec.forward_only else chunks * (groups if per_group else 1)
         assert count(actions, Kind.REDUCE) == reduces
         assert count(actions, Kind.STEP) == (not spec.forward_only)
+
+
+@given(program_specs())
+def test_chunks_below_the_first_that_trains_go_forward_only(spec):
+    """Per rank, with N chunks of which n train: N + max(0, n - B) gathers, and for each that trains one reduction."""
+    for rank, actions in enumerate(build_program(spec)):
+        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        trained = [chunk for chunk in own if chunk >= spec.first_trained]
+        of_gradients = {action.chunk for action in actions if action.kind in (Kind.BACKWARD, Kind.REDUCE, Kind.UPDATE)}
+        sent = {action.chunk for action in actions if action.kind is Kind.SEND_BACKWARD}
+        if spec.forward_only:
+            assert not of_gradients and not sent
+            continue
+        assert of_gradients == set(trained)
+        assert sent == {each for each in trained if each > spec.first_trained and spec.placement[each - 1] != rank}
+        if spec.schedule == "layered" and spec.zero_stage == 3 and spec.micro_batch_group >= spec.micro_batches:
+            again = max(0, len(trained) - spec.resident_chunks)
+            assert count(actions, Kind.GATHER) == len(own) + again
+            assert count(actions, Kind.REDUCE) == len(trained)
 
 
 @given(program_specs())
@@ -182,8 +202,8 @@ def test_live_activations_of_the_layered_order_are_a_group_per_chunk_and_fewer_a
     if spec.schedule != "layered" or spec.forward_only:
         return
     for rank, actions in enumerate(build_program(spec)):
-        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
-        assert peak_live_activations(actions) == sum(live_micro_batches(spec, chunk) for chunk in own)
+        trained = [chunk for chunk in range(spec.first_trained, spec.chunks) if spec.placement[chunk] == rank]
+        assert peak_live_activations(actions) == sum(live_micro_batches(spec, chunk) for chunk in trained)
 
 
 @given(program_specs())
@@ -215,6 +235,7 @@ def test_live_activations_of_1f1b_are_the_ranks_that_follow():
         ({"micro_batches": 0}, "micro_batches is 0"),
         ({"micro_batch_group": 0}, "micro_batch_group is 0"),
         ({"zero_stage": 4}, "zero_stage is 4"),
+        ({"first_trained": 4}, "first_trained is 4: name a chunk"),
         ({"zero_stage": 2, "hierarchy": Hierarchy(2, True)}, "zero_stage is 2: hierarchical shards need 3"),
         ({"resident_chunks": 0}, "resident_chunks is 0"),
         ({"schedule": "1f1b"}, "takes one chunk per rank"),
@@ -240,10 +261,10 @@ def test_a_thousand_gpu_program_is_valid():
 @example(ProgramSpec((0, 0), "layered", 2, 1, 2, updates="reduction"))
 def test_the_optimizer_updates_each_chunk_once_where_the_spec_says(spec):
     for rank, actions in enumerate(build_program(spec)):
-        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        trained = [chunk for chunk in range(spec.first_trained, spec.chunks) if spec.placement[chunk] == rank]
         updates = [action.chunk for action in actions if action.kind is Kind.UPDATE]
         alone = spec.updates != "step" and not spec.forward_only
-        assert Counter(updates) == Counter(own if alone else [])
+        assert Counter(updates) == Counter(trained if alone else [])
         for chunk in updates:
             rows = [row for row, action in enumerate(actions) if action.chunk == chunk and action.kind not in RECEIVES]
             here = actions.index(Action(Kind.UPDATE, chunk))

@@ -50,7 +50,7 @@ def test_every_input_that_is_not_needed_soon_leaves_and_comes_back_once(spec):
             action[1:]
             for place, action in enumerate(computes)
             if action.kind is Kind.FORWARD
-            and action.chunk > 0
+            and action.chunk >= max(1, spec.first_trained)
             and computes.index(Action(Kind.BACKWARD, *action[1:])) - place >= NEAREST
         )
         for kind in OF_INPUTS:

@@ -30,6 +30,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
     shard_file,
 )
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import tied_keys
+from ds_lgamp.integrations.deepspeed.model.module import layer_prefix
 
 _ALIGNMENT = 2
 """DeepSpeed pads a group's flat tensor to a multiple of this many elements per data-parallel rank."""
@@ -151,14 +152,8 @@ def _stock_bounds(state: dict[str, Any], pipeline_ranks: int) -> list[int]:
     sizes: dict[str, int] = defaultdict(int)
     for name, described in state["parameters"].items():
         if described["group"] is not None:
-            sizes[_prefix(name)] += math.prod(described["shape"])
+            sizes[layer_prefix(name)] += math.prod(described["shape"])
     return partition_balanced([sizes[_module_of(state, layer)] for layer in range(len(types))], pipeline_ranks)
-
-
-def _prefix(name: str) -> str:
-    """Returns the part of ``name`` that identifies its layer or tied module."""
-    words = name.split(".")
-    return ".".join(words[: 2 if words[0] == TIED else 1])
 
 
 def _module_of(state: dict[str, Any], layer: int) -> str:
@@ -175,10 +170,10 @@ def _modules(state: dict[str, Any], layers: range) -> list[str]:
 def _layer_content(whole: WholeCheckpoint, layer: int) -> dict[str, Tensor | None]:
     module = _module_of(whole.state, layer)
     data_type = getattr(torch, whole.state["layout"]["data_type"])
-    extra_states = (name for name in whole.state["layers"]["extra_states"] if _prefix(name) == module)
+    extra_states = (name for name in whole.state["layers"]["extra_states"] if layer_prefix(name) == module)
     content: dict[str, Tensor | None] = {name.removeprefix(f"{module}."): None for name in extra_states}
     for name, tensor in (whole.parameters | whole.buffers).items():
-        if _prefix(name) == module:
+        if layer_prefix(name) == module:
             trained = name in whole.parameters and whole.state["parameters"][name]["group"] is not None
             content[name.removeprefix(f"{module}.")] = tensor.to(data_type) if trained else tensor
     return content
@@ -188,7 +183,7 @@ def _groups(whole: WholeCheckpoint, modules: list[str]) -> list[tuple[int, list[
     """Returns the number of every optimizer group that has parameters in ``modules``, and the names of these
     parameters in DeepSpeed's order."""
     described = whole.state["parameters"]
-    names = [name for module in modules for name in described if _prefix(name) == module]
+    names = [name for module in modules for name in described if layer_prefix(name) == module]
     groups = [
         (index, [name for name in names if described[name]["group"] == index])
         for index in range(len(whole.state["optimizer"]["groups"]))
@@ -207,7 +202,7 @@ def _rank_content(
     return {
         **whole.client_state,
         **dict.fromkeys(KEYS - {"ds_config", "universal_checkpoint_info"}),
-        "buffer_names": [name for name in whole.buffers if _prefix(name) in modules],
+        "buffer_names": [name for name in whole.buffers if layer_prefix(name) in modules],
         "param_shapes": [{name: whole.parameters[name].shape for name in names} for _, names in groups],
         "shared_params": {},
         "lr_scheduler": scheduler and scheduler["state"],

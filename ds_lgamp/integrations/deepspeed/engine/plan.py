@@ -22,6 +22,7 @@ from ds_lgamp.integrations.deepspeed.config.refusals import (
     refuse_unsupported,
 )
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
+from ds_lgamp.integrations.deepspeed.model.module import announced_tensors, layer_prefix, prefix_of
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
@@ -75,7 +76,8 @@ def plan_training(
     updates = _updates(settings, config, scales_in_step, offload)
     hierarchy = hierarchy_of(given, zero_stage, module)
     data_ranks = module.topology().get_dim("data")
-    ways = settings, layout.placement, data_ranks, zero_stage, updates, hierarchy, offload
+    trained = first_trained(layout, module)
+    ways = settings, layout.placement, data_ranks, zero_stage, updates, hierarchy, offload, trained
     replicas = lru_cache(maxsize=8)(partial(replica_specs, *ways))
     return Plan(layout, replicas, replicas(micro_batches))
 
@@ -90,6 +92,15 @@ def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: 
     return "next_step" if needs_all_gradients or scales_in_step else "reduction"
 
 
+def first_trained(layout: Layout, module: PipelineModule) -> int:
+    """Returns the first chunk with a parameter that trains; the last chunk if none has one. Collective over the
+    pipeline ranks."""
+    tensors = announced_tensors(module).items()
+    trains = {layer_prefix(name) for name, info in tensors if info.is_parameter and info.requires_grad}
+    layers = (layer for layer, spec in enumerate(module._layer_specs) if prefix_of(layer, spec) in trains)
+    return layout.chunk_of(next(layers, module._num_layers - 1))
+
+
 def replica_specs(
     settings: LgampConfig,
     placement: Placement,
@@ -98,6 +109,7 @@ def replica_specs(
     updates: str,
     hierarchy: Hierarchy | None,
     offload: Offload | None,
+    first_trained: int,
     micro_batches: int,
 ) -> list[ProgramSpec]:
     """Returns the program of a training step on every data-parallel rank. Raises ConfigError if the batch does not fit
@@ -107,6 +119,7 @@ def replica_specs(
         updates: when the optimizer updates a chunk.
         hierarchy: hierarchical shards; None if all data-parallel ranks are alike.
         offload: what the host holds and updates; None if everything stays on the device.
+        first_trained: the first chunk with something to train.
         micro_batches: those of a rank if all computed equally many.
     """
     shares, ranks = micro_batch_shares(settings, micro_batches, data_ranks), max(placement) + 1
@@ -118,7 +131,7 @@ def replica_specs(
         )
     arrival = posts_on_arrival()
     specs = {
-        share: program_spec(settings, placement, share, zero_stage, arrival, updates, hierarchy, offload)
+        share: program_spec(settings, placement, share, zero_stage, arrival, updates, hierarchy, offload, first_trained)
         for share in sorted({*shares})
     }
     if data_ranks > 1 and not collectives_agree(specs.values()):

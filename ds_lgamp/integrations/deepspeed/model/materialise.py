@@ -20,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
     PlacedModule,
     built_layers,
+    layer_prefix,
     prefix_of,
     replace_layers,
     share_tied_values,
@@ -60,7 +61,7 @@ class DeferredLayers:
         Raises ConfigError if a layer builds other parameters or buffers for real than on the meta device.
         """
         values: dict[str, nn.Parameter] = {}
-        for prefix in dict.fromkeys(_prefix(entry.name) for entry in parameters):
+        for prefix in dict.fromkeys(layer_prefix(entry.name) for entry in parameters):
             if prefix in self._waiting:
                 layer = self._build(prefix)
                 values.update((f"{prefix}.{name}", parameter) for name, parameter in layer.named_parameters())
@@ -121,8 +122,3 @@ def changed_layer(module: PipelineModule) -> str | None:
 
 def _described(layer: nn.Module) -> list[tuple]:
     return [(name, list(tensor.shape), tensor.dtype) for name, tensor in tensors_of(layer)]
-
-
-def _prefix(name: str) -> str:
-    """Returns the prefix of a global name: the layer or the tied module."""
-    return ".".join(name.split(".")[: 2 if name.startswith(TIED_MODULES) else 1])

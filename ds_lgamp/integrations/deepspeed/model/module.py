@@ -332,6 +332,11 @@ def prefix_of(layer: int, spec: Any) -> str:
     return f"{TIED_MODULES}{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
 
+def layer_prefix(name: str) -> str:
+    """Returns the part of a global name that says which layer or tied module has the parameter or buffer."""
+    return ".".join(name.split(".")[: 2 if name.startswith(TIED_MODULES) else 1])
+
+
 def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the buffers of this rank that belong to the state of the model, by global name."""
     for prefix, layer in built_layers(module).items():

@@ -33,6 +33,7 @@ from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
 from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
@@ -305,17 +306,17 @@ class ModelEngine(LgampEngine):
         """Runs the program of a batch. Yields before its step, once its gradients are final."""
         spec = schedule.spec
         load = self._noting(self._load, spec)
-        batch = BatchState(spec.micro_batches, load, True, spec.turns_at_once, schedule.actions)
+        batch = BatchState(spec.micro_batches, load, True, spec.turns_at_once, schedule.actions, spec.first_trained)
         with monitored(self, self._step_monitor, self._loader), self.executor.run_batch(batch):
             self._loader.tokens += sum(map(_tokens, self._kept.calls))
-            lowest = spec.placement.index(self.stage_id)
+            last_compute = _last_compute(spec, self.stage_id)
             actions = iter(schedule.actions)
             with kept_from_script(self.random_sources, self.lgamp_settings.reproducible):
                 for action in actions:
                     if action.kind is Kind.STEP:
                         break
                     self.executor.execute(action)
-                    if action.kind is Kind.BACKWARD and action.chunk == lowest:
+                    if action[:2] == last_compute:
                         # Masks of long sequences are large.
                         self._layers.calls.all[action.micro_batch].forget_blocks()
             self.executor.current = None
@@ -352,6 +353,13 @@ def _drives_deepspeed(accelerate: Any) -> bool:
     """Whether Accelerate says when a batch is complete. Its loaders alone make a GradientState, too."""
     state = accelerate.AcceleratorState._shared_state
     return bool(accelerate.GradientState._shared_state) and state.get("distributed_type") == "DEEPSPEED"
+
+
+def _last_compute(spec: ProgramSpec, rank: int) -> tuple[Kind, int]:
+    """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
+    own = chunks_of(spec.placement, rank)
+    trained = [chunk for chunk in own if chunk >= spec.first_trained]
+    return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
 _NO_PIPELINE = (

@@ -76,11 +76,16 @@ ENDS = {
 }
 
 
+_TOP = LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Head)
+
+
 def specs_of(model):
     """Returns layers of one chunk each. The first and the third have nothing to train, and the fourth has no
-    parameters."""
+    parameters. Of the model "upper", only the last three chunks get gradients, of which one is frozen."""
     if model == "idle":
         return [LayerSpec(Embedding), LayerSpec(Head)]
+    if model == "upper":
+        return [LayerSpec(Embedding), LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(Adapted), *_TOP]
     first, last = ENDS[model]
     blocks = [LayerSpec(Adapted) for _ in range(3)]
     return [first, blocks[0], LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, *blocks[1:], last]
