@@ -19,7 +19,7 @@ class ChunkBytes:
     """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.
 
     They depend on the chunk's layers and on whether it is recomputed. A last chunk that turns at once is not
-    recomputed.
+    recomputed. Of a chunk without a backward, only result and forward count.
     """
 
     result: int
@@ -86,6 +86,11 @@ class ActivationWalk:
         """What lies in the memory of the host."""
         self.own = {action.chunk for action in actions if action.kind in COMPUTE}
         self.last = len(size.chunks) - 1
+        self.trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD}
+        """Chunks of this rank with a backward."""
+        lower = {action.chunk - 1 for action in actions if action.kind is Kind.SEND_BACKWARD}
+        self.first_trained = min(self.trained | lower, default=len(size.chunks))
+        """The lowest chunk with a backward, as far as this rank knows."""
         self.kept = {self.last} if turns_at_once(actions, self.last) else set()
         """Chunks that are never recomputed."""
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
@@ -149,9 +154,10 @@ class ActivationWalk:
         if not self.recomputes(chunk):
             if chunk == 0:
                 self.ledger.free("batch", self.size.inputs)
-            self.ledger.take("saved", size.saved)
-            if size.keeps_result:
-                self.hold(result, "saved")
+            if chunk in self.trained:
+                self.ledger.take("saved", size.saved)
+                if size.keeps_result:
+                    self.hold(result, "saved")
         elif self.size.draws:
             self.ledger.take("random_states", self.size.random_states)
         if chunk < self.last:
@@ -166,7 +172,7 @@ class ActivationWalk:
             taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
             if self.recomputes(chunk):
                 self.hold(taken, "inputs")
-            elif on_this_rank and not self.recomputes(chunk - 1):
+            elif on_this_rank and chunk > self.first_trained and not self.recomputes(chunk - 1):
                 # The executor copies this input, then drops the original.
                 self.ledger.pass_by("working", self.input_bytes(chunk))
             self.drop(taken, "handed_over" if on_this_rank else "receives")
@@ -185,12 +191,13 @@ class ActivationWalk:
             self.ledger.free("random_states", self.size.random_states)
         if chunk < self.last:
             self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
-        if chunk > 0:
-            if self.recomputes(chunk):
+        if self.recomputes(chunk):
+            if chunk > 0:
                 self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
+            else:
+                self.ledger.free("batch", self.size.inputs)
+        if chunk > self.first_trained:
             self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
-        elif self.recomputes(chunk):
-            self.ledger.free("batch", self.size.inputs)
 
     def send(self, tensor: Tensor) -> None:
         under_way = self.under_way[tensor[0]]
@@ -199,7 +206,7 @@ class ActivationWalk:
             self.drop(under_way.popleft(), "sends")
 
     def recomputes(self, chunk: int) -> bool:
-        return self.size.recompute and chunk not in self.kept
+        return self.size.recompute and chunk in self.trained and chunk not in self.kept
 
     def input_bytes(self, chunk: int) -> int:
         return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs

@@ -24,6 +24,7 @@ def chunk_bytes(
     is_last: bool,
     recompute: bool,
     fake: bool = False,
+    trains: bool = True,
 ) -> ChunkBytes:
     """Runs a forward and a backward as the executor does, and returns the bytes they take.
 
@@ -35,10 +36,15 @@ def chunk_bytes(
         result_bytes: what the next chunk gets; 0 for the last chunk.
         recompute: whether the backward computes the chunk again.
         fake: whether all tensors are fake.
+        trains: whether the chunk has a backward.
     """
     given = _tensors(inputs)
     with PeakMemory([*existing, *gradients, *given], fake) as memory:
         before = memory.live()
+        if not trains:
+            with torch.no_grad():
+                compute(inputs)
+            return ChunkBytes(result_bytes, memory.peak - before, 0)
         if recompute:
             saved = SavedTensors()
             with saved.dropped():

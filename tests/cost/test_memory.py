@@ -104,12 +104,24 @@ def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
     chunks = [ChunkBytes(10 + chunk, 0, 0, 100 + chunk) for chunk in range(spec.chunks)]
     last = spec.chunks - 1
     for rank, actions in enumerate(build_program(spec)):
-        own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
+        own = [chunk for chunk in range(spec.first_trained, spec.chunks) if spec.placement[chunk] == rank]
         told = memory_of(actions, ActivationBytes(1, 1, chunks, recompute=recompute)).activations
         live = {chunk: live_micro_batches(spec, chunk) for chunk in own}
         stored = sum((9 + chunk) * live[chunk] for chunk in own if 0 < chunk < last)
         saved = sum((100 + chunk) * live[chunk] for chunk in own if not recompute or chunk == last)
         assert (told.inputs, told.saved) == (stored if recompute else 0, saved)
+
+
+def test_a_chunk_without_a_backward_keeps_nothing():
+    """B1.0 needs most: a label (1), the result of F0.1 (100), what autograd saved (7), and its working memory. No
+    gradient leaves it. F0 frees the inputs, B1 the labels."""
+    frozen = ProgramSpec((0, 0), "layered", 2, 2, 0, first_trained=1)
+    for recompute in (True, False):
+        told = memory_of(build_rank_program(frozen, 0), replace(SIZE, recompute=recompute, random_states=0))
+        assert told.peak == 1 + 100 + 7 + 700
+        assert told.activations == ActivationMemory(
+            batch=2 * 11, inputs=0, handed_over=2 * 100, receives=0, sends=0, saved=7, working=700, random_states=0
+        )
 
 
 def test_layers_that_draw_have_random_states_for_every_input():

@@ -132,6 +132,7 @@ def _chunks(
             is_last=chunk == last,
             recompute=settings.recompute == "full" and not (chunk == last and spec.turns_at_once),
             fake=True,
+            trains=chunk >= spec.first_trained,
         )
         inputs = result
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.told_loss import ToldLosses
 from ds_lgamp.integrations.transformers.call import Arguments, Call
+from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
@@ -87,6 +89,8 @@ class ModelEngine(LgampEngine):
         """The program, which has come to its step and waits for :meth:`step`."""
         self._shapes: list[Any] = []
         """The shapes of the last batch's micro-batches."""
+        self._returns_gradients = False
+        """Whether the current batch computes gradients of the script's arguments, below all that trains."""
         agree_at_the_end()
         state.give_state(self)
         guide_direct_calls(self, user_model, state.is_spread(self))
@@ -187,6 +191,12 @@ class ModelEngine(LgampEngine):
             return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
         return self._is_gradient_accumulation_boundary
 
+    @property
+    def replica_specs(self) -> list[ProgramSpec]:
+        """As LgampEngine's. Gradients of arguments go through frozen chunks."""
+        specs = super().replica_specs
+        return [replace(spec, first_trained=0) for spec in specs] if self._returns_gradients else specs
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeedEngine's; every rank feeds data. Raises ConfigError if micro-batches of all ranks do not make the
         batch."""
@@ -282,10 +292,15 @@ class ModelEngine(LgampEngine):
         """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
         all ranks."""
         with self.executor.timing.time("data"):
-            agree(following, len(own), terms=batch_terms(self))
+            self._returns_gradients = self._wants_gradients(own)
+            terms = dict(batch_terms(self))
+            if self.program_spec.first_trained:
+                # The schedule depends on it.
+                wants = str(self._returns_gradients)
+                terms["gradients of arguments"] = Term(wants, "ask for them on all ranks or on none")
+            agree(following, len(own), terms=terms)
             if not own:
                 raise ConfigError("engine.step() is called, but no engine(...) since the last step; call that first")
-            self._refuse_gradients_of_inputs(own)
             ranks = self._exchange.gather(own)
         calls = [Call(*arguments) for together in zip(*ranks) for arguments in together]
         shapes = [_shapes(call) for call in calls]
@@ -294,13 +309,18 @@ class ModelEngine(LgampEngine):
             self.executor.links.reset(dynamic=differ)
         self._layers.calls.all, self._shapes = calls, shapes
 
-    def _refuse_gradients_of_inputs(self, own: list[Arguments]) -> None:
-        """Raises ConfigError if a gradient would have to leave the pipeline, to what has computed an argument."""
-        if self.num_stages > 1 and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(own)):
+    def _wants_gradients(self, own: list[Arguments]) -> bool:
+        """Whether an argument requires a gradient, as far as that makes a difference. Raises ConfigError if one would
+        have to leave the pipeline, to what has computed the argument."""
+        if self.num_stages == 1 and not self.program_spec.first_trained:
+            return False
+        wants = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(own))
+        if wants and self.num_stages > 1:
             raise ConfigError(
                 f"an argument of engine(...) requires a gradient, which {BLOCK}.pipeline_ranks {self.num_stages} would "
                 "not return; detach it, make what computes it a part of the model, or use one pipeline rank"
             )
+        return wants
 
     def _run_training(self, schedule: ProgramSchedule) -> Iterator[None]:
         """Runs the program of a batch. Yields before its step, once its gradients are final."""

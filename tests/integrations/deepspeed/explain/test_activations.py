@@ -30,10 +30,10 @@ IN_FP32 = SimpleNamespace(
 )
 
 
-def measured(layers, data, loss_fn=loss_function, settings=None, config=IN_FP32):
+def measured(layers, data, loss_fn=loss_function, settings=None, config=IN_FP32, spec=SPEC):
     module = SimpleNamespace(_layer_specs=layers, loss_fn=loss_fn)
     bounds = list(range(len(layers) + 1))
-    return measure_activations(module, layers, bounds, data, SPEC, settings or LgampConfig(), config)
+    return measure_activations(module, layers, bounds, data, spec, settings or LgampConfig(), config)
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
@@ -105,3 +105,16 @@ def test_gradients_that_accumulate_in_another_type_take_no_temporary_of_that_typ
         for kind in (None, "fp32")
     )
     assert wide.chunks[1].backward == plain.chunks[1].backward
+
+
+def test_chunks_that_no_gradient_reaches_keep_nothing():
+    blocks = [Block(index, SIZE) for index in range(SIZE.blocks)]
+    data, settings = micro_batch(SIZE, 0, 0), LgampConfig(recompute="none")
+    whole, upper = (
+        measured(blocks, data, settings=settings, spec=replace(SPEC, first_trained=first)).chunks for first in (0, 2)
+    )
+    for chunk in (0, 1):
+        assert (upper[chunk].backward, upper[chunk].saved) == (0, 0)
+        assert upper[chunk].result < upper[chunk].forward < whole[chunk].forward
+    # The first chunk that trains passes no gradient on.
+    assert upper[2].saved < whole[2].saved and upper[3] == whole[3]

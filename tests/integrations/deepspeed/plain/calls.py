@@ -132,6 +132,31 @@ def train_sequential(pipeline_ranks: int, factor: float, through_engine: bool) -
     return sums
 
 
+def train_upper_layers(pipeline_ranks: int, with_inputs: bool) -> tuple[int, list[float], list[float]]:
+    """Trains an nn.Sequential of which only the last two linear layers are not frozen.
+
+    Args:
+        with_inputs: whether the script asks for gradients of its inputs.
+
+    Returns the chunks without a backward, the first trained weight, which only rank 0 gets, and the gradient of the
+    first input.
+    """
+    prepare_rank()
+    ds_lgamp.install()
+    model = sequential()
+    model[:3].requires_grad_(False)
+    engine = initialize(model, configuration(3, {"pipeline_ranks": pipeline_ranks, "layers_per_chunk": 1}))
+    inputs = []
+    for number in range(MICRO_BATCHES):
+        given, target = pairs(0, dist.get_rank(), number)
+        inputs.append(given.requires_grad_(with_inputs))
+        engine.backward(engine(given, target))
+        engine.step()
+    gradient = inputs[0].grad.flatten().tolist() if with_inputs else []
+    weight = whole_state(engine).get("3.linear.weight", torch.empty(0))
+    return engine.program_spec.first_trained, weight.flatten().tolist(), gradient
+
+
 def train_beside_stock_engines(pipeline_ranks: int) -> list[list[float]]:
     """Trains models on stock engines that are built ahead of an engine with a block and behind it. Returns the weights
     of each after a step."""

@@ -61,6 +61,29 @@ def test_a_sequential_trains_with_its_own_loss_times_the_factor_of_the_script(fa
             assert sums[step] == pytest.approx(sum(own).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("pipeline_ranks", "with_inputs"), [(1, False), (1, True), (2, False)])
+def test_what_is_frozen_below_all_that_trains_goes_forward_only_but_for_gradients_of_inputs(
+    pipeline_ranks, with_inputs
+):
+    model = calls.sequential()
+    model[:3].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[3:].parameters(), lr=RATE)
+    batch = [calls.pairs(0, rank, number) for rank in range(2) for number in range(MICRO_BATCHES)]
+    for given, _ in batch:
+        given.requires_grad_()
+    torch.stack([model(pair) for pair in batch]).mean().backward()
+    optimizer.step()
+    for rank, found in enumerate(run_on_ranks(2, calls.train_upper_layers, pipeline_ranks, with_inputs)):
+        first_trained, weight, gradient = found
+        assert first_trained == 3
+        wanted = [] if rank else model[3].linear.weight.flatten().tolist()
+        assert weight == pytest.approx(wanted, rel=1e-5)
+        if with_inputs:
+            # The engine averages over the micro-batches of its own rank.
+            own = 2 * batch[rank * MICRO_BATCHES][0].grad
+            assert gradient == pytest.approx(own.flatten().tolist(), rel=1e-5, abs=1e-9)
+
+
 def test_engines_without_a_block_average_over_all_ranks():
     model = calls.sequential()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
