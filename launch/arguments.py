@@ -80,6 +80,12 @@ def add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--max-position-embeddings", type=int, help="number of learned positions (default: --seq-length)"
     )
     group.add_argument("--position-embedding-type", choices=["rope", "learned_absolute"], default="learned_absolute")
+    group.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        help="pad the vocabulary so that every tensor-parallel rank has a multiple of this (default: 128)",
+    )
     group.add_argument("--rotary-base", type=int, default=10000)
     group.add_argument("--rotary-percent", type=float, default=1.0)
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
@@ -120,7 +126,7 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lr-decay-style", choices=["constant", "linear", "cosine"], default="constant")
     group.add_argument("--lr-decay-iters", type=int, help="last iteration of the decay (default: --train-iters)")
     group.add_argument("--lr-warmup-iters", type=int, default=5)
-    group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--weight-decay", type=float, default=0.01, help="not of biases and norms")
     group.add_argument("--adam-beta1", type=float, default=0.9)
     group.add_argument("--adam-beta2", type=float, default=0.999)
     group.add_argument("--adam-eps", type=float, default=1e-8)
@@ -145,7 +151,7 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--reset-position-ids", action="store_true", help="restart learned positions at each document")
     group.add_argument("--eod-mask-loss", action="store_true", help="leave the ends of documents out of the loss")
-    group.add_argument("--eval-interval", type=int, default=50)
+    group.add_argument("--eval-interval", type=int, default=50, help="0 leaves evaluation out (default: 50)")
     group.add_argument("--eval-iters", type=int, default=2)
     group.add_argument("--log-interval", type=int, default=1)
     group.add_argument("--loss-plot", help="image file for a plot of the losses (default: none)")
@@ -157,6 +163,12 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
         "--load",
         help="folder whose last checkpoint the run resumes; it may be empty if --save names it too (default: none)",
     )
+
+
+def padded_vocabulary(words: int, args: argparse.Namespace) -> int:
+    """The next size of a vocabulary of ``words`` that the tensor-parallel ranks can share, as Megatron-LM pads it."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-words // multiple) * multiple
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:

@@ -15,10 +15,11 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
-from arguments import deepspeed_config, parse_arguments, transformer_config
+from arguments import deepspeed_config, padded_vocabulary, parse_arguments, transformer_config
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -64,7 +65,7 @@ def build_model(args: argparse.Namespace, tokenizer: DatasetTokenizer) -> Pipeli
     layers."""
     specs = gpt_layer_specs(
         transformer_config(args),
-        tokenizer.vocab_size,
+        padded_vocabulary(tokenizer.vocab_size, args),
         max_positions=args.max_position_embeddings or args.seq_length,
         position_type=args.position_embedding_type,
         tie_embeddings=not args.untie_embeddings_and_output_weights,
@@ -86,6 +87,14 @@ def build_model(args: argparse.Namespace, tokenizer: DatasetTokenizer) -> Pipeli
         base_seed=args.seed,
         partition_method="type:TransformerBlock",
     )
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Returns the matrices, which decay as the optimizer says, and the biases and norms, which do not, as in
+    Megatron-LM."""
+    parameters = list(model.parameters())
+    matrices, vectors = ([p for p in parameters if (p.dim() > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def set_seed(seed: int) -> None:
@@ -152,7 +161,8 @@ def train(
             losses["training"] |= read(unread)
             if is_first_rank:
                 tqdm.write(f"iteration {iteration:5d} | training loss {losses['training'][iteration]:.6f}")
-        if validation is not None and args.eval_iters and iteration % args.eval_interval == 0:
+        evaluated = validation is not None and args.eval_iters and args.eval_interval
+        if evaluated and iteration % args.eval_interval == 0:
             loss = losses["validation"][iteration] = evaluate(engine, validation, args.eval_iters)
             if is_first_rank:
                 tqdm.write(f"iteration {iteration:5d} | validation loss {loss:.6f}")
@@ -202,7 +212,7 @@ def main() -> None:
     tokenizer = DatasetTokenizer(args.tokenizer_model or f"{first_prefix}.tokenizer.json")
     model = build_model(args, tokenizer)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=deepspeed_config(args)
+        model=model, model_parameters=parameter_groups(model), config=deepspeed_config(args)
     )
     if args.load and engine.load_checkpoint(args.load)[0] is None and args.load != args.save:
         raise SystemExit(f"--load is {args.load}, but there is no checkpoint; name a folder that --save wrote")

@@ -65,6 +65,19 @@ def test_flags_of_the_model(flags, arguments, parse):
     assert {key: getattr(config, key) for key in MODELS[flags]} == MODELS[flags]
 
 
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("", 384),
+        ("--tensor-model-parallel-size 2", 512),
+        ("--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1", 302),
+        ("--make-vocab-size-divisible-by 7", 301),
+    ],
+)
+def test_the_vocabulary_is_padded_for_the_tensor_parallel_ranks(flags, size, arguments, parse):
+    assert arguments.padded_vocabulary(301, parse(flags)) == size
+
+
 @pytest.mark.slow
 def test_squared_relu_is_megatrons(arguments, parse):
     activation = arguments.transformer_config(parse("--squared-relu")).activation_func
