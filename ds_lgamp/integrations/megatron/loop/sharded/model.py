@@ -1,7 +1,8 @@
 """A chunk whose weights and gradients ds_lgamp partitions, in the place of Megatron-core's DistributedDataParallel."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -48,15 +49,26 @@ class ShardedChunk(DistributedDataParallel):
         """Hands the parameters to ``partition``."""
         self.partition, self.units = partition, units
         # Those around it, such as the one that casts inputs, hand the call on without hooks.
-        unwrap_model(self.module).register_load_state_dict_pre_hook(self._refuse_apart)
+        inner = unwrap_model(self.module)
+        inner.register_load_state_dict_pre_hook(self._refuse_loading_apart)
+        inner.sharded_state_dict = self._of_whole_weights(inner.sharded_state_dict)
 
-    def _refuse_apart(self, *_: Any) -> None:
+    def _refuse_loading_apart(self, *_: Any) -> None:
         """Raises ConfigError outside of :func:`whole`, where shards would not take what is loaded."""
         if not self.is_whole:
-            raise ConfigError(
-                f"load_state_dict is called on a chunk whose weights are sharded; enter 'with whole(models):' of "
-                f"{__name__} around it, on all ranks"
-            )
+            raise _apart("load_state_dict")
+
+    def _of_whole_weights(self, sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+        """``sharded_state_dict`` of the chunk, which raises ConfigError where weights have no elements or old ones."""
+
+        @wraps(sharded_state_dict)
+        def complete(*positional: Any, **options: Any) -> Any:
+            assert self.partition is not None, "the chunk is sharded"
+            if any(unit.storage.stale or not unit.storage.resident for unit in self.partition.units):
+                raise _apart("sharded_state_dict")
+            return sharded_state_dict(*positional, **options)
+
+        return complete
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Gives the optimizer's shards their gradients, after all reductions."""
@@ -97,6 +109,13 @@ class ShardedChunk(DistributedDataParallel):
                 tolerance=0.001,
                 fatal=True,
             )
+
+
+def _apart(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call} is called on a chunk whose weights are sharded; enter 'with whole(models):' of {__name__} around it, "
+        "on all ranks"
+    )
 
 
 def _is_not_finite(norm: torch.Tensor) -> torch.Tensor:

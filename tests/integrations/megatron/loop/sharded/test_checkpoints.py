@@ -122,6 +122,27 @@ def load_apart(stage, options):
             model.load_state_dict({}, strict=False)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_of_chunks_are_those_of_whole_weights(stage):
+    run_on_ranks(2, ask_apart, stage, before_init=prepare_process)
+
+
+def ask_apart(stage):
+    from megatron.core.utils import unwrap_model
+
+    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
+
+    training = Training(SHARDED._replace(zero_stage=stage))
+    training.train()
+    first = unwrap_model(training.models[0])
+    with pytest.raises(ConfigError, match="sharded_state_dict is called on a chunk whose weights are sharded; enter"):
+        first.sharded_state_dict()
+    with whole(training.models):
+        state = first.sharded_state_dict()
+        for name, parameter in first.named_parameters():
+            assert torch.equal(state[name].data, parameter) and parameter.numel() > 0
+
+
 def test_state_by_buckets_is_refused():
     run_on_ranks(1, ask_for_buckets, before_init=prepare_process)
 
