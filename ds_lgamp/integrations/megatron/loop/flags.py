@@ -144,10 +144,14 @@ _MODEL = (
     *_flags("hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern", OUTSIDE),
     *_flags("use_legacy_models", REFUSED, "legacy models have no chunks; remove it"),
     *_flags("yaml_cfg", REFUSED, "the block cannot set arguments beside it; use flags"),
-    *_flags("overlap_moe_expert_parallel_comm hybrid_context_parallel cpu_offloading", REFUSED, _SCHEDULES),
+    *_flags("overlap_moe_expert_parallel_comm hybrid_context_parallel", REFUSED, _SCHEDULES),
+    # Megatron-LM sets the first from the second.
+    Flag("cpu_offloading", REFUSED, "cpu_offloading_num_layers", note=_SCHEDULES),
     *_flags("fine_grained_activation_offloading", REFUSED, _SCHEDULES),
     *_flags("num_microbatches_with_partial_activation_checkpoints", REFUSED, _SCHEDULES),
     *_flags("cuda_graph_impl", REFUSED, _SCHEDULES, ("none", None)),
+    # The old spellings, which Megatron-LM's validation turns into the new one.
+    *_flags("enable_cuda_graph external_cuda_graph", REFUSED, _SCHEDULES),
 )
 
 TOGETHER = {

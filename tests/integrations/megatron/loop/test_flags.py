@@ -202,6 +202,15 @@ def test_refusals_name_flag_value_and_fix(flag):
             refuse_flags(Namespace(**{flag.name: 987}))
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("enable_cuda_graph", True), ("external_cuda_graph", True), ("cpu_offloading_num_layers", 2)],
+)
+def test_arguments_that_megatron_lm_turns_into_a_refused_one_are_refused_as_they_are_given(argument, value):
+    with pytest.raises(ConfigError, match=f"^{option_of(argument)} is {value}: it needs Megatron-core's own schedules"):
+        refuse_flags(Namespace(**{argument: value}), arguments=True)
+
+
 @pytest.mark.parametrize("names", TOGETHER)
 def test_flags_that_do_not_go_together_are_refused(names):
     with pytest.raises(ConfigError, match=f"{names[0]} and {names[1]} are True: "):
