@@ -62,8 +62,8 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
         )
     if settings.nonfinite is not None:
         raise ConfigError(
-            f"{BLOCK}.nonfinite is '{settings.nonfinite}', but Megatron-LM has a check of its own; remove it, and set "
-            "--check-for-nan-in-loss-and-grad"
+            f"{BLOCK}.nonfinite is '{settings.nonfinite}', but Megatron-LM has a check of its own, unless "
+            "--no-check-for-nan-in-loss-and-grad is given; remove it"
         )
     _refuse_offloading(config, settings)
     _refuse_shards_of_nodes(config)

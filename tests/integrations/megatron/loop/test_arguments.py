@@ -213,7 +213,7 @@ REFUSED = [
         {},
         {"nonfinite": "skip"},
         {},
-        "nonfinite is 'skip', but Megatron-LM has a check of its own; remove it, and set --check",
+        "nonfinite is 'skip', but Megatron-LM has a check of its own, unless --no-check-for-nan",
     ),
     (
         {},

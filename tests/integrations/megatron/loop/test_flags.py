@@ -233,6 +233,9 @@ def test_the_installed_megatron_core_has_no_flag_that_the_table_lacks():
         assert {field.name for field in dataclasses.fields(kind)} - names == set()
 
 
+CODE = ROOT / "ds_lgamp" / "integrations" / "megatron" / "loop"
+OWN = {"--ds-lgamp-config", "--cluster"}
+"""What the messages and comments of ``CODE`` name beside flags of Megatron-LM."""
 GROUPS = "distributed mixed_precision regularization learning_rate transformer_engine experimental"
 """Of Megatron-LM's arguments, those about data parallelism, precision and the optimizer."""
 
@@ -256,6 +259,8 @@ def look_for_unknown_arguments(tree):
     for name, option in options.items():
         if name in written and option:
             assert option in written[name]
+    named = {flag for file in CODE.rglob("*.py") for flag in re.findall("--[a-z][a-z0-9-]+", file.read_text())}
+    assert named - OWN - {option for spellings in written.values() for option in spellings} == set()
 
 
 PAGE = ROOT / "docs" / "megatron.md"
