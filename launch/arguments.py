@@ -39,6 +39,17 @@ def refuse_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error("--sequence-parallel needs --tensor-model-parallel-size from 2, and GPUs; remove it")
     if args.num_query_groups is not None and not args.group_query_attention:
         parser.error("--num-query-groups needs --group-query-attention; add it")
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        parser.error(
+            f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads {args.num_attention_heads}; "
+            "change one of them, or give --kv-channels"
+        )
+    learned = args.position_embedding_type == "learned_absolute"
+    if learned and args.max_position_embeddings is not None and args.max_position_embeddings < args.seq_length:
+        parser.error(
+            f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}; "
+            "change one of them"
+        )
     if args.swiglu and args.squared_relu:
         parser.error("--swiglu and --squared-relu are both given; keep one of them")
     if args.min_lr and args.lr_decay_style != "cosine":
@@ -153,7 +164,7 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eod-mask-loss", action="store_true", help="leave the ends of documents out of the loss")
     group.add_argument("--eval-interval", type=int, default=50, help="0 leaves evaluation out (default: 50)")
     group.add_argument("--eval-iters", type=int, default=2)
-    group.add_argument("--log-interval", type=int, default=1)
+    group.add_argument("--log-interval", type=int, default=1, help="0 prints no training losses (default: 1)")
     group.add_argument("--loss-plot", help="image file for a plot of the losses (default: none)")
     group.add_argument("--save", help="folder for a checkpoint of the last iteration (default: none)")
     group.add_argument(

@@ -157,7 +157,7 @@ def train(
     for iteration in tqdm(iterations, desc="training", disable=not is_first_rank):
         # The host would wait for the device if it read every loss at once.
         unread[iteration] = engine.train_batch(data_iter=batches)
-        if iteration % args.log_interval == 0:
+        if args.log_interval and iteration % args.log_interval == 0:
             losses["training"] |= read(unread)
             if is_first_rank:
                 tqdm.write(f"iteration {iteration:5d} | training loss {losses['training'][iteration]:.6f}")

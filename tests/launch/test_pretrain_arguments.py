@@ -138,6 +138,11 @@ def test_precision_comes_from_the_flags_where_the_json_leaves_it_out(arguments, 
     ("flags", "words"),
     [
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
+        (
+            "--num-attention-heads 3",
+            "--hidden-size 128 is no multiple of --num-attention-heads 3; change one of them, or",
+        ),
+        ("--seq-length 64 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 64"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu are both given"),
         ("--min-lr 0.1", "--min-lr needs --lr-decay-style cosine, not constant"),
         ("--bf16 --fp16", "--bf16 and --fp16 are both given"),
@@ -147,4 +152,9 @@ def test_precision_comes_from_the_flags_where_the_json_leaves_it_out(arguments, 
 def test_flags_that_do_not_go_together_are_refused(flags, words, parse, capsys):
     with pytest.raises(SystemExit):
         parse(flags)
-    assert words in capsys.readouterr().err
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_heads_of_another_size_and_more_rotary_positions_are_not_refused(parse):
+    parse("--num-attention-heads 3 --kv-channels 16")
+    parse("--position-embedding-type rope --seq-length 64 --max-position-embeddings 32")

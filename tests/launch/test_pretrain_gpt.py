@@ -48,6 +48,12 @@ def tensor_parallel(folder):
 
 
 @pytest.mark.slow
+def test_an_interval_of_zero_prints_no_training_losses(folder):
+    printed = pretrain(folder, 1, "--log-interval 0 --eval-interval 3")
+    assert losses(printed) == {} and "iteration     3 | validation loss" in printed
+
+
+@pytest.mark.slow
 def test_tensor_parallel_ranks_share_a_padded_vocabulary_and_train_as_one_rank_with_as_many_words(
     folder, tensor_parallel
 ):
