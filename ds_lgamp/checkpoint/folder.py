@@ -113,11 +113,15 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
 
 
 def _is_forgotten(tensors: Path) -> bool:
-    """Whether a save has made the folder, and none goes on there: nothing was written for a day."""
+    """Whether a save has made the folder, and none goes on there."""
     with suppress(OSError):
-        times = [path.stat().st_mtime for path in (tensors, *tensors.iterdir())]
-        return re.fullmatch(f"{TENSORS}[0-9a-f]{{8}}", tensors.name) is not None and max(times) < time.time() - _A_DAY
+        return re.fullmatch(f"{TENSORS}[0-9a-f]{{8}}", tensors.name) is not None and _rests(tensors, *tensors.iterdir())
     return False
+
+
+def _rests(*paths: Path) -> bool:
+    """Whether nothing was written to any of ``paths`` for a day."""
+    return max(path.stat().st_mtime for path in paths) < time.time() - _A_DAY
 
 
 def newest_first(directory: Path, tag: str) -> list[Path]:
@@ -216,8 +220,14 @@ def _make(folder: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replaces the content of ``path`` by ``text`` atomically. Leaves everything as it was if that fails."""
-    fresh = path.with_name(f".{path.name}.partial")
+    """Replaces the content of ``path`` by ``text`` atomically. Leaves everything as it was if that fails. Removes what
+    interrupted calls left."""
+    # Another job may replace the file at this moment.
+    fresh = path.with_name(f".{path.name}.{uuid4().hex[:8]}.partial")
+    for left in path.parent.glob(f".{path.name}*.partial"):
+        with suppress(OSError):
+            if _rests(left):
+                left.unlink()
     try:
         write_synced(fresh, text)
         os.replace(fresh, path)

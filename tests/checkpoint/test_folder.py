@@ -158,6 +158,28 @@ def test_latest_is_what_was_written_last(tmp_path):
     assert read_latest(tmp_path) == "run/second" and names(tmp_path) == ["latest"]
 
 
+def test_two_jobs_may_name_their_checkpoints_in_one_folder_at_once(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def other_job_writes_meanwhile(descriptor):
+        monkeypatch.setattr(os, "fsync", sync)
+        write_latest(tmp_path, "a longer tag of another job")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", other_job_writes_meanwhile)
+    write_latest(tmp_path, "own")
+    assert read_latest(tmp_path) == "own" and names(tmp_path) == ["latest"]
+
+
+def test_what_a_job_left_that_was_killed_is_removed_after_a_day(tmp_path):
+    for name in (".latest.partial", ".latest.0badcafe.partial", ".latest.0badbeef.partial"):
+        (tmp_path / name).write_text("")
+        if name != ".latest.0badbeef.partial":
+            os.utime(tmp_path / name, (1000, 1000))
+    write_latest(tmp_path, "tag")
+    assert names(tmp_path) == [".latest.0badbeef.partial", "latest"]
+
+
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/../../b", "/absolute", "a\0b", "a\nb"])
 def test_a_tag_is_a_folder_inside_the_directory(tmp_path, tag):
     with pytest.raises(CheckpointError, match="name a folder inside the checkpoint's directory"):
