@@ -18,9 +18,10 @@ class Parts(NamedTuple):
     strict: bool
     """Whether model and checkpoint must have the same parameters."""
     optimizer: bool
+    """The optimizer's state and the loss scale."""
     scheduler: bool
     progress: bool
-    """Counters, loss scale, random states and the position in the engine's own data."""
+    """Counters, random states and the position in the engine's own data."""
 
 
 def check_fit(

@@ -124,6 +124,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
         if parts.optimizer:
             written = state["optimizer"]
             loading.commit_optimizer(run.optimizer.optimizer, decode(written["groups"]), written["scalars"])
+            load_scaler_state(run.optimizer.loss_scaler, state["loss_scaler"])
             run.optimizer.is_half_updated = False
         run.optimizer.late_overflow = parts.progress and state.get("late_overflow", False)
         if parts.progress:
@@ -154,9 +155,8 @@ def _load_scheduler(folder: Path, scheduler: Any, state: dict[str, Any]) -> None
 
 
 def _resume(run: Run, state: dict[str, Any], random: dict[str, Any]) -> None:
-    """Restores the counters, the loss scale, the position in the engine's own data, and the random states."""
+    """Restores the counters, the position in the engine's own data, and the random states."""
     write_fields(run, COUNTERS, state["counters"])
     write_fields(run, TOP_LEVEL, state)
-    load_scaler_state(run.optimizer.loss_scaler, state["loss_scaler"])
     seek_data(run, state["counters"][PULLED], state["data"])
     write_random_states(run.random_sources, random)

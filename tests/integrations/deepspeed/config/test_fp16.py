@@ -236,6 +236,16 @@ def resume(folder):
     return run(first, range(3, 7)), run(second, range(3, 7))
 
 
+def resume_without_optimizer(folder, layout):
+    """Returns the scale that a run has saved, and that of a new run which then loads the rest without the state of the
+    optimizer."""
+    engines = [engine_of(layout, {"fp16": {"enabled": True, "initial_scale_power": power}}) for power in (6, 8)]
+    run(engines[0], range(1))
+    engines[0].save_checkpoint(folder)
+    engines[1].load_checkpoint(folder, load_optimizer_states=False)
+    return [engine.optimizer.cur_scale for engine in engines]
+
+
 def run(engine, steps):
     return [(engine.train_batch(batches(step, engine)).item(), engine.optimizer.cur_scale) for step in steps]
 
@@ -278,6 +288,10 @@ def run_all(folder, cases, histories, stages):
         "one rank": {stage: overflow_of_one_rank(stage) for stage in stages},
         "half loss": half_loss(auto_cast=True),
         "resumed": resume(folder),
+        "without optimizer": [
+            resume_without_optimizer(f"{folder}/{name}", layout)
+            for name, layout in (("block", Layout(2, 2, 2, {})), ("stock", STOCK))
+        ],
         "overridden": overridden(),
         "exhausted": exhausted(),
     }
@@ -348,6 +362,11 @@ def test_a_resumed_run_goes_on_with_the_scale(ranks):
         uninterrupted, resumed = rank["resumed"]
         assert resumed == uninterrupted
         assert len({scale for _, scale in resumed}) > 1
+
+
+def test_without_the_state_of_the_optimizer_a_run_keeps_its_own_scale_as_in_stock(ranks):
+    for rank in ranks:
+        assert rank["without optimizer"] == [[2.0**6, 2.0**8]] * 2
 
 
 def test_a_scale_of_the_users_own_stays(ranks):
