@@ -24,6 +24,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 )
 from ds_lgamp.integrations.deepspeed.config.optimizer_groups import prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
+from ds_lgamp.integrations.deepspeed.engine import stock_methods
 from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
 from ds_lgamp.integrations.deepspeed.engine.casting import prepare_layers
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
@@ -374,6 +375,22 @@ class LgampEngine(PipelineEngine):
 
     save_checkpoint, load_checkpoint = methods.save_checkpoint, methods.load_checkpoint
     wait_for_checkpoint = methods.wait_for_checkpoint
+    save_16bit_model = stock_methods.save_16bit_model
+
+    # What scripts may change, and what stays where it is
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As PipelineEngine's. Raises ConfigError if micro-batches of all ranks that draw data do not make the batch."""
+        micro_batch = self.train_micro_batch_size_per_gpu()
+        stock_methods.check_batch_size(train_batch_size, micro_batch, self._drawing_ranks)
+        super().set_train_batch_size(train_batch_size)
+
+    @property
+    def _drawing_ranks(self) -> int:
+        """How many ranks draw micro-batches of their own."""
+        return self.dp_world_size
+
+    offload_states, reload_states = stock_methods.offload_states, stock_methods.reload_states
 
     # The end
 

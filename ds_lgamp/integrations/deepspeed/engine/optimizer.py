@@ -113,6 +113,30 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     cur_scale = loss_scale
 
     @property
+    def clip_grad(self) -> float:
+        """The largest norm of the gradient; 0 for none. Setting it, on all ranks alike, changes the next steps. Raises
+        ConfigError where chunks are updated before the norm of all gradients is known."""
+        return self._clipping
+
+    @clip_grad.setter
+    def clip_grad(self, limit: float) -> None:
+        if limit > 0 and self._updates_when == "reduction":
+            raise ConfigError(
+                f"engine.optimizer.clip_grad is set to {limit:g}, but gradient_clipping is 0 and chunks are updated as "
+                "their gradients arrive; write the largest limit of the run into gradient_clipping"
+            )
+        self._clipping = limit
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, rate: float) -> None:
+        """Sets the learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = rate
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         return self.loss_scaler.dynamic
 

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -198,16 +200,25 @@ class ModelEngine(LgampEngine):
         return [replace(spec, first_trained=0) for spec in specs] if self._returns_gradients else specs
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeedEngine's; every rank feeds data. Raises ConfigError if micro-batches of all ranks do not make the
-        batch."""
-        ranks = self.dp_world_size * self.num_stages
-        each = self.train_micro_batch_size_per_gpu() * ranks
-        if train_batch_size < each or train_batch_size % each:
+        """As DeepSpeedEngine's. Raises ConfigError also inside a batch, whose losses were divided by the old number of
+        micro-batches."""
+        if self._kept.calls:
             raise ConfigError(
-                f"train_batch_size is {train_batch_size}, but {ranks} ranks with micro-batches of "
-                f"{self.train_micro_batch_size_per_gpu()} make multiples of {each}; use one of them"
+                f"set_train_batch_size is called after {len(self._kept.calls)} micro-batches of a batch, whose losses "
+                f"were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
+                "a batch"
             )
         super().set_train_batch_size(train_batch_size)
+
+    @property
+    def _drawing_ranks(self) -> int:
+        return self.dp_world_size * self.num_stages
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """As DeepSpeedEngine's, at every stage: a batch, however many micro-batches it has, is always reduced once."""
+        with self.no_sync():
+            yield
 
     def compile(self, *positional: Any, **options: Any) -> None:
         """As DeepSpeedEngine's, for the blocks of the model, where the program calls them."""
@@ -227,6 +238,8 @@ class ModelEngine(LgampEngine):
     zero_gather_16bit_weights_on_model_save = state.zero_gather_16bit_weights_on_model_save
     _zero3_consolidated_16bit_state_dict = state.zero3_consolidated_16bit_state_dict
     save_16bit_model = state.save_16bit_model
+    # Not those of pipelines.
+    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, state.load_module_state_dict
 
     # One batch
 

@@ -204,6 +204,15 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
 # Methods of the engine, with the names and signatures of DeepSpeedEngine's
 
 
+def load_module_state_dict(
+    engine: Engine, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+) -> None:
+    """As DeepSpeedEngine's: loads ``checkpoint["module"]`` as the model's ``load_state_dict`` does."""
+    if custom_load_fn is not None:
+        raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
+    engine.module.load_state_dict(checkpoint["module"], strict=strict)
+
+
 def zero3_consolidated_16bit_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
     """As DeepSpeedEngine's, at every stage; ranks other than 0 get an empty dictionary. See :func:`whole_state`."""
     return whole_state(engine, exclude_frozen_parameters)
