@@ -380,7 +380,7 @@ class LgampEngine(PipelineEngine):
     # What scripts may change, and what stays where it is
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As PipelineEngine's. Raises ConfigError if micro-batches of all ranks that draw data do not make the batch."""
+        """As PipelineEngine's. Raises ConfigError if whole micro-batches of all ranks do not make the batch."""
         micro_batch = self.train_micro_batch_size_per_gpu()
         stock_methods.check_batch_size(train_batch_size, micro_batch, self._drawing_ranks)
         super().set_train_batch_size(train_batch_size)

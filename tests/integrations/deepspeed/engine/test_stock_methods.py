@@ -1,5 +1,5 @@
-"""What scripts call and set on stock DeepSpeed's engine and its optimizer has the same effect with a block, or is refused
-in a sentence."""
+"""What scripts call and set on stock DeepSpeed's engine and its optimizer has the same effect with a block, or is
+refused in a sentence."""
 
 import deepspeed
 import pytest
@@ -173,11 +173,11 @@ def test_what_would_do_something_else_is_refused(ranks):
     words = (
         "train_batch_size is 0, but 1 ranks with micro-batches of 4 make multiples of 4; use one of them",
         "train_batch_size is 6, but 1 ranks with micro-batches of 4 make multiples of 4",
-        "set_train_batch_size is called after 1 micro-batches of a batch, whose losses were divided by 2; call it after",
-        "engine.offload_states is called, but with a ds_lgamp block states move to the host only as the program says",
+        "set_train_batch_size is called after 1 micro-batches of a batch, whose losses were divided by 2; call it",
+        "engine.offload_states is called, but with a ds_lgamp block states move to the host only",
         "engine.offload_states is called",
         "use engine.save_checkpoint and ds_lgamp checkpoint export, or torch.save(engine.module.state_dict(), ...)",
-        "engine.optimizer.clip_grad is set to 1, but gradient_clipping is 0 and chunks are updated as their gradients",
+        "engine.optimizer.clip_grad is set to 1, but gradient_clipping is 0 and chunks are updated as",
     )
     for _, said in ranks:
         for wanted, message in zip(words, said, strict=True):
