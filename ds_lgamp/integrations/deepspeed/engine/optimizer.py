@@ -178,10 +178,13 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         return self._updates.is_watched or "step" in vars(self)
 
     def settle_gradients(self) -> None:
-        """Lets the host read every gradient, if user code watches the step."""
+        """Lets the host read every gradient, with the factor of the loss, if user code watches the step."""
         if self._is_watched:
             for unit in self.partition.units:
                 unit.settle_store()
+                if unit.reduction.is_final and not unit.storage.is_overdue:
+                    unit.scale_gradient(self.loss_factor)
+            self.loss_factor = 1.0
 
     @property
     def _factor(self) -> float:

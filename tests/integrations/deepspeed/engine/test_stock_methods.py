@@ -5,6 +5,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import nn
 
 import ds_lgamp
@@ -92,6 +93,27 @@ def double_weights(block, stage):
     return before, train(engine, 1)
 
 
+def halve_gradients(block, stage):
+    """Halves a gradient in the place of the optimizer's step, after losses that the script has multiplied.
+    Returns what it sees there, and the norms."""
+    engine = plain_engine(block, stage)
+    step, weight, numbers = engine.optimizer.step, engine.module[0].weight, []
+
+    def halving_step(*arguments, **options):
+        gradient = safe_get_full_grad(weight)
+        numbers.append(gradient.norm().item())
+        safe_set_full_grad(weight, gradient / 2)
+        return step(*arguments, **options)
+
+    engine.optimizer.step = halving_step
+    for factor, by_micro_batches in ((3, True), (1, False)):
+        for inputs in inputs_of(factor):
+            engine.backward(factor * engine(inputs), scale_wrt_gas=by_micro_batches)
+            engine.step()
+        numbers.append(float(engine.get_global_grad_norm()))
+    return numbers
+
+
 def refused():
     """Returns what is said of calls that would have other effects than in stock DeepSpeed."""
     pipeline, plain = engine_of(build(linears(4)), {}), plain_engine({}, 3)
@@ -120,6 +142,7 @@ BESIDE_STOCK = {
     change_limit_and_rate: (1, 3),
     coalesce: (1, 3),
     double_weights: (1,),
+    halve_gradients: (1,),
     # Last: a plain engine of stock DeepSpeed is not built after a pipeline.
     change_limit_of_pipeline: (1,),
 }
@@ -167,6 +190,10 @@ def test_micro_batches_whose_reduction_is_coalesced_are_one_step(ranks):
 
 def test_the_model_state_of_the_engine_is_read_and_loaded(ranks):
     beside_stock(ranks, double_weights)
+
+
+def test_gradients_in_the_place_of_the_step_have_the_factor_of_the_script(ranks):
+    beside_stock(ranks, halve_gradients)
 
 
 def test_what_would_do_something_else_is_refused(ranks):
