@@ -130,7 +130,13 @@ _TRAINING = (
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _REPORTS = (
     Key("steps_per_print", HONOURED, takes=INTERVAL),
-    Key("wall_clock_breakdown", HONOURED, "needs steps_per_print", takes=SWITCH),
+    Key(
+        "wall_clock_breakdown",
+        HONOURED,
+        "needs steps_per_print; a line of ds_lgamp has the times of all work and waits, and DeepSpeed's own lines are "
+        "right for the step only",
+        takes=SWITCH,
+    ),
     Key(
         "memory_breakdown",
         HONOURED,
@@ -154,7 +160,12 @@ _REPORTS = (
         (False,),
     ),
     *_keys("comms_logger", "prof_all prof_ops verbose debug", MEANINGLESS, "only with comms_logger.enabled"),
-    Key("flops_profiler.enabled", REFUSED, "it measures engine.forward, which is not called; remove it", (False,)),
+    Key(
+        "flops_profiler.enabled",
+        REFUSED,
+        "it measures engine.forward, which computes no layers here; remove it",
+        (False,),
+    ),
     Key("flops_profiler.*", MEANINGLESS, "only with flops_profiler.enabled"),
     Key("autotuning.enabled", REFUSED, "it searches over settings of stock DeepSpeed; remove it", (False,)),
     Key("autotuning.*", MEANINGLESS, "only with autotuning.enabled"),
