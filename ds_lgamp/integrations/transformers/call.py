@@ -30,8 +30,10 @@ class Call:
         self._blocks: list[BlockArguments] | None = None
 
     def tell_blocks(self, arguments: list[BlockArguments]) -> None:
-        """Keeps what every block gets, so that :meth:`block_arguments` need not compute it."""
-        self._blocks = arguments
+        """Keeps what every block gets, so that :meth:`block_arguments` need not compute it. Told again, by a forward
+        that is recomputed, it keeps the first: rotary tables of type "dynamic" have grown with the lengths since."""
+        if self._blocks is None:
+            self._blocks = arguments
 
     def forget_blocks(self) -> None:
         """Lets go of what the blocks get, which none needs any more."""

@@ -66,6 +66,20 @@ def test_packed_sequences_do_not_see_each_other():
     assert torch.equal(*logits)
 
 
+def test_a_forward_that_is_recomputed_leaves_blocks_what_they_got_first():
+    rotary = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    layers = layers_of(make("Llama", rope_parameters=rotary, max_position_embeddings=4))
+    batch, begin = micro_batch(0, 0, 0), layers.modules[0]
+    short, long = (
+        Call(*layers.arguments((), {name: value[:, :length] for name, value in batch.items()})) for length in (6, 10)
+    )
+    tables = []
+    for call in (short, long, short):
+        begin(call)
+        tables.append(short.block_arguments(0, MagicMock()).named["position_embeddings"][0])
+    assert torch.equal(tables[2], tables[0])
+
+
 REFUSED = {
     "output_hidden_states": (True, "the argument output_hidden_states is on"),
     "output_attentions": (True, "the argument output_attentions is on"),
