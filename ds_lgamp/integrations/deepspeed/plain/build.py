@@ -1,13 +1,14 @@
 """Builds the engine of a plain script."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 
-from ds_lgamp.config import LgampConfig
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
@@ -17,11 +18,19 @@ from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, need
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 
+_with_engine: WeakSet[torch.nn.Module] = WeakSet()
+"""The models that have an engine, or had one: their methods and parameters are its own."""
+
 
 def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngine:
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
     ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
+    if model in _with_engine:
+        raise ConfigError(
+            f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
+            "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
+        )
     make_whole(needed_to_split(model))
     layers = layers_of(model, layer_sources(next(model.parameters()).device))
     module = pipeline_module(layers, topology_of(layers, settings))
@@ -32,7 +41,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     # DeepSpeed gives the last engine's mpu to all. Those without a block are in no pipeline.
     mpu_of_others = stock_groups.mpu
     try:
-        return ModelEngine(
+        engine = ModelEngine(
             user_model=model,
             layers=layers,
             settings=settings,
@@ -45,6 +54,8 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
         )
     finally:
         stock_groups.mpu = mpu_of_others
+    _with_engine.add(model)
+    return engine
 
 
 def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:

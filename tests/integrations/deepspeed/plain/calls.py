@@ -266,7 +266,9 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
     fails("indivisible", initialize, sequential(), configuration(1, {"pipeline_ranks": 3}))
     fails("unlike replicas", initialize, sequential(), configuration(1, {"data_rank_speeds": [2, 1]}))
 
-    engine = engine_of(sequential())
+    model = sequential()
+    engine = engine_of(model)
+    fails("second engine", engine_of, model)
     fails("train_batch", engine.train_batch)
     fails("named", lambda: engine(inputs=pairs(0, rank, 0)))
 

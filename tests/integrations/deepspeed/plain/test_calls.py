@@ -169,6 +169,7 @@ def test_mistakes_are_named_on_every_rank():
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
         "unlike replicas": "ds_lgamp.data_rank_speeds is [2.0, 1.0], but a script that calls engine(...) gives every",
         "no loss": "append a module that computes the loss",
+        "second engine": "the Sequential has an engine already, which a ds_lgamp block cannot replace",
         "train_batch": "call engine(...), engine.backward and engine.step",
         "named": "engine(...) got inputs, but an nn.Sequential takes no named arguments",
         "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
