@@ -55,7 +55,10 @@ def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
         dtype: the parameter's type as the user built it.
     """
     if not dtype.is_floating_point:
-        raise ConfigError(f"parameter {name} is {dtype}, which does not train; make it a buffer")
+        raise ConfigError(
+            f"parameter {name} is {dtype}, which does not train; make it a buffer, or load the model without "
+            "quantization"
+        )
     if dtype != torch.float32 and parameter_dtype(config) == torch.float32:
         if dtype == torch.float64:
             raise ConfigError(f"parameter {name} is {dtype}, which a {BLOCK} block does not train; make it float32")

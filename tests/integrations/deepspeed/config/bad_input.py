@@ -309,6 +309,14 @@ class Float8Tensor(torch.Tensor):
     """Stands in for a weight inside Transformer Engine's fp8_model_init, which is no plain tensor."""
 
 
+class Packed(nn.Linear):
+    """Has a frozen weight of packed numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.weight = nn.Parameter(torch.zeros(18, 1, dtype=torch.uint8), requires_grad=False)
+
+
 class Quantized(nn.Module):
     def __init__(self):
         super().__init__()
@@ -389,6 +397,10 @@ MODULES = {
     "quantized parameters": (
         lambda: pipeline([LayerSpec(Quantized)] * 4),
         "weight is a Float8Tensor, but units hold plain tensors; build its layer without fp8_model_init",
+    ),
+    "parameters of bytes, as bitsandbytes packs them": (
+        lambda: pipeline([LayerSpec(Packed)] * 4),
+        "is torch.uint8, which does not train; make it a buffer, or load the model without quantization",
     ),
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
     "parameters of double precision": (
