@@ -43,12 +43,14 @@ class SavedTensors:
         """Fills the places by calling ``compute``, which repeats the first forward.
 
         Args:
-            completely: whether ``compute`` must run to its end. It does so anyway if nothing was saved.
+            completely: whether ``compute`` must run to its end.
 
         Raises RuntimeError if ``compute`` saves other tensors than the first forward did.
         """
         # From now on only the graph holds the places. It drops each one after use.
         slots, self._slots = self._slots, []
+        if not slots and not completely:
+            return
         filled = 0
 
         def fill(tensor: torch.Tensor) -> None:

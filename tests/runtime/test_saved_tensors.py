@@ -85,8 +85,8 @@ def test_what_follows_the_last_saved_tensor_is_not_computed_again(completely, pr
     assert operations.names.count("addmm") == products
 
 
-def test_a_forward_that_saves_nothing_runs_to_its_end():
-    """The function saves nothing, so recomputation cannot end early."""
+@pytest.mark.parametrize(("completely", "times"), [(False, 1), (True, 2)])
+def test_a_forward_that_saves_nothing_is_not_computed_again(completely, times):
 
     def double(inputs):
         calls.append(inputs)
@@ -94,8 +94,8 @@ def test_a_forward_that_saves_nothing_runs_to_its_end():
 
     calls = []
     saved, result = forward(double, example())
-    saved.restore(partial(double, example()), completely=False)
-    assert len(calls) == 2
+    saved.restore(partial(double, example()), completely)
+    assert len(calls) == times
     result.sum().backward()
 
 

@@ -3,7 +3,6 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -46,15 +45,9 @@ class FlatGroup(NamedTuple):
     scalars: dict[str, Any]
 
 
-def write_stock(
-    whole: WholeCheckpoint,
-    folder: Path,
-    pipeline_ranks: int,
-    data_ranks: int,
-    stage: int = 1,
-    layer_bounds: Sequence[int] | None = None,
-) -> None:
-    """Writes ``folder`` (DIR/TAG), which must not exist, and DIR/latest.
+def write_stock(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks: int, stage: int = 1) -> None:
+    """Writes ``folder`` (DIR/TAG), which must not exist, and DIR/latest. Layers are cut as DeepSpeed does it with the
+    module's ``partition_method``.
 
     The optimizer of the run that loads it must list the parameters of each group in the order of
     ``module.parameters()``. The configuration of that run must have neither ``round_robin_gradients`` nor
@@ -63,14 +56,12 @@ def write_stock(
     Args:
         pipeline_ranks, data_ranks: the layout of the run that will load it.
         stage: the ZeRO stage of that run: 1, or 0 for float32 weights.
-        layer_bounds: the first layer of every pipeline rank, then the number of layers; None cuts as DeepSpeed does
-            with the module's ``partition_method``.
 
     Raises CheckpointError if ``folder`` exists, or if the checkpoint has no optimizer state or does not say enough for
     this layout.
     """
     _check(whole, folder, pipeline_ranks, data_ranks, stage)
-    bounds = _bounds(whole.state, pipeline_ranks, layer_bounds)
+    bounds = _bounds(whole.state, pipeline_ranks)
     with whole_folder(folder) as partial:
         for layer in range(bounds[-1]):
             _save(partial / layer_file(layer), _layer_content(whole, layer))
@@ -112,7 +103,7 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
         raise CheckpointError(f"client_state has {', '.join(taken)}, which DeepSpeed's files use themselves; rename it")
 
 
-def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[int] | None) -> list[int]:
+def _bounds(state: dict[str, Any], pipeline_ranks: int) -> list[int]:
     """Returns the first layer of every pipeline rank, then the number of layers."""
     layers, tied = state["layers"], tied_keys(state["parameters"])
     # Only a run with a block describes all layers. DeepSpeed's own files suffice only for the layout that wrote them.
@@ -124,20 +115,13 @@ def _bounds(state: dict[str, Any], pipeline_ranks: int, layer_bounds: Sequence[i
             f"the checkpoint does not say which layers use the tied modules {', '.join(tied)}, so what "
             f"{pipeline_ranks} pipeline ranks hold is unknown; {fix}"
         )
-    if layer_bounds is not None:
-        bounds, end = [int(bound) for bound in layer_bounds], state["layout"]["chunk_bounds"][-1]
-        if len(bounds) != pipeline_ranks + 1 or bounds != sorted({0, *bounds}) or bounds[-1] != end:
-            raise CheckpointError(
-                f"layer_bounds are {bounds}; use {pipeline_ranks + 1} rising numbers from 0 to {end}, the layers"
-            )
-        return bounds
     if known:
         return [int(bound) for bound in _stock_bounds(state, pipeline_ranks)]
     if same:
         return state["layout"]["chunk_bounds"]
     raise CheckpointError(
         f"the checkpoint has {state['layout']['pipeline_ranks']} stock pipeline ranks and does not say how "
-        f"{pipeline_ranks} share the layers; pass layer_bounds, or {fix}"
+        f"{pipeline_ranks} share the layers; {fix}"
     )
 
 

@@ -32,7 +32,7 @@ from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.executor import build_executor
 from ds_lgamp.integrations.deepspeed.engine.first_messages import no_first_messages
 from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
-from ds_lgamp.integrations.deepspeed.engine.instructions import INSTRUCTIONS, ProgramSchedule
+from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule, RunAction
 from ds_lgamp.integrations.deepspeed.engine.losses import average_loss, loss_of, scaled_mean_gradient
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
@@ -338,7 +338,7 @@ class LgampEngine(PipelineEngine):
     def _execute(self, action: Any) -> None:
         self.executor.execute(action)
 
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(INSTRUCTIONS.values(), _execute)}
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, RunAction: _execute}
 
     def reset_activation_shape(self) -> None:
         """Lets the next batch have other shapes. Called between batches, on every rank."""
