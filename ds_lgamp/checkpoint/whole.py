@@ -42,9 +42,10 @@ def read_whole(folder: Path) -> WholeCheckpoint:
     wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0")
     tensors = {name: reader.whole(name) for name in wanted}
     whole = WholeCheckpoint({}, {}, {}, decode(state), {})
-    for name in state["parameters"]:
+    for name, described in state["parameters"].items():
+        stored = tensors.get(f"{PARAMETERS}/{name}")
         # A checkpoint does not store tensors without elements.
-        whole.parameters[name] = tensors.get(f"{PARAMETERS}/{name}", torch.empty(state["parameters"][name]["shape"]))
+        whole.parameters[name] = torch.empty(described["shape"]) if stored is None else stored
     for key, tensor in tensors.items():
         kind, rest = key.split("/", 1)
         if kind == OPTIMIZER:

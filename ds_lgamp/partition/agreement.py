@@ -31,12 +31,10 @@ def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def raise_everywhere(complaint: str | None, kind: type[Exception], group: dist.ProcessGroup | None = None) -> None:
-    """Raises ``kind`` on every rank if any rank has a complaint, with the complaint of the first such rank.
-
-    Collective; the default group has all ranks.
-    """
-    first = next((text for text in everyone(complaint, group) if text), None)
+def raise_everywhere(complaint: str | None, kind: type[Exception]) -> None:
+    """Raises ``kind`` on every rank if any rank has a complaint, with the complaint of the first such rank. Collective
+    over all ranks."""
+    first = next((text for text in everyone(complaint) if text), None)
     if first:
         raise kind(first)
 

@@ -75,14 +75,15 @@ class Launch:
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks)]
 
     def from_first(self, make: Callable[[], str], patience: timedelta = _PATIENCE) -> str:
-        """Returns what ``make`` returns in the process of rank 0, for which the others wait. If ``make`` raises
-        ValueError there, every process raises it."""
+        """Returns what ``make`` returns in the process of rank 0, for which the others wait. If ``make`` raises an
+        error there, the others raise ValueError."""
         key = self._key()
         if self.rank == 0:
             try:
                 self._store.set(key, f"+{make()}")
-            except ValueError as error:
+            except Exception as error:
                 self._store.set(key, f"-{error}")
+                raise
         self._store.wait([key], patience)
         answer = self._store.get(key).decode()
         if answer.startswith("-"):

@@ -83,11 +83,15 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
     )
 
 
-def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent], tries: int = 8) -> Stall | None:
-    """Returns the stall that has lasted longest, among those of the ``tries`` ranks that have waited longest; None if
-    no rank waits, or if all that do may: they are outside of batches, and who keeps them waiting may go on."""
+_TRIED = 8
+"""Of how many ranks a search finds what they wait for."""
+
+
+def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall | None:
+    """Returns the stall that has lasted longest, among those of the ranks that have waited longest; None if no rank
+    waits, or if all that do may: they are outside of batches, and who keeps them waiting may go on."""
     waiting = sorted((each for each in standings.values() if each.waits), key=lambda each: -each.seconds)
-    stalls = [find(victim, standings, silent) for victim in waiting[:tries]]
+    stalls = [find(victim, standings, silent) for victim in waiting[:_TRIED]]
     judged = [stall for stall in stalls if stall.is_judged or stall.cause is Cause.SILENCE]
     return max(judged, key=lambda stall: (stall.seconds, -stall.cause), default=None)
 

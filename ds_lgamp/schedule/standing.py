@@ -151,7 +151,11 @@ def _collective(program: Sequence[Action], row: int, neighbours: Neighbours) -> 
     return Wait(neighbours.alike, f"{launch} with ranks {listed(neighbours.alike)}", _LAUNCHES, count)
 
 
-def listed(ranks: Sequence[int], most: int = 8) -> str:
+_SHOWN = 8
+"""Of how many ranks a sentence shows the numbers."""
+
+
+def listed(ranks: Sequence[int]) -> str:
     """Returns the numbers of ``ranks`` for people, the first ones if there are many."""
-    numbers = ", ".join(map(str, ranks[:most]))
-    return numbers if len(ranks) <= most else f"{numbers}, ... ({len(ranks)} in all)"
+    numbers = ", ".join(map(str, ranks[:_SHOWN]))
+    return numbers if len(ranks) <= _SHOWN else f"{numbers}, ... ({len(ranks)} in all)"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -148,6 +149,23 @@ def test_a_process_that_no_launcher_started_is_told_so(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="RANK is not set; start with torchrun or deepspeed"):
         Launch()
+
+
+def test_what_fails_on_rank_0_ends_the_wait_of_the_others():
+    store = dist.HashStore()
+
+    def process(rank):
+        launch = Launch.__new__(Launch)
+        launch.rank, launch.ranks, launch._store, launch._calls = rank, 2, store, 0
+        return launch
+
+    def fail():
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        process(0).from_first(fail)
+    with pytest.raises(ValueError, match="the disk is full"):
+        process(1).from_first(fail, timedelta(seconds=1))
 
 
 def test_explain_lays_out_ranks_and_says_what_is_unknown(tmp_path):
