@@ -136,6 +136,7 @@ def _exposed(cluster: IslandCluster, assignment: Assignment, demand: Demand, fac
         defers_gathers=facts["defers_gathers"],
         updates=facts["updates"],
         hierarchy=demand.hierarchy,
+        first_trained=facts["first_trained"],
     )
     parameters, flops = ([chunk[name] for _, chunk in chunks] for name in ("parameters", "forward_flops"))
     return exposed(cluster, assignment, demand, spec, parameters, flops, facts["recompute"] == "full")

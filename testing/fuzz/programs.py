@@ -49,6 +49,7 @@ def random_spec(random: Random) -> ProgramSpec:
         hierarchy=Hierarchy(2, random.random() < 0.5) if hierarchical else None,
         offload=Offload(parameters=zero_stage == 3 and random.random() < 0.5) if offloaded else None,
         stores_inputs=random.random() < 0.2,
+        first_trained=random.randrange(chunks) if random.random() < 0.2 else 0,
     )
 
 
@@ -56,11 +57,12 @@ def check_counts(spec: ProgramSpec, program: Program) -> None:
     """Raises AssertionError if the program computes or reduces other than its spec says, by a count of its own."""
     actions = Counter(action for rank in program for action in rank)
     for chunk in range(spec.chunks):
+        trains = chunk >= spec.first_trained and not spec.forward_only
         for micro_batch in range(spec.micro_batches):
             assert actions[Action(Kind.FORWARD, chunk, micro_batch)] == 1
-            assert actions[Action(Kind.BACKWARD, chunk, micro_batch)] == (not spec.forward_only)
+            assert actions[Action(Kind.BACKWARD, chunk, micro_batch)] == trains
         groups = -(-spec.micro_batches // spec.micro_batch_group) if spec.zero_stage > 1 else 1
-        assert actions[Action(Kind.REDUCE, chunk)] == (0 if spec.forward_only else groups), f"reductions of {chunk}"
+        assert actions[Action(Kind.REDUCE, chunk)] == (groups if trains else 0), f"reductions of {chunk}"
     for rank in program:
         last = {action.chunk: row for row, action in enumerate(rank) if action.kind is Kind.BACKWARD}
         reduced = {action.chunk: row for row, action in enumerate(rank) if action.kind is Kind.REDUCE}

@@ -30,6 +30,7 @@ FACTS = {
     "data_ranks": 2,
     "tensor_ranks": 1,
     "chunks": 2,
+    "first_trained": 0,
     "schedule": "layered",
     "micro_batches": 4,
     "micro_batch_group": 4,

@@ -86,7 +86,7 @@ def explain(
     )
     ranks = [step.facts(rank, actions) for rank, actions in enumerate(program)]
     chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
-    repeats = spec.zero_stage == 3 and step.data_ranks > 1
+    repeats = spec.zero_stage == 3 and step.data_ranks > 1 and not spec.first_trained
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
         data_ranks=step.data_ranks,
@@ -97,6 +97,7 @@ def explain(
         hierarchy=None if spec.hierarchy is None else spec.hierarchy._asdict(),
         offload=None if spec.offload is None else spec.offload._asdict(),
         chunks=spec.chunks,
+        first_trained=spec.first_trained,
         micro_batches=spec.micro_batches,
         micro_batch_group=spec.micro_batch_group,
         resident_chunks=spec.resident_chunks,
@@ -143,7 +144,8 @@ def _placement_name(settings: LgampConfig) -> str:
 def _bubble_formula(spec: ProgramSpec) -> float | None:
     ranks, micro_batches = spec.pipeline_ranks, spec.micro_batches
     applies = (
-        spec.chunks % ranks == 0
+        spec.first_trained == 0
+        and spec.chunks % ranks == 0
         and spec.placement == place_chunks("modular", spec.chunks, ranks)
         and spec.micro_batch_group >= micro_batches >= ranks
     )

@@ -86,6 +86,8 @@ class Explanation:
     offload: dict[str, Any] | None
     """The fields of :class:`ds_lgamp.schedule.offload.Offload`; None if everything stays on the device."""
     chunks: int
+    first_trained: int
+    """The first chunk with a backward: all below it are frozen."""
     micro_batches: int
     """The most of any data-parallel rank."""
     micro_batch_group: int
@@ -108,10 +110,11 @@ class Explanation:
     """Idle time as a share of the ideal time, simulated: a backward pass takes twice as long as a forward pass,
     communication takes no time."""
     bubble_formula: float | None
-    """(P-1)/(N*M), if each of P ranks has N chunks and M >= P micro-batches go through them together; else None."""
+    """(P-1)/(N*M), if each of P ranks has N chunks, all with backwards, and M >= P micro-batches go through them
+    together; else None."""
     micro_batch_outer_gathers: int | None
     """2*N*M: gathers per step and rank if every micro-batch went through the whole model before the next. None below
-    stage 3."""
+    stage 3, or if chunks have no backward."""
     activations_unknown: str | None
     """Why ``memory`` of the ranks is without the bytes of activations, a clause; None if it has them."""
     ranks: list[RankFacts]

@@ -37,8 +37,16 @@ def _header(facts: Explanation) -> str:
         f"placement {facts.placement}, ZeRO stage {facts.zero_stage}{_shards(facts)}, {facts.precision}\n"
         f"{facts.micro_batches} micro-batches {group}, {facts.resident_chunks} resident chunks, "
         f"recompute {facts.recompute}, optimizer {facts.optimizer}{_UPDATES[facts.updates]}{_on_host(facts)}\n"
-        f"{facts.layers} layers in {facts.chunks} chunks, {facts.parameters:,} parameters{each}{_by_speed(facts)}"
+        f"{facts.layers} layers in {facts.chunks} chunks{_frozen(facts)}, {facts.parameters:,} parameters{each}"
+        f"{_by_speed(facts)}"
     )
+
+
+def _frozen(facts: Explanation) -> str:
+    """Returns words on chunks without a backward; nothing if there are none."""
+    if not facts.first_trained:
+        return ""
+    return f", of which the first {facts.first_trained} are frozen and go forward only"
 
 
 def _on_host(facts: Explanation) -> str:

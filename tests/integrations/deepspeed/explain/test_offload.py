@@ -51,6 +51,7 @@ def explained(offload, element=BF16):
         hierarchy=None,
         offload=None if offload is None else offload._asdict(),
         chunks=4,
+        first_trained=0,
         micro_batches=4,
         micro_batch_group=4,
         resident_chunks=2,
@@ -91,6 +92,13 @@ def test_host_memory_and_bytes_over_the_bus_are_told():
     )
     header = next(line for line in told if line.startswith("rank weights resident"))
     assert header.startswith("rank weights resident loaded master optimizer")
+
+
+def test_chunks_that_go_forward_only_are_told():
+    facts = explained(None)
+    assert not any("forward only" in line for line in lines(facts))
+    told = "4 layers in 4 chunks, of which the first 2 are frozen and go forward only, 4,000,000,000 parameters"
+    assert told in lines(replace(facts, first_trained=2))
 
 
 def test_what_lies_on_a_disk_is_told():
