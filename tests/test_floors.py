@@ -23,6 +23,7 @@ FLOORS = (
         "integrations.handshake",
         "integrations.replacing",
         "integrations.seams",
+        "integrations.shard_keys",
         "integrations.speeds",
         "integrations.tracing",
         "integrations.transports",

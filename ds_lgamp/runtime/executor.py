@@ -151,14 +151,11 @@ class Executor:
         """Whether a chunk is being computed for the second time."""
         return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
 
-    def _trains(self, chunk: int) -> bool:
-        """Whether a backward pass of ``chunk`` follows."""
-        return self._batch.training and chunk >= self._batch.first_trained
-
     def _recomputes(self, chunk: int) -> bool:
         """Whether ``chunk`` is computed again in its backward pass."""
-        turns_at_once = self._batch.turns_at_once and chunk == self._last_chunk
-        return self._trains(chunk) and self.recompute and not turns_at_once
+        batch = self._batch
+        trains = batch.training and chunk >= batch.first_trained
+        return trains and self.recompute and not (batch.turns_at_once and chunk == self._last_chunk)
 
     def run(self, program: Iterable[Action]) -> None:
         """Executes ``program``."""
@@ -187,7 +184,7 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         beginning: Tensors = ()
-        trains, passes_on = self._trains(chunk), chunk > batch.first_trained
+        trains, passes_on = batch.training and chunk >= batch.first_trained, chunk > batch.first_trained
         saved = SavedTensors() if self._recomputes(chunk) else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
@@ -242,9 +239,11 @@ class Executor:
 
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch = action
+        batch = self._batch
         with self._doing("send"):
-            result = self._batch.results.pop((Kind.FORWARD, chunk, micro_batch))
-            self.links.send_activations(chunk, micro_batch, result, answered=self._trains(chunk))
+            result = batch.results.pop((Kind.FORWARD, chunk, micro_batch))
+            answered = batch.training and chunk >= batch.first_trained
+            self.links.send_activations(chunk, micro_batch, result, answered)
 
     def receive_forward(self, action: Action) -> None:
         self.links.post_activations(action.chunk, action.micro_batch)
