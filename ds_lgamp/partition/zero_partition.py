@@ -101,6 +101,16 @@ class ZeroPartition:
             if not unit.storage.frees_weights:
                 unit.storage.attach_parameters()
 
+    def refuse_thawed(self) -> None:
+        """Raises ValueError if somebody unfroze a parameter that was frozen when the partition was built. Called before
+        a training batch, in which no backward may reach the parameter."""
+        for unit in self.units:
+            for entry in () if unit.trains else unit.storage.parameters:
+                if entry.parameter.requires_grad:
+                    raise ValueError(
+                        f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that"
+                    )
+
     @torch.no_grad()
     def adopt_parameters(self) -> None:
         """Takes shards and master weights from the full parameters. Somebody changed these alike on all data-parallel
@@ -122,17 +132,11 @@ class ZeroPartition:
             reduction.begin_accumulation()
 
     def reduce(self, chunk: int) -> None:
-        """Launches the reduction of the units whose last user is ``chunk``.
-
-        Raises:
-            ValueError: somebody unfroze a parameter that was frozen when the engine was built.
-        """
+        """Launches the reduction of the units whose last user is ``chunk``."""
         self._accumulating.discard(chunk)
         launched = self._reducing[chunk] = []
         for unit in self.chunk_units[chunk]:
-            if not unit.trains:
-                _refuse_thawed(unit)
-            elif unit.reduction.user_done():
+            if unit.trains and unit.reduction.user_done():
                 unit.reduction.start()
                 launched.append(unit)
 
@@ -313,9 +317,3 @@ def build_partition(
         for chunk in module.chunks:
             units[chunk].extend(members)
     return ZeroPartition(units, device)
-
-
-def _refuse_thawed(unit: Unit) -> None:
-    for entry in unit.storage.parameters:
-        if entry.parameter.requires_grad:
-            raise ValueError(f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that")

@@ -19,8 +19,7 @@ class Graph(NamedTuple):
 
     beginning: Tensors
     """The chunk's input, as leaves of its graph. With recomputation, they hold the data from which the chunk is
-    computed again; otherwise they hold no data. The first chunk that trains keeps the input itself with recomputation,
-    else nothing."""
+    computed again; otherwise they hold no data. Chunk 0 keeps the input itself with recomputation, else nothing."""
     ends: Sequence[Any]
     """The return value of :func:`end_graph` for the result; for the last chunk, only the loss."""
     saved: SavedTensors | None

@@ -184,18 +184,19 @@ class Executor:
         inputs = self._take_input(chunk, micro_batch)
         buffers: Buffers = []
         beginning: Tensors = ()
-        trains, passes_on = batch.training and chunk >= batch.first_trained, chunk > batch.first_trained
+        trains = batch.training and chunk >= batch.first_trained
         saved = SavedTensors() if self._recomputes(chunk) else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             buffers = self.chunks[chunk].read_buffers()
-            beginning = inputs = as_leaves(inputs) if passes_on else inputs
+            beginning = inputs = as_leaves(inputs) if chunk > 0 else inputs
         else:
             self.draws.leave()
-            if trains and passes_on:
+            if trains and chunk > 0:
                 # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
-                saved_here = self.placement[chunk - 1] == self.rank and not self._recomputes(chunk - 1)
+                is_own = chunk > batch.first_trained and self.placement[chunk - 1] == self.rank
+                saved_here = is_own and not self._recomputes(chunk - 1)
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
@@ -323,7 +324,7 @@ class Executor:
 
         Returns the buffers as they were before this call.
         """
-        inputs = as_leaves(graph.beginning) if chunk > self._batch.first_trained else graph.beginning
+        inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         current = self.chunks[chunk].read_buffers()
         self.chunks[chunk].write_buffers(graph.buffers)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:

@@ -52,9 +52,13 @@ class FirstSeen:
             return
         self._noted.add((layer, micro_batch))
         forward, backward = self._sums[:, self._rows[layer], micro_batch]
-        for member in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
+        members = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+        hidden = not torch.is_grad_enabled()
+        for member in members:
             if isinstance(member, torch.Tensor) and member.is_floating_point():
-                _note(forward, member, infinity_counts=member.requires_grad)
+                # In chunks that go forward only nothing requires gradients, and hidden states come first.
+                _note(forward, member, infinity_counts=member.requires_grad or hidden)
+                hidden = False
                 # A hook on a leaf, which is a parameter, would outlive the batch.
                 if member.grad_fn is not None:
                     member.register_hook(partial(_note, backward))

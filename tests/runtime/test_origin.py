@@ -1,8 +1,9 @@
 """Where the first number that is not finite came from, by what ranks have seen."""
 
 import pytest
+import torch
 
-from ds_lgamp.runtime.first_seen import INPUTS, LABELS
+from ds_lgamp.runtime.first_seen import INPUTS, LABELS, FirstSeen
 from ds_lgamp.runtime.origin import Origin, Seen, find_origin
 
 NOTHING = Seen(0, 0, [], [], [], [], [])
@@ -48,3 +49,14 @@ LOSER = Seen(1, 0, [2, 3], [], [], [], [])
 )
 def test_origin(ranks, origin):
     assert find_origin(ranks, layers=4) == origin
+
+
+def test_in_a_chunk_that_goes_forward_only_infinity_counts_in_hidden_states_and_not_in_masks():
+    seen = FirstSeen([0, 1], torch.device("cpu"))
+    seen.begin(1, lambda micro_batch: (None, None))
+    infinite = torch.full((2,), torch.inf)
+    with torch.no_grad():
+        seen.after_layer(0, 0, (torch.ones(2), -infinite))
+        seen.after_layer(1, 0, infinite)
+    forward, _ = seen.end().squeeze(-1)
+    assert forward[seen.places.index(0)].isfinite() and not forward[seen.places.index(1)].isfinite()

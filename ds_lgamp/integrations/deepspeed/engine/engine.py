@@ -326,6 +326,8 @@ class LgampEngine(PipelineEngine):
         trace = self.executor.trace if training else None
         with here.in_batch(self.executor, label, training, self.lgamp_settings.patience):
             self._partition.attach_parameters()
+            if training:
+                self._partition.refuse_thawed()
             if trace is not None:
                 trace.begin(self.global_steps + 1, self.executor, lambda: self.own_spec)
             try:

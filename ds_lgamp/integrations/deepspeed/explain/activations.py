@@ -128,7 +128,7 @@ def _chunks(
             gradients,
             [*_memory_of(layers[own]), *tree_leaves(labels)],
             0 if chunk == last else _bytes_of(result),
-            is_first=chunk <= spec.first_trained,
+            is_first=chunk == 0,
             is_last=chunk == last,
             recompute=settings.recompute == "full" and not (chunk == last and spec.turns_at_once),
             fake=True,

@@ -305,12 +305,12 @@ class ModelEngine(LgampEngine):
         """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
         all ranks."""
         with self.executor.timing.time("data"):
-            self._returns_gradients = self._wants_gradients(own)
+            wants = self._wants_gradients(own)
+            self._returns_gradients = wants and following is Next.TRAIN
             terms = dict(batch_terms(self))
-            if self.program_spec.first_trained:
+            if following is Next.TRAIN and self.program_spec.first_trained:
                 # The schedule depends on it.
-                wants = str(self._returns_gradients)
-                terms["gradients of arguments"] = Term(wants, "ask for them on all ranks or on none")
+                terms["gradients of arguments"] = Term(str(wants), "ask for them on all ranks or on none")
             agree(following, len(own), terms=terms)
             if not own:
                 raise ConfigError("engine.step() is called, but no engine(...) since the last step; call that first")

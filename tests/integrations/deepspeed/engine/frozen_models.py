@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_lgamp
 from testing.deepspeed_rank import quiet
@@ -36,6 +37,18 @@ class Adapted(nn.Module):
 
     def forward(self, inputs):
         return inputs + torch.tanh(self.base(inputs) + self.adapter_up(self.adapter_down(inputs)))
+
+
+class Checkpointed(Adapted):
+    """Checkpoints itself with torch's reentrant variant, which trains only if its input requires a gradient."""
+
+    def forward(self, inputs):
+        return checkpoint(super().forward, inputs, use_reentrant=True)
+
+
+def begins_gradients(inputs):
+    """Lets gradients begin here, as enable_input_require_grads of transformers does for such layers."""
+    return torch.tanh(inputs).requires_grad_()
 
 
 class Head(nn.Module):
@@ -76,16 +89,14 @@ ENDS = {
 }
 
 
-_TOP = LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Head)
-
-
 def specs_of(model):
     """Returns layers of one chunk each. The first and the third have nothing to train, and the fourth has no
     parameters. Of the model "upper", only the last three chunks get gradients, of which one is frozen."""
     if model == "idle":
         return [LayerSpec(Embedding), LayerSpec(Head)]
     if model == "upper":
-        return [LayerSpec(Embedding), LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(Adapted), *_TOP]
+        frozen = LayerSpec(Embedding), LayerSpec(nn.Linear, WIDTH, WIDTH), begins_gradients
+        return [*frozen, LayerSpec(Checkpointed), LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Head)]
     first, last = ENDS[model]
     blocks = [LayerSpec(Adapted) for _ in range(3)]
     return [first, blocks[0], LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, *blocks[1:], last]

@@ -21,7 +21,6 @@ from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
 from ds_lgamp.integrations.shard_keys import for_deepspeed
-from ds_lgamp.runtime.executor import ActionError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program
 from testing.deepspeed_rank import prepare_rank
@@ -131,7 +130,14 @@ def check_memory(case, engine):
             assert all(entry.parameter.grad is None for entry in parameters), case
 
 
-BLOCKS = [{}, {"recompute": "none"}, {"resident_chunks": 1, "micro_batch_group": 2}, {"resident_chunks": 9}]
+BLOCKS = [
+    {},
+    {"recompute": "none"},
+    {"resident_chunks": 1, "micro_batch_group": 2},
+    {"resident_chunks": 9},
+    {"recompute": "none", "resident_chunks": 1},
+]
+"""One more than models, so that each model gets all of them."""
 
 
 def cases_of(pipeline_ranks):
@@ -214,12 +220,13 @@ def refusals():
 def thawed():
     """Returns the errors of a parameter that is unfrozen too late."""
     messages = []
-    for stage in (0, 3):
-        engine = engine_of(Case("untied", 1, stage, "json", {}))
+    # Chunk 2 of the first model has a backward, chunk 1 of the second has none.
+    for model, stage, thawed in (("untied", 0, "2.weight"), ("untied", 3, "2.weight"), ("upper", 1, "1.weight")):
+        engine = engine_of(Case(model, 1, stage, "json", {}))
         engine.train_batch(batches(0, engine))
         for name, parameter in engine.module.named_parameters():
-            parameter.requires_grad_("adapter" in name or name == "2.weight")
-        with pytest.raises(ActionError) as error:
+            parameter.requires_grad_("adapter" in name or name == thawed)
+        with pytest.raises(ValueError) as error:
             engine.train_batch(batches(1, engine))
         messages.append(str(error.value))
     return messages
@@ -244,7 +251,7 @@ def resumed(folder):
 
 def on_one_rank():
     prepare_rank()
-    for case in cases_of(1)[::3]:
+    for case in (*cases_of(1)[::3], Case("upper", 1, 1, "json", {"recompute": "none"})):
         train_and_compare(case)
     return thawed()
 
@@ -327,5 +334,6 @@ def test_shards_of_nodes_are_explained():
 
 
 def test_one_rank_and_a_parameter_that_is_unfrozen_too_late():
-    for message in run_on_ranks(1, on_one_rank)[0]:
-        assert "parameter 2.weight was frozen when the engine was built; unfreeze it before" in message
+    messages = run_on_ranks(1, on_one_rank)[0]
+    for name, message in zip(("2.weight", "2.weight", "1.weight"), messages, strict=True):
+        assert message == f"parameter {name} was frozen when the engine was built; unfreeze it before that"

@@ -116,5 +116,4 @@ def test_chunks_that_no_gradient_reaches_keep_nothing():
     for chunk in (0, 1):
         assert (upper[chunk].backward, upper[chunk].saved) == (0, 0)
         assert upper[chunk].result < upper[chunk].forward < whole[chunk].forward
-    # The first chunk that trains passes no gradient on.
-    assert upper[2].saved < whole[2].saved and upper[3] == whole[3]
+    assert upper[2:] == whole[2:]

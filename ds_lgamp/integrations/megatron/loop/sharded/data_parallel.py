@@ -19,6 +19,8 @@ class ShardedData(Partition):
         self._partition = partition_of(batch.models)
         if self._partition is None:
             raise ConfigError("the models of this batch are whole, but those of earlier ones were sharded; shard them")
+        if not batch.forward_only:
+            self._partition.refuse_thawed()
 
     def end(self) -> None:
         """Does nothing: the program has awaited every reduction."""
