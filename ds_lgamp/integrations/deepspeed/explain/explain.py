@@ -4,6 +4,7 @@ The script runs, unedited and in one process, up to ``deepspeed.initialize``; th
 own functions compute what would have followed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -18,7 +19,7 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     measure_activations,
 )
 from ds_lgamp.integrations.deepspeed.explain.element_bytes import element_bytes, optimizer_facts
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
 from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
 from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of
@@ -85,8 +86,6 @@ def explain(
         leaves_live_states=settings.live_checkpoint is not None,
     )
     ranks = [step.facts(rank, actions) for rank, actions in enumerate(program)]
-    chunks_per_rank = max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks)
-    repeats = spec.zero_stage == 3 and step.data_ranks > 1 and not spec.first_trained
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
         data_ranks=step.data_ranks,
@@ -113,7 +112,7 @@ def explain(
         parameters=sum(size.parameters for size in model.sizes.values()),
         bubble=simulate(spec, program, _costs(spec, layout, settings, module)).bubble,
         bubble_formula=_bubble_formula(spec),
-        micro_batch_outer_gathers=2 * chunks_per_rank * spec.micro_batches if repeats else None,
+        micro_batch_outer_gathers=_micro_batch_outer_gathers(spec, step.data_ranks, ranks),
         activations_unknown=unknown,
         ranks=ranks,
     )
@@ -150,3 +149,9 @@ def _bubble_formula(spec: ProgramSpec) -> float | None:
         and spec.micro_batch_group >= micro_batches >= ranks
     )
     return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
+
+
+def _micro_batch_outer_gathers(spec: ProgramSpec, data_ranks: int, ranks: Sequence[RankFacts]) -> int | None:
+    if spec.zero_stage < 3 or data_ranks == 1 or spec.first_trained:
+        return None
+    return 2 * max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks) * spec.micro_batches
