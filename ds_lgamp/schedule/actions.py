@@ -11,6 +11,9 @@ host, beside the program. Once it is over, ``LOAD3`` copies this rank's part of 
 ``F3.5`` to the host and ``LOAD_A3.5`` brings it back for ``B3.5``; they have waits, too. ``SEND_F3.5`` sends the result
 of ``F3.5`` to the rank of chunk 4, where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that
 ``B3.5`` computed to the rank of chunk 2, where ``RECV_B2.5`` posts the receive.
+
+``RETURN2`` gives the script the outputs of its call 2, where it computes the loss. All pipeline ranks come to it, and
+then the script has its turn.
 """
 
 import re
@@ -45,6 +48,7 @@ class Kind(str, Enum):
     WAIT_STORE_INPUT = "WAIT_STORE_A"
     WAIT_LOAD_INPUT = "WAIT_LOAD_A"
     UPDATE = "UPDATE"
+    RETURN = "RETURN"
     STEP = "STEP"
 
     # Programs have millions of actions and look each one up by kind. str hashes in C, Enum in slower Python.
@@ -79,12 +83,14 @@ PARTITION = (COLLECTIVES | TRANSFERS | WAITS | {Kind.RELEASE, Kind.UPDATE}) - OF
 
 _TEXT = re.compile(
     r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B)(\d+)\.(\d+)"
-    r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|LOAD|STORE)|UPDATE)(\d+)|(STEP))"
+    r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|LOAD|STORE)|UPDATE)(\d+)"
+    r"|RETURN(\d+)|(STEP))"
 )
 
 
 class Action(NamedTuple):
-    """One entry of a pipeline rank's program. ``chunk`` and ``micro_batch`` are -1 if the kind has none."""
+    """One entry of a pipeline rank's program. ``chunk`` and ``micro_batch`` are -1 if the kind has none. That of RETURN
+    is the number of a call."""
 
     kind: Kind
     chunk: int = -1
@@ -93,6 +99,8 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         if self.kind is Kind.STEP:
             return "STEP"
+        if self.kind is Kind.RETURN:
+            return f"RETURN{self.micro_batch}"
         if self.kind in PARTITION:
             return f"{self.kind.value}{self.chunk}"
         return f"{self.kind.value}{self.chunk}.{self.micro_batch}"
@@ -103,11 +111,13 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"'{text}' is no action; actions look like F3.5, SEND_B3.5, GATHER3 or STEP")
-        timed, chunk, micro_batch, partition, partition_chunk, _ = match.groups()
+        timed, chunk, micro_batch, partition, partition_chunk, call, _ = match.groups()
         if timed:
             return cls(Kind(timed), int(chunk), int(micro_batch))
         if partition:
             return cls(Kind(partition), int(partition_chunk))
+        if call:
+            return cls(Kind.RETURN, micro_batch=int(call))
         return cls(Kind.STEP)
 
 

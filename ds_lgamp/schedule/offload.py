@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import COMPUTE, OFFLOADING, RECEIVES, Action, Kind, awaited_by
+from ds_lgamp.schedule.orders import pieces_of
 
 BLOCK = 4096
 """Bytes that the disk moves at least, and whose multiples it moves."""
@@ -52,11 +53,21 @@ def without_transfers(actions: Iterable[Action]) -> list[Action]:
 
 def add_loads(offload: Offload, actions: Sequence[Action]) -> list[Action]:
     """Adds LOAD during the visit before the GATHER that needs it, so that the copy runs beside compute, and WAIT_LOAD
-    directly ahead of that GATHER. The loads for the first visit stand ahead of all else, the others ahead of what
-    their visit waits for. A LOAD begins when the update of its chunk is over, without a wait of the program."""
+    directly ahead of that GATHER. The loads for the first visit of each piece stand ahead of all else, the others ahead
+    of what their visit waits for. A LOAD begins when the update of its chunk is over, without a wait of the program.
+    """
+    known = set(offload.on_device)
+    lowered: list[Action] = []
+    for piece in pieces_of(actions):
+        lowered.extend(_with_loads(offload, piece, known))
+    return lowered
+
+
+def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) -> list[Action]:
+    """Returns a piece with its loads. Adds to ``known`` the chunks that the device has from then on."""
     gathers = _gathers_by_visit(actions)
-    loads = [[chunk for chunk in visit if chunk in new] for visit, new in zip(gathers, _new(gathers, offload))]
-    lowered = [Action(Kind.LOAD, chunk) for chunk in loads[0]]
+    loads = [[chunk for chunk in visit if chunk in new] for visit, new in zip(gathers, _new(gathers, offload, known))]
+    lowered = [Action(Kind.LOAD, chunk) for chunk in loads[0]] if loads else []
     visited, visit = None, -1
     for action in actions:
         if action.kind is Kind.GATHER and action.chunk in loads[visit + 1]:
@@ -206,14 +217,13 @@ def _gathers_by_visit(actions: Sequence[Action]) -> list[list[int]]:
     return gathers[:-1]
 
 
-def _new(gathers: Sequence[Sequence[int]], offload: Offload) -> list[set[int]]:
-    """Returns, for each visit, the chunks that are loaded for it: all that are gathered, or those for the first
-    time."""
-    known = set(offload.on_device)
+def _new(gathers: Sequence[Sequence[int]], offload: Offload, known: set[int]) -> list[set[int]]:
+    """Returns, for each visit, the chunks that are loaded for it: all that are gathered and not ``known``, or those for
+    the first time, which are known then."""
     if offload.parameters:
         return [set(visit) - known for visit in gathers]
     new = []
     for visit in gathers:
         new.append(set(visit) - known)
-        known |= set(visit)
+        known.update(visit)
     return new

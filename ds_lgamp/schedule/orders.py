@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 
+Order = Callable[[Placement, int, int, int], Iterator[Action]]
+"""Returns the computes of a rank, from placement, pipeline rank, micro-batches and micro-batch group."""
 SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
 SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 """Schedules that need one chunk per pipeline rank, in rank order."""
@@ -97,6 +99,29 @@ def forward_only(placement: Placement, rank: int, micro_batches: int, group: int
     return _forward(chunks_of(placement, rank), range(micro_batches))
 
 
+def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
+    """The script computes the loss: it calls the model on every pipeline rank, for one micro-batch each, and wants the
+    outputs before its next call. So calls go forward one by one. The backwards of ``order`` follow the last one."""
+    chunks, pipeline_ranks = chunks_of(placement, rank), max(placement) + 1
+    for call, members in enumerate(micro_batch_groups(micro_batches, pipeline_ranks)):
+        yield from _forward(chunks, members)
+        yield Action(Kind.RETURN, micro_batch=call)
+    for action in order(placement, rank, micro_batches, group):
+        if action.kind is Kind.BACKWARD:
+            yield action
+
+
+def pieces_of(actions: Iterable[Action]) -> Iterator[list[Action]]:
+    """Yields the pieces into which the script's turns cut ``actions``. All but the last one end with RETURN."""
+    piece: list[Action] = []
+    for action in actions:
+        piece.append(action)
+        if action.kind is Kind.RETURN:
+            yield piece
+            piece = []
+    yield piece
+
+
 def chunks_of(placement: Placement, rank: int) -> list[int]:
     """Returns the chunks on ``rank``, ascending."""
     return [chunk for chunk, owner in enumerate(placement) if owner == rank]
@@ -134,9 +159,8 @@ def turns_at_once(actions: Iterable[Action], last_chunk: int) -> bool:
     )
 
 
-def order_of(schedule: str) -> Callable[[Placement, int, int, int], Iterator[Action]]:
-    """Returns the order of ``schedule``: a function of placement, pipeline rank, micro-batches and micro-batch
-    group."""
+def order_of(schedule: str) -> Order:
+    """Returns the order of ``schedule``."""
     return _ORDERS[schedule]
 
 

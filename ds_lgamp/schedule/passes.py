@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ds_lgamp.schedule import offload, stored_inputs
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, send_of
+from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.receives import receive_posts
 from ds_lgamp.schedule.residency import chunk_visits, next_distinct, updated_windows
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -21,13 +22,19 @@ class Window(NamedTuple):
 
 
 def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. Stage 3 ends by releasing every resident chunk."""
+    """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. Stage 3 ends by releasing every resident chunk. So
+    do its pieces, because the script may evaluate when it has its turn."""
     windows = windows_of(spec, actions)
     refreshed, resident = started_of(spec, actions)
     lowered: list[Action] = []
     visited = None
     for action in actions:
-        if action.chunk != visited:
+        if action.kind is Kind.RETURN:
+            visited = None
+            if spec.zero_stage == 3:
+                lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
+                resident = []
+        elif action.chunk != visited:
             visited = action.chunk
             window = next(windows)
             lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(set(resident) - set(window.resident)))
@@ -146,11 +153,12 @@ def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[Window]
     Deferred collectives cover one visit more than those that need them: at stages 1 and 2 the compute, at stage 3 the
     gathers inside a node.
     """
-    visits = chunk_visits(_computes(actions))
+    pieces = [chunk_visits(_computes(piece)) for piece in pieces_of(actions)]
+    visits = [chunk for piece in pieces for chunk in piece]
     nothing: list[list[int]] = [[] for _ in visits]
     refreshed = resident = nothing
     if spec.zero_stage == 3:
-        resident = next_distinct(visits, spec.resident_chunks)
+        resident = [window for piece in pieces for window in next_distinct(piece, spec.resident_chunks)]
     if spec.updated_by is Kind.GATHER:
         resident = updated_windows(visits, 1, spec.defers_gathers)
     elif spec.updated_by is Kind.REFRESH:

@@ -9,6 +9,7 @@ asks for one. A queue starts its work in the order in which the host launched it
   has started. No memory in between holds a message.
 - A compute that needs a message waits for the receive.
 - Gathers and reductions start together on all data-parallel ranks, because these run the same program.
+- A script's turn begins when all pipeline ranks have done everything before it.
 - Transfers between host and device, and updates on the host, wait for nothing but their own rank's work.
 
 One queue is the hardest case: spreading the streams over more queues only removes conditions. So a program that ends
@@ -50,11 +51,13 @@ class _Queues:
         self.position = [0] * len(program)
         """The next action of each rank to start."""
         self.started: set[Action] = set()
-        """Sends and receives that have started."""
+        """Sends, receives and turns of the script that have started."""
         self.newest: dict[tuple[int, Kind], Action] = {}
         """The last send or receive on each stream, by rank and kind."""
         self.blocked: dict[Action, list[int]] = defaultdict(list)
-        """Ranks whose queue waits for a send or receive to start."""
+        """Ranks whose queue waits for a send or receive to start, or for others at a RETURN."""
+        self.returned: dict[Action, set[int]] = defaultdict(set)
+        """The ranks that have come to a RETURN."""
 
     def advance(self, rank: int) -> list[int]:
         """Starts the work of ``rank`` up to the first operation that must wait. Returns the ranks that this wakes."""
@@ -62,6 +65,11 @@ class _Queues:
         actions = self.program[rank]
         while self.position[rank] < len(actions):
             action = actions[self.position[rank]]
+            if action.kind is Kind.RETURN:
+                self.returned[action].add(rank)
+                if len(self.returned[action]) == len(self.program):
+                    self.started.add(action)
+                    woken.extend(self.blocked.pop(action, ()))
             awaited = self.awaited(rank, action)
             if awaited is not None and awaited not in self.started:
                 self.blocked[awaited].append(rank)
@@ -74,8 +82,10 @@ class _Queues:
         return woken
 
     def awaited(self, rank: int, action: Action) -> Action | None:
-        """Returns the other rank's send or receive that must start before ``action`` can start; None if there is
-        none."""
+        """Returns the other rank's send or receive that must start before ``action`` can start; RETURN itself, which
+        starts once all ranks have come to it; None if there is none."""
+        if action.kind is Kind.RETURN:
+            return action
         if action.kind in COMPUTE:
             return send_matching(receive_of(action)) if self.spec.receives_input(action) else None
         before = self.newest.get((rank, action.kind))

@@ -15,6 +15,7 @@ Two ways exist, because two kinds of transport exist.
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -31,7 +32,14 @@ permission (docs/performance.md)."""
 
 def receive_posts(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
     """Returns, for each compute of ``rank``, the receives to post directly before it."""
-    return _on_arrival(spec, rank, computes) if spec.receives_on_arrival else _ahead(spec, rank, computes)
+    if spec.receives_on_arrival:
+        return _on_arrival(spec, rank, computes)
+    if not spec.returns_outputs:
+        return _ahead(spec, rank, computes)
+    # None is posted ahead of the script's turn: all messages of a call have arrived when it ends.
+    ranks = spec.pipeline_ranks
+    pieces = groupby(computes, lambda action: action.micro_batch // ranks if action.kind is Kind.FORWARD else None)
+    return [posts for _, piece in pieces for posts in _ahead(spec, rank, list(piece))]
 
 
 def _ahead(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
@@ -64,6 +72,8 @@ def _window(spec: ProgramSpec, rank: int, kind: Kind) -> int:
     # Evaluation ignores groups: all micro-batches pass through a chunk together. It has no turn.
     group = spec.micro_batches if spec.forward_only else min(spec.micro_batch_group, spec.micro_batches)
     turn = spec.chunks if spec.forward_only else first_turning_chunk(spec.placement)
+    if spec.returns_outputs and forward:
+        group, turn = spec.pipeline_ranks, spec.chunks
     for chunk, owner in enumerate(spec.placement):
         source = chunk - 1 if forward else chunk + 1
         if owner == rank and 0 <= source < spec.chunks and spec.placement[source] != rank:

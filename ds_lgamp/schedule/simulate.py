@@ -9,9 +9,11 @@
 - The simulated step is one of many. What stands behind STEP counts as of the previous step and starts at time 0. The
   step ends with the last update on the host if that follows a reduction: the next step waits for it first.
 - All data-parallel ranks behave alike.
+- A script's turn takes no time, but begins on all pipeline ranks together.
 - Tied modules travel beside chunks. Only the sum of their copies is a cost of its own.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +35,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 _SEND_FORWARD, _SEND_BACKWARD = Kind.SEND_FORWARD, Kind.SEND_BACKWARD
 _RECV_FORWARD, _RECV_BACKWARD = Kind.RECV_FORWARD, Kind.RECV_BACKWARD
-_UPDATE = Kind.UPDATE
+_UPDATE, _RETURN = Kind.UPDATE, Kind.RETURN
 
 
 @dataclass
@@ -206,6 +208,8 @@ class _Run:
         self.posted: set[Action] = set()
         self.blocked: dict[Action, int] = {}
         """The rank whose SEND waits for a RECV."""
+        self.returned: dict[Action, dict[int, float]] = defaultdict(dict)
+        """When each rank came to a RETURN."""
 
     def to_the_end(self) -> None:
         runnable = list(range(len(self.program)))
@@ -248,6 +252,11 @@ class _Run:
                     self.post(action, woken)
             elif kind in WAITS:
                 now = card.wait(action, now)
+            elif kind is _RETURN:
+                together = self.together(rank, action, now, woken)
+                if together is None:
+                    break
+                now = together
             elif kind in launched:
                 if row < self.ends[rank]:
                     card.launch(action, now)
@@ -281,6 +290,15 @@ class _Run:
         self.posted.add(receive)
         if receive in self.blocked:
             woken.append(self.blocked.pop(receive))
+
+    def together(self, rank: int, action: Action, now: float, woken: list[int]) -> float | None:
+        """Returns when all ranks have come to a RETURN; None while others are on their way. The last one wakes them."""
+        came = self.returned[action]
+        if rank not in came:
+            came[rank] = now
+            if len(came) == len(self.program):
+                woken.extend(other for other in came if other != rank)
+        return max(came.values()) if len(came) == len(self.program) else None
 
     def steps(self) -> list[list[Span]]:
         """Returns the updates of each rank, with STEP if it takes time. The ranks with copies of tied modules begin

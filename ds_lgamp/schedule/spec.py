@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -10,6 +10,7 @@ from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import (
     SCHEDULES,
     SINGLE_CHUNK_SCHEDULES,
+    by_calls,
     forward_only,
     order_of,
     turns_at_once,
@@ -64,6 +65,9 @@ class ProgramSpec:
     """Whether the inputs of recomputed chunks wait for their backward on the host."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
+    returns_outputs: bool = False
+    """Whether the script computes the loss from outputs, call by call (:func:`ds_lgamp.schedule.orders.by_calls`). Up
+    to the RETURN of a call, programs with more calls are alike, because a script may end a batch early."""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
@@ -76,6 +80,9 @@ class ProgramSpec:
         )
         _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
+        if self.returns_outputs:
+            whole = self.micro_batches % self.pipeline_ranks == 0
+            _require(whole, "micro_batches", self.micro_batches, "a call gives one to each pipeline rank")
         if self.offload is not None:
             self._require_offloadable(self.offload)
         if self.updates == "next_step" and self.updated_by is not None:
@@ -157,13 +164,15 @@ class ProgramSpec:
     def evaluation(self, micro_batches: int | None = None) -> "ProgramSpec":
         """Returns the forward-only spec on the same chunks. ``micro_batches`` defaults to this spec's."""
         count = self.micro_batches if micro_batches is None else micro_batches
-        return replace(self, micro_batches=count, micro_batch_group=count, forward_only=True)
+        return replace(self, micro_batches=count, micro_batch_group=count, forward_only=True, returns_outputs=False)
 
     def computes(self, rank: int) -> Iterator[Action]:
-        """Returns the compute order of ``rank``."""
+        """Returns the compute order of ``rank``, with RETURN where the script computes."""
         order = forward_only if self.forward_only else order_of(self.schedule)
+        if self.returns_outputs:
+            order = partial(by_calls, order)
         for action in order(self.placement, rank, self.micro_batches, self.micro_batch_group):
-            if action.kind is Kind.FORWARD or action.chunk >= self.first_trained:
+            if action.kind is not Kind.BACKWARD or action.chunk >= self.first_trained:
                 yield action
 
     def receives_input(self, action: Action) -> bool:
@@ -187,7 +196,7 @@ class ProgramSpec:
     @cached_property
     def turns_at_once(self) -> bool:
         """Whether each backward of the last chunk directly follows its forward. The chunk is then not recomputed."""
-        return turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
+        return not self.returns_outputs and turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
 
     @property
     def end_of_reduction(self) -> Kind:

@@ -1,10 +1,11 @@
 """Storing on the host: the inputs of chunks, from which backward passes recompute.
 
-An input leaves for the host behind its forward and comes back one compute ahead of its backward. One of them leaves at
-a time. An input that is needed soon stays on the device, as all do of a last chunk that turns at once, which is not
-recomputed. Inputs of chunk 0 stay where the user's batch has them.
+An input leaves for the host behind its forward and comes back one compute ahead of its backward, but not ahead of the
+script's turn. One of them leaves at a time. An input that is needed soon stays on the device, as all do of a last chunk
+that turns at once, which is not recomputed. Inputs of chunk 0 stay where the user's batch has them.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from ds_lgamp.schedule.actions import COMPUTE, OF_INPUTS, SENDS, Action, Kind
 
 NEAREST = 3
 """How many computes a backward must be behind its forward for the input to leave: one covers the way to the host,
-another the way back."""
+another the way back. The script's turn in between is enough."""
 
 
 def without_stored_inputs(actions: Sequence[Action]) -> list[Action]:
@@ -22,11 +23,12 @@ def without_stored_inputs(actions: Sequence[Action]) -> list[Action]:
 
 def add_stored_inputs(actions: Sequence[Action]) -> list[Action]:
     """Adds STORE_A behind forwards, LOAD_A one compute ahead of their backwards, and the waits for both."""
-    computes = [action for action in actions if action.kind in COMPUTE]
-    leaving = _leaving(computes)
-    loads = {
-        before: action for before, action in pairwise(computes) if action.kind is Kind.BACKWARD and action in leaving
-    }
+    order = [action for action in actions if action.kind in COMPUTE or action.kind is Kind.RETURN]
+    leaving = _leaving(order)
+    loads: defaultdict[Action, list[Action]] = defaultdict(list)
+    for before, action in pairwise(order):
+        if action.kind is Kind.BACKWARD and action in leaving:
+            loads[action if before.kind is Kind.RETURN else before].append(action)
     lowered: list[Action] = []
     computed: Action | None = None
     """A forward whose input leaves next."""
@@ -40,7 +42,7 @@ def add_stored_inputs(actions: Sequence[Action]) -> list[Action]:
         if action in loads:
             lowered.extend(_of(Kind.WAIT_STORE_INPUT, stored))
             stored = None
-            lowered.extend(_of(Kind.LOAD_INPUT, loads[action]))
+            lowered.extend(load for backward in loads[action] for load in _of(Kind.LOAD_INPUT, backward))
         if action in leaving:
             if action.kind is Kind.FORWARD:
                 computed = action
@@ -87,17 +89,21 @@ def fault_of(actions: Sequence[Action]) -> tuple[int, str] | None:
     return None
 
 
-def _leaving(computes: Sequence[Action]) -> set[Action]:
+def _leaving(order: Sequence[Action]) -> set[Action]:
     """Returns the forwards whose inputs leave, and their backwards."""
-    forwards: dict[tuple[int, int], int] = {}
+    forwards: dict[tuple[int, int], tuple[int, Action]] = {}
     leaving: set[Action] = set()
-    for place, action in enumerate(computes):
-        if action.chunk == 0:
+    place = 0
+    for action in order:
+        place += NEAREST if action.kind is Kind.RETURN else 1
+        if action.kind is Kind.RETURN or action.chunk == 0:
             continue
         if action.kind is Kind.FORWARD:
-            forwards[action[1:]] = place
-        elif place - forwards[action[1:]] >= NEAREST:
-            leaving |= {computes[forwards[action[1:]]], action}
+            forwards[action[1:]] = place, action
+            continue
+        since, forward = forwards[action[1:]]
+        if place - since >= NEAREST:
+            leaving |= {forward, action}
     return leaving
 
 

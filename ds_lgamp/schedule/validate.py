@@ -110,14 +110,20 @@ class _RankCheck:
 
     def run(self) -> None:
         spec = self.spec
-        computes = list(spec.computes(self.rank))
-        posts = receive_posts(spec, self.rank, computes)
-        windows = windows_of(spec, computes)
-        self.behind_step = behind_step(spec, computes)
+        order = list(spec.computes(self.rank))
+        posts = iter(receive_posts(spec, self.rank, [action for action in order if action.kind in COMPUTE]))
+        windows = windows_of(spec, order)
+        self.behind_step = behind_step(spec, order)
         self.waits = Waits(spec, self.behind_step)
-        self.started = started_of(spec, computes)
+        self.started = started_of(spec, order)
         visited = None
-        for compute, receives in zip(computes, posts):
+        for compute in order:
+            if compute.kind is Kind.RETURN:
+                visited = None
+                self.expect_releases(f"ahead of {compute} stands")
+                self.expect(compute, "after the last compute of a call follows")
+                continue
+            receives = next(posts)
             preparation = self.preparation_rows()
             if compute.chunk != visited:
                 visited = compute.chunk
@@ -216,9 +222,7 @@ class _RankCheck:
             raise self.fault(f"{does} {_texts(found)}; {must} {_texts(expected)}")
 
     def check_end(self) -> None:
-        if self.spec.zero_stage == 3:
-            for chunk in sorted(self.started.resident):
-                self.expect(Action(Kind.RELEASE, chunk), "after the last compute follows")
+        self.expect_releases("after the last compute follows")
         if not self.spec.forward_only:
             step = Action(Kind.STEP)
             for action in self.with_updates(self.waits.before(step)):
@@ -230,6 +234,13 @@ class _RankCheck:
                 self.expect(launch, "what the step updated is gathered next by")
         if self.row < len(self.actions):
             raise self.fault(f"{self.actions[self.row]} follows the end of the program")
+
+    def expect_releases(self, reason: str) -> None:
+        """Expects that stage 3 releases all that is resident."""
+        if self.spec.zero_stage == 3:
+            for chunk in sorted(self.started.resident):
+                self.expect(Action(Kind.RELEASE, chunk), reason)
+            self.started = Window(self.started.refreshed, [])
 
     def launch(self, action: Action, reason: str) -> None:
         """Expects a collective, and records it for the waits that must follow."""

@@ -35,6 +35,9 @@ def random_spec(random: Random) -> ProgramSpec:
     offloaded = zero_stage > 0 and not hierarchical and random.random() < 0.4
     contiguous = schedule in ("1f1b", "gpipe") or (schedule == "layered" and random.random() < 0.4)
     updates = random.choice(UPDATES[1:] if offloaded and random.random() < 0.9 else UPDATES)
+    returns_outputs = random.random() < 0.2
+    if returns_outputs and random.random() < 0.9:
+        micro_batches = ranks * random.randint(1, 4)
     return ProgramSpec(
         placement=place_chunks("contiguous" if contiguous else "modular", chunks, ranks),
         schedule=schedule,
@@ -50,6 +53,7 @@ def random_spec(random: Random) -> ProgramSpec:
         offload=Offload(parameters=zero_stage == 3 and random.random() < 0.5) if offloaded else None,
         stores_inputs=random.random() < 0.2,
         first_trained=random.randrange(chunks) if random.random() < 0.2 else 0,
+        returns_outputs=returns_outputs,
     )
 
 

@@ -26,6 +26,10 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
     elif schedule == "interleaved_1f1b":
         chunks = ranks * draw(st.integers(1, max_chunks_per_rank))
         micro_batches = group = ranks * draw(st.integers(1, 3))
+    returns_outputs = draw(st.integers(0, 3)) == 0
+    if returns_outputs:
+        micro_batches = ranks * draw(st.integers(1, 4))
+        group = draw(st.integers(1, micro_batches)) if schedule == "layered" else micro_batches
     zero_stage, updates = draw(st.integers(0, 3)), draw(st.sampled_from(UPDATES))
     hierarchy = draw(st.sampled_from([None, *HIERARCHIES])) if zero_stage == 3 else None
     offload = draw(offloads(zero_stage, updates)) if hierarchy is None else None
@@ -37,7 +41,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         micro_batch_group=group,
         zero_stage=zero_stage,
         resident_chunks=draw(st.integers(1, max_chunks_per_rank + 1)),
-        forward_only=draw(st.booleans()),
+        forward_only=not returns_outputs and draw(st.booleans()),
         defers_gathers=(gathers_updates and (updates == "next_step" or offload is not None)) or draw(st.booleans()),
         updates=updates,
         receives_on_arrival=draw(st.booleans()),
@@ -45,6 +49,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         offload=offload,
         # Mostly, everything trains.
         first_trained=draw(st.just(0) | st.integers(0, chunks - 1)),
+        returns_outputs=returns_outputs,
     )
 
 
@@ -57,7 +62,9 @@ def offloads(zero_stage: int, updates: str) -> st.SearchStrategy[Offload | None]
 
 def live_micro_batches(spec: ProgramSpec, chunk: int) -> int:
     """Returns how many micro-batches of a layered chunk wait for their backward at once: a group, or at the turn two
-    for every chunk that follows, and one more."""
+    for every chunk that follows, and one more; all where the script computes the loss."""
+    if spec.returns_outputs:
+        return spec.micro_batches
     following = spec.chunks - 1 - chunk
     turns = len(set(spec.placement[chunk:])) == following + 1
     return min(spec.micro_batch_group, 2 * following + 1) if turns else spec.micro_batch_group

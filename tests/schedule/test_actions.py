@@ -32,6 +32,8 @@ def test_text_form(text, action):
 def test_text_form_round_trips(kind, chunk, micro_batch):
     if kind is Kind.STEP:
         action = Action(kind)
+    elif kind is Kind.RETURN:
+        action = Action(kind, micro_batch=micro_batch)
     elif kind in PARTITION:
         action = Action(kind, chunk)
     else:

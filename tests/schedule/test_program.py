@@ -135,6 +135,7 @@ def test_every_chunk_and_micro_batch_computes_once(spec):
 def test_gather_and_reduce_counts(spec):
     """The formulas of the method, per rank: N chunks, B resident, K groups. All chunks train."""
     spec = replace(spec, first_trained=0)
+    calls = spec.micro_batches // spec.pipeline_ranks
     groups = len(micro_batch_groups(spec.micro_batches, spec.micro_batch_group))
     for rank, actions in enumerate(build_program(spec)):
         chunks, resident = spec.placement.count(rank), spec.resident_chunks
@@ -144,6 +145,9 @@ def test_gather_and_reduce_counts(spec):
             gathers = chunks
         else:
             gathers = groups * (2 * chunks - 2 * resident) + resident
+        if spec.returns_outputs and spec.zero_stage == 3:
+            # Nothing stays when the script has its turn.
+            gathers = chunks * (calls + (1 if resident >= chunks else groups))
         if spec.schedule != "interleaved_1f1b" or spec.zero_stage < 3 or spec.forward_only:
             assert count(actions, Kind.GATHER) == gathers
         per_group = spec.schedule == "layered" and spec.zero_stage >= 2
@@ -167,6 +171,8 @@ def test_chunks_below_the_first_that_trains_go_forward_only(spec):
         assert sent == {each for each in trained if each > spec.first_trained and spec.placement[each - 1] != rank}
         if spec.schedule == "layered" and spec.zero_stage == 3 and spec.micro_batch_group >= spec.micro_batches:
             again = max(0, len(trained) - spec.resident_chunks)
+            if spec.returns_outputs:
+                again = len(own) * (spec.micro_batches // spec.pipeline_ranks - 1) + len(trained)
             assert count(actions, Kind.GATHER) == len(own) + again
             assert count(actions, Kind.REDUCE) == len(trained)
 
@@ -208,10 +214,11 @@ def test_live_activations_of_the_layered_order_are_a_group_per_chunk_and_fewer_a
 
 @given(program_specs())
 def test_the_last_chunk_turns_at_once_but_where_all_forwards_come_first(spec):
-    """All forwards come first with gpipe, and with interleaved_1f1b if there are as many micro-batches as ranks. A
-    single micro-batch turns at once anyway."""
+    """All forwards come first with gpipe, with interleaved_1f1b if there are as many micro-batches as ranks, and where
+    the script computes the loss. A single micro-batch turns at once anyway."""
     all_first = {"gpipe": spec.micro_batches > 1, "interleaved_1f1b": spec.micro_batches == spec.pipeline_ranks > 1}
-    assert spec.turns_at_once == (not spec.forward_only and not all_first.get(spec.schedule, False))
+    turns = not spec.forward_only and not all_first.get(spec.schedule, False)
+    assert spec.turns_at_once == (turns and not spec.returns_outputs)
 
 
 def test_a_rank_goes_two_forwards_ahead_for_every_chunk_that_follows():
