@@ -90,6 +90,10 @@ class LgampConfig(BaseModel):
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept."""
+    outputs: Literal["loss", "all"] = "loss"
+    """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
+    micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then
+    gathers for the forward of every call."""
     offload_activations: Literal["none", "cpu", "nvme"] = "none"
     """cpu: the inputs from which backward passes recompute wait in the host's memory. They leave behind a forward and
     come back one compute ahead of the backward. nvme: they wait on a disk, in the folder nvme_path. none: they stay on
@@ -367,6 +371,7 @@ def program_spec(
             hierarchy=hierarchy,
             offload=offload,
             stores_inputs=settings.offload_activations != "none",
+            returns_outputs=settings.outputs == "all",
             first_trained=first_trained,
         )
     except ValueError as error:

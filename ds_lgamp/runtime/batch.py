@@ -21,7 +21,8 @@ class Graph(NamedTuple):
     """The chunk's input, as leaves of its graph. With recomputation, they hold the data from which the chunk is
     computed again; otherwise they hold no data. Chunk 0 keeps the input itself with recomputation, else nothing."""
     ends: Sequence[Any]
-    """The return value of :func:`end_graph` for the result; for the last chunk, only the loss."""
+    """The return value of :func:`end_graph` for the result; for the last chunk, only the loss, or what
+    :func:`end_outputs` returned."""
     saved: SavedTensors | None
     """Saved tensors that recomputation restores; None if the chunk is not recomputed."""
     buffers: Buffers
@@ -41,6 +42,7 @@ class BatchState:
             would then save no memory.
         program: the actions of this rank, which say what it waits for where it stands still.
         first_trained: the first chunk with a backward.
+        returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
     """
 
     micro_batches: int
@@ -49,6 +51,7 @@ class BatchState:
     turns_at_once: bool = False
     program: Sequence[Action] = ()
     first_trained: int = 0
+    returns_outputs: bool = False
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     """Graphs whose backward is still to come, by chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
@@ -56,4 +59,9 @@ class BatchState:
     labels: dict[int, Any] = field(default_factory=dict)
     """Labels by micro-batch, on the rank of the last chunk."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Losses by micro-batch, on the rank of the last chunk. In evaluation they may be the model's outputs."""
+    """Losses by micro-batch, on the rank of the last chunk. In evaluation they may be the model's outputs. For the
+    script, they are outputs without their graph, until somebody takes them."""
+    output_gradients: dict[int, Sequence[torch.Tensor | None]] = field(default_factory=dict)
+    """What the script gave for outputs, by micro-batch: one for every floating-point tensor, or None."""
+    row: int = -1
+    """The index of the last action that was executed when the script had its turn."""

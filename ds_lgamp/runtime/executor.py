@@ -12,7 +12,15 @@ from torch.autograd import profiler
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
-from ds_lgamp.runtime.graph import backpropagate, begin_graph, checked_loss, drop_unfinished, end_graph, own_loss
+from ds_lgamp.runtime.graph import (
+    backpropagate,
+    begin_graph,
+    checked_loss,
+    drop_unfinished,
+    end_graph,
+    end_outputs,
+    own_loss,
+)
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.random_state import Draws, RandomSource
@@ -106,7 +114,8 @@ class Executor:
 
     @contextmanager
     def run_batch(self, batch: BatchState) -> Iterator[None]:
-        """Executes the actions of ``batch`` inside the block.
+        """Executes the actions of ``batch`` inside the block. If the script has turns in between, each block goes on
+        where the last one ended.
 
         Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch on
         these links raises too.
@@ -115,16 +124,19 @@ class Executor:
             raise ActionError("an earlier batch failed, and its communication cannot be undone; restart the run")
         self.links.broken = True
         self._batch = batch
-        self.current, self.program, self.row = None, batch.program, -1
+        self.current, self.program, self.row = None, batch.program, batch.row
         here.place = Place.BATCH
         try:
             yield
-            self.current, self.row = None, len(self.program)
-            with self._doing("send"):
-                self.links.drain()
-            self.doing = ""
+            self.current, batch.row = None, self.row
+            ended = self.row == len(self.program) - 1
+            if ended:
+                self.row = len(self.program)
+                with self._doing("send"):
+                    self.links.drain()
+                self.doing = ""
             self.links.broken = False
-            if self.trace is not None:
+            if ended and batch.training and self.trace is not None:
                 self.trace.end()
         except Exception as error:
             if self.trace is not None:
@@ -205,7 +217,12 @@ class Executor:
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
-                ends = [result] if chunk == self._last_chunk else end_graph(result)
+                if chunk < self._last_chunk:
+                    ends = end_graph(result)
+                elif batch.returns_outputs:
+                    result, ends = end_outputs(result)
+                else:
+                    ends = [result]
                 moved = [] if saved is None else self.chunks[chunk].moved(buffers)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
         if chunk == self._last_chunk:
@@ -281,6 +298,12 @@ class Executor:
         assert self._stored_inputs is not None, "programs with STORE_A come with stored inputs"
         return self._stored_inputs
 
+    def return_outputs(self, action: Action) -> None:
+        """Ends what belongs to a call, because the script may draw random numbers and evaluate now."""
+        self.draws.leave()
+        with self._doing("send"):
+            self.links.drain()
+
     def step(self, action: Action) -> None:
         self._step()
 
@@ -331,10 +354,12 @@ class Executor:
             saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
         return current
 
-    def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor]:
+    def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of the chunk's result. The caller recomputes first, so that gradients travel
         meanwhile."""
         if chunk == self._last_chunk:
+            if self._batch.returns_outputs:
+                return self._batch.output_gradients.pop(micro_batch)
             return [self.loss_gradient(checked_loss(ends[0]), self._batch.micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._batch.results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
@@ -386,6 +411,7 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.WAIT_STORE_INPUT: Executor.wait_store_input,
     Kind.WAIT_LOAD_INPUT: Executor.wait_load_input,
     Kind.UPDATE: Executor.update,
+    Kind.RETURN: Executor.return_outputs,
     Kind.STEP: Executor.step,
 }
 """Functions, because bound methods would form a reference cycle with the executor that only the garbage collector

@@ -3,7 +3,8 @@
 A sum over a tensor is finite if all of its elements are. The host reads nothing while a batch runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,9 @@ class FirstSeen:
         """Notes what ``layer`` has computed for ``micro_batch`` and, once it is known, the gradient of that."""
         if self._sums is None or (layer, micro_batch) in self._noted:
             return
+        if micro_batch >= self._sums.shape[2]:
+            # The script gives more of them to a step than it said. The norm still tells whether they are finite.
+            return
         self._noted.add((layer, micro_batch))
         forward, backward = self._sums[:, self._rows[layer], micro_batch]
         members = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
@@ -62,6 +66,15 @@ class FirstSeen:
                 # A hook on a leaf, which is a parameter, would outlive the batch.
                 if member.grad_fn is not None:
                     member.register_hook(partial(_note, backward))
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Notes nothing inside the block, in which the script evaluates between two calls of a batch."""
+        sums, self._sums = self._sums, None
+        try:
+            yield
+        finally:
+            self._sums = sums
 
     def end(self) -> torch.Tensor:
         """Ends the batch. Returns its sums [2, places, micro-batches], in the order of :attr:`places`."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.runtime.chunk import Tensors, differentiable
 
@@ -35,8 +36,16 @@ def end_graph(result: Tensors) -> list[GradientEdge | None]:
     return [_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
-def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Runs a backward pass from ``ends`` with their ``gradients``.
+def end_outputs(outputs: Any) -> tuple[Any, list[GradientEdge | None]]:
+    """Returns the model's ``outputs`` without their graph, and where gradients enter it: for all of their tensors what
+    :func:`end_graph` returns. Outputs are any nesting of tuples, dictionaries and what pytorch's trees know. The caller
+    must have gradients enabled."""
+    ends = end_graph(tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)))
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), ends
+
+
+def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Runs a backward pass from ``ends`` with their ``gradients``. Nothing begins where one of both is None.
 
     This is torch.autograd.backward without its checks, which the autograd engine repeats. The checks take longer than
     the pass through a small layer. Megatron-core skips them too.
@@ -44,7 +53,7 @@ def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Non
     It stays on the calling thread. On an accelerator autograd would hand every pass to a thread of its own and back,
     which takes the host as long as some layers do, and a step has a pass for every chunk and micro-batch.
     """
-    starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
+    starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None and gradient is not None]
     if starts:
         run_backward = Variable._execution_engine.run_backward
         with torch.autograd.set_multithreading_enabled(False):

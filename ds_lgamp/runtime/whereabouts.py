@@ -86,12 +86,15 @@ class Whereabouts:
         return None if self._executor is None else self._executor()
 
     @contextmanager
-    def in_batch(self, executor: Running, label: str, training: bool, limit: float) -> Iterator[None]:
-        """A batch, from its data to its end.
+    def in_batch(
+        self, executor: Running, label: str, training: bool, limit: float, ends: bool = True
+    ) -> Iterator[None]:
+        """A batch, from its data to its end, or a part of it.
 
         Args:
             label: the batch, for people.
             limit: how many seconds ranks may stand still in it. The first batch of its kind may take longer.
+            ends: whether the batch ends with the block.
         """
         self.place, self.label, self._executor = Place.DATA, label, weakref.ref(executor)
         self.limit = limit if training in executor.begun else limit * FIRST_BATCH
@@ -100,7 +103,8 @@ class Whereabouts:
         self.batch += 1
         try:
             yield
-            executor.begun.add(training)
+            if ends:
+                executor.begun.add(training)
         finally:
             self.place, self.limit = Place.SCRIPT, limit
 

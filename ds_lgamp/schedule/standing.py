@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import COLLECTIVES, WAITS, Action, Kind, awaited_by, receive_of
+from ds_lgamp.schedule.actions import COLLECTIVES, SENDS, WAITS, Action, Kind, awaited_by, receive_of
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 _MESSAGES = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
@@ -102,12 +102,13 @@ def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighb
         neighbours: the ranks around it.
     """
     if row >= len(program):
-        return _unfinished_sends(program, neighbours) if doing == "send" else ()
+        return _unfinished_sends(program, row, neighbours) if doing == "send" else ()
     action = program[row]
     if doing in ("activation", "gradient"):
         return (_message(program, action, doing, neighbours),)
     if doing == "send":
-        return (_sending(program, row, neighbours),)
+        sends = action.kind in SENDS
+        return (_sending(program, row, neighbours),) if sends else _unfinished_sends(program, row, neighbours)
     if action.kind in WAITS and awaited_by(action).kind in COLLECTIVES and len(neighbours.alike) > 1:
         return (_collective(program, row, neighbours),)
     return ()
@@ -130,8 +131,8 @@ def _sending(program: Sequence[Action], row: int, neighbours: Neighbours) -> Wai
     return _taking(kind, max(1, sent - SENDS_IN_FLIGHT), neighbours)
 
 
-def _unfinished_sends(program: Sequence[Action], neighbours: Neighbours) -> tuple[Wait, ...]:
-    done = done_before(program, len(program))
+def _unfinished_sends(program: Sequence[Action], row: int, neighbours: Neighbours) -> tuple[Wait, ...]:
+    done = done_before(program, row)
     kinds = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
     return tuple(_taking(kind, done[kind.value], neighbours) for kind in kinds if done[kind.value])
 

@@ -1,9 +1,10 @@
 """Refuses losses that depend on more than the last layer computes with."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 
@@ -32,11 +33,11 @@ class LossGraph:
             hidden: the node that made the hidden states which the last block returned; None if they are a leaf.
             zeros: on what the results of each stand-in depend, by the name of its module.
         """
-        loss = loss_in(output)
-        if loss is None or not loss.requires_grad:
+        roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not roots:
             return
         makers = {id(leaf): path for path, leaves in zeros.items() for leaf in leaves}
-        for leaf in _leaves(loss, hidden):
+        for leaf in _leaves(roots, hidden):
             if (name := self._foreign.get(id(leaf))) is not None:
                 raise ConfigError(
                     f"behind the blocks the model's loss reads parameter '{name}', which the last layer lacks; {_FIX}"
@@ -53,10 +54,10 @@ def loss_in(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else None
 
 
-def _leaves(loss: Tensor, hidden: Any) -> Iterator[Tensor]:
-    """Yields the leaves that ``loss`` depends on, other than through the node ``hidden``."""
+def _leaves(roots: Sequence[Tensor], hidden: Any) -> Iterator[Tensor]:
+    """Yields the leaves that ``roots`` depend on, other than through the node ``hidden``."""
     seen: set[Any] = {None, hidden}
-    left: list[Any] = [loss.grad_fn]
+    left: list[Any] = [root.grad_fn for root in roots]
     while left:
         node = left.pop()
         if node in seen:

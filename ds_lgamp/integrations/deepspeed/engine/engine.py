@@ -319,16 +319,21 @@ class LgampEngine(PipelineEngine):
             self._check.forget()
 
     @contextmanager
-    def in_batch(self, training: bool) -> Iterator[None]:
-        """Says where this rank is, in case it or another one stands still. Parameters have the values that the script
-        gave them since the last batch. A trace of the step begins."""
+    def in_batch(self, training: bool, begins: bool = True, ends: bool = True) -> Iterator[None]:
+        """Says where this rank is, in case it or another one stands still. Where the batch ``begins``, parameters have
+        the values that the script gave them since the last one, and a trace of the step begins.
+
+        Args:
+            begins, ends: whether the batch does, and not only a part of it, behind which the script has its turn.
+        """
         label = f"step {self.global_steps + 1}" if training else f"an evaluation after step {self.global_steps}"
         trace = self.executor.trace if training else None
-        with here.in_batch(self.executor, label, training, self.lgamp_settings.patience):
-            self._partition.attach_parameters()
-            if training:
+        with here.in_batch(self.executor, label, training, self.lgamp_settings.patience, ends):
+            if begins:
+                self._partition.attach_parameters()
+            if begins and training:
                 self._partition.refuse_thawed()
-            if trace is not None:
+            if begins and trace is not None:
                 trace.begin(self.global_steps + 1, self.executor, lambda: self.own_spec)
             try:
                 yield

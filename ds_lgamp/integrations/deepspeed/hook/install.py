@@ -103,6 +103,10 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
             f"{BLOCK}.pipeline_ranks is {settings.pipeline_ranks}, but the PipelineModule has num_stages "
             f"{module.num_stages}; remove pipeline_ranks"
         )
+    if settings.outputs != "loss":
+        raise ConfigError(
+            f"{BLOCK}.outputs is '{settings.outputs}', but a PipelineModule computes the loss itself; remove it"
+        )
     lifeline.start()
     gather_partitioned(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)

@@ -32,6 +32,8 @@ class Next(IntEnum):
     READ_STATE = 4
     """It gathers the state of the whole model."""
     LOAD_STATE = 5
+    FORWARD = 6
+    """It calls for outputs of which the script computes the loss. Its number is that of earlier calls for the step."""
 
 
 def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> None:
@@ -90,6 +92,8 @@ def _described(following: Next, numbers: Sequence[float]) -> str:
         return "reads the state of the whole model (state_dict, save_pretrained, save_16bit_model)"
     if following is Next.LOAD_STATE:
         return "loads the state of the model"
+    if following is Next.FORWARD:
+        return f"calls the engine for outputs of micro-batch {numbers[0]} of a step"
     if following is Next.TRAIN:
         return f"trains on {numbers[0]} micro-batches for one step"
     smallest, largest = numbers

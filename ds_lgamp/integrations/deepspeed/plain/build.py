@@ -16,6 +16,7 @@ from ds_lgamp.integrations.deepspeed.plain.elsewhere import release
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 
 _with_engine: WeakSet[torch.nn.Module] = WeakSet()
@@ -41,7 +42,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     # DeepSpeed gives the last engine's mpu to all. Those without a block are in no pipeline.
     mpu_of_others = stock_groups.mpu
     try:
-        engine = ModelEngine(
+        engine = (ModelEngine if settings.outputs == "loss" else OutputsEngine)(
             user_model=model,
             layers=layers,
             settings=settings,

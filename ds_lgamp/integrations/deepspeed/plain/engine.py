@@ -36,7 +36,7 @@ from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
 from ds_lgamp.runtime.whereabouts import here
-from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -117,15 +117,24 @@ class ModelEngine(LgampEngine):
 
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
-        if self._waiting is not None:
-            raise ConfigError("engine(...) is called after a complete batch; call engine.backward and engine.step")
+        training = torch.is_grad_enabled() and self.module.training
+        self._refuse_call(training)
         cast = input_dtype(self._config)
         if cast is not None:
             positional = to_device(positional, self.device, cast)
         arguments = self._layers.arguments(positional, named)
-        if not (torch.is_grad_enabled() and self.module.training):
+        if not training:
             return self._evaluate(arguments)
         self._kept.add(arguments)
+        return self._train(arguments)
+
+    def _refuse_call(self, training: bool) -> None:
+        """Raises ConfigError if a batch is complete that must have its step first."""
+        if self._waiting is not None:
+            raise ConfigError(COMPLETE)
+
+    def _train(self, arguments: Arguments) -> Any:
+        """Returns what a call in training returns. Its ``arguments`` are kept already."""
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
         return self._layers.training_output(self._told.tell(value))
 
@@ -140,19 +149,23 @@ class ModelEngine(LgampEngine):
         self._step_applied = False
         completes = self.is_gradient_accumulation_boundary()
         if completes:
-            if self._waiting is None:
-                # The script completes the batch only now, so its losses were told as zero.
-                self._compute_gradients()
-            assert self._waiting is not None
-            with here.back_in_batch():
-                self._refuse_other_gradients()
-                self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
-                self._kept.clear()
-                next(self._waiting, None)
+            self._finish_batch()
             self._waiting = None
         self.micro_steps += 1
         if completes:
             self._end_step()
+
+    def _finish_batch(self) -> None:
+        """Runs the program to its end, the step of the optimizer included."""
+        if self._waiting is None:
+            # The script completes the batch only now, so its losses were told as zero.
+            self._compute_gradients()
+        assert self._waiting is not None
+        with here.back_in_batch():
+            self._refuse_other_gradients()
+            self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
+            self._kept.clear()
+            next(self._waiting, None)
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Also the optimizer's. There is nothing to drop between batches. Raises ConfigError inside a batch, whose
@@ -166,10 +179,10 @@ class ModelEngine(LgampEngine):
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As LgampEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises
         ConfigError if their gradients are there already."""
-        if self._waiting is not None:
+        if self._is_computed:
             raise ConfigError(
-                "load_checkpoint is called after a complete batch, whose gradients wait for their step; call "
-                "engine.backward and engine.step first, which the checkpoint then replaces"
+                "load_checkpoint is called inside a batch that is computed already; call engine.backward and "
+                "engine.step first, which the checkpoint then replaces"
             )
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
@@ -209,6 +222,11 @@ class ModelEngine(LgampEngine):
                 "a batch"
             )
         super().set_train_batch_size(train_batch_size)
+
+    @property
+    def _is_computed(self) -> bool:
+        """Whether a part of the batch is computed, and waits for the step."""
+        return self._waiting is not None
 
     @property
     def _drawing_ranks(self) -> int:
@@ -302,25 +320,34 @@ class ModelEngine(LgampEngine):
             return self._exchange.scatter(outputs, self.program_spec.loss_rank)
 
     def _begin(self, following: Next, own: list[Arguments]) -> None:
-        """Makes the calls of all ranks of the pipeline the batch, the first ones of all ranks first. Collective over
-        all ranks."""
-        with self.executor.timing.time("data"):
-            wants = self._wants_gradients(own)
-            self._returns_gradients = wants and following is Next.TRAIN
-            terms = dict(batch_terms(self))
-            if following is Next.TRAIN and self.program_spec.first_trained:
-                # The schedule depends on it.
-                terms["gradients of arguments"] = Term(str(wants), "ask for them on all ranks or on none")
-            agree(following, len(own), terms=terms)
-            if not own:
-                raise ConfigError("engine.step() is called, but no engine(...) since the last step; call that first")
-            ranks = self._exchange.gather(own)
-        calls = [Call(*arguments) for together in zip(*ranks) for arguments in together]
+        """Makes the calls of all ranks of the pipeline the batch. Collective over all ranks."""
+        self._layers.calls.all = self._calls_of_all(following, len(own), own)
+        self._expect_shapes(self._layers.calls.all)
+
+    def _expect_shapes(self, calls: list[Call]) -> None:
+        """Lets messages have other shapes if micro-batches have."""
         shapes = [_shapes(call) for call in calls]
         differ = any(each != shapes[0] for each in shapes)
         if differ or shapes[0] not in self._shapes:
             self.executor.links.reset(dynamic=differ)
-        self._layers.calls.all, self._shapes = calls, shapes
+        self._shapes = shapes
+
+    def _calls_of_all(self, following: Next, number: int, own: list[Arguments]) -> list[Call]:
+        """Returns the calls of all ranks of the pipeline, the first ones of all ranks first. Collective over all ranks,
+        which agree on what is ``following`` and its ``number``."""
+        with self.executor.timing.time("data"):
+            wants = self._wants_gradients(own)
+            terms = dict(batch_terms(self))
+            if following is not Next.EVALUATE:
+                self._returns_gradients = wants
+                if self.program_spec.first_trained:
+                    # The schedule depends on it.
+                    terms["gradients of arguments"] = Term(str(wants), "ask for them on all ranks or on none")
+            agree(following, number, terms=terms)
+            if not own:
+                raise ConfigError(NO_CALL)
+            ranks = self._exchange.gather(own)
+        return [Call(*arguments) for together in zip(*ranks) for arguments in together]
 
     def _wants_gradients(self, own: list[Arguments]) -> bool:
         """Whether an argument requires a gradient, as far as that makes a difference. Raises ConfigError if one would
@@ -341,31 +368,40 @@ class ModelEngine(LgampEngine):
         load = self._noting(self._load, spec)
         batch = BatchState(spec.micro_batches, load, True, spec.turns_at_once, schedule.actions, spec.first_trained)
         with monitored(self, self._step_monitor, self._loader), self.executor.run_batch(batch):
-            self._loader.tokens += sum(map(_tokens, self._kept.calls))
-            last_compute = _last_compute(spec, self.stage_id)
+            self._loader.tokens += sum(map(tokens_in, self._kept.calls))
             actions = iter(schedule.actions)
-            with kept_from_script(self.random_sources, self.lgamp_settings.reproducible):
-                for action in actions:
-                    if action.kind is Kind.STEP:
-                        break
-                    self.executor.execute(action)
-                    if action[:2] == last_compute:
-                        # Masks of long sequences are large.
-                        self._layers.calls.all[action.micro_batch].forget_blocks()
+            step = self._execute_up_to(Kind.STEP, actions, spec)
             self.executor.current = None
             self._layers.calls.all = []
             yield
-            self.executor.execute(action)
+            self.executor.execute(step)
             self.executor.run(actions)
         self.placed.micro_offset += spec.micro_batches
         self._act_on_nonfinite()
 
+    def _execute_up_to(self, kind: Kind, actions: Iterator[Action], spec: ProgramSpec) -> Action:
+        """Executes ``actions`` up to the first one of a ``kind``, and returns that."""
+        last_compute = _last_compute(spec, self.stage_id)
+        with kept_from_script(self.random_sources, self.lgamp_settings.reproducible):
+            for action in actions:
+                if action.kind is kind:
+                    return action
+                self.executor.execute(action)
+                if action[:2] == last_compute:
+                    # Masks of long sequences are large.
+                    self._layers.calls.all[action.micro_batch].forget_blocks()
+        raise AssertionError(f"a program for training has {kind.value}")
+
     def _noting(self, load: LoadMicroBatch, spec: ProgramSpec) -> LoadMicroBatch:
         noting = super()._noting(load, spec)
-        if self._check is not None and self.is_first_stage():
-            for number, call in enumerate(self._layers.calls.all):
-                self._check.seen.after_layer(INPUTS, number, (call.positional, call.named))
+        self._note_inputs(0)
         return noting
+
+    def _note_inputs(self, first: int) -> None:
+        """Notes the inputs of the micro-batches from ``first`` on, if something looks at them."""
+        if self._check is not None and self.is_first_stage():
+            for number, call in enumerate(self._layers.calls.all[first:], first):
+                self._check.seen.after_layer(INPUTS, number, (call.positional, call.named))
 
     def _micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
         call, stage = divmod(micro_batch, self.num_stages)
@@ -395,12 +431,14 @@ def _last_compute(spec: ProgramSpec, rank: int) -> tuple[Kind, int]:
     return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
+COMPLETE = "engine(...) is called after a complete batch; call engine.backward and engine.step"
+NO_CALL = "engine.step() is called, but no engine(...) since the last step; call that first"
 _NO_PIPELINE = (
     "engine.{} is called, but the model is no PipelineModule; call engine(...), engine.backward and engine.step"
 )
 
 
-def _tokens(arguments: Arguments) -> int:
+def tokens_in(arguments: Arguments) -> int:
     """Returns the number of tokens in a call."""
     positional, named = arguments
     return integer_elements(named.get("input_ids", positional))

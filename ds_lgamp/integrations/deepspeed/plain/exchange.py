@@ -87,6 +87,20 @@ class Exchange:
         self._transfer(dist.isend, messages)
         return values[source]
 
+    def collect(self, own: Any, target: int) -> list[Any]:
+        """Returns ``own`` of every rank of the pipeline on the rank ``target``, and only its own on others.
+        Collective."""
+        if self._group.size() == 1:
+            return [own]
+        packed, tensors = _pack(own)
+        ranks = everyone(packed, self._hosts)
+        if self._group.rank() != target:
+            self._transfer(dist.isend, {target: self._message(packed.size, tensors)})
+            return [own]
+        messages = {peer: self._message(each.size, []) for peer, each in enumerate(ranks) if peer != target}
+        self._transfer(dist.irecv, messages)
+        return [own if peer == target else each.unpack(messages[peer]) for peer, each in enumerate(ranks)]
+
     def told(self, own: Any, source: int) -> Any:
         """Returns ``own`` of the rank ``source`` of the pipeline, a value without tensors. Collective."""
         return own if self._group.size() == 1 else everyone(own, self._hosts)[source]

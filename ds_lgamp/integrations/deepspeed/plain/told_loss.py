@@ -41,11 +41,7 @@ class ToldLosses:
             # The script left the loss as it is: then the host need not ask the device for the factor.
             self._factors.append(factor)
             return loss.detach() * factor
-        if not loss.requires_grad:
-            raise ConfigError(
-                "engine.backward(loss) is called with a loss of evaluation; call engine.train() before the engine, "
-                "also for a model of from_pretrained, which returns it in evaluation mode"
-            )
+        refuse_evaluated(loss)
         loss = loss * factor
         self._through_engine = True
         try:
@@ -75,15 +71,25 @@ class ToldLosses:
         self._factors.clear()
         agree(Next.STEP, smallest, largest)
         if math.isinf(largest):
-            raise ConfigError(
-                "engine.step() is called before every loss of the batch went through engine.backward(loss) once"
-            )
+            raise ConfigError(NO_BACKWARD)
         if smallest != largest:
             raise ConfigError(
                 f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g}; with a {BLOCK} "
                 "block, multiply all losses of a batch by the same factor"
             )
         return largest * losses
+
+
+NO_BACKWARD = "engine.step() is called before every loss of the batch went through engine.backward(loss) once"
+
+
+def refuse_evaluated(loss: Tensor) -> None:
+    """Raises ConfigError if nothing that trains has made ``loss``."""
+    if not loss.requires_grad:
+        raise ConfigError(
+            "engine.backward(loss) is called with a loss of evaluation; call engine.train() before the engine, "
+            "also for a model of from_pretrained, which returns it in evaluation mode"
+        )
 
 
 class _Told(torch.autograd.Function):

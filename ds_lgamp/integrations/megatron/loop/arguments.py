@@ -77,6 +77,11 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "
             "data-parallel rank as many micro-batches; remove it, or train with DeepSpeed's engine"
         )
+    if settings.outputs != "loss":
+        raise ConfigError(
+            f"{BLOCK}.outputs is '{settings.outputs}', but Megatron-LM's forward_step gives the loss of a micro-batch; "
+            "remove it"
+        )
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)

@@ -1,0 +1,42 @@
+"""With ``"outputs": "all"`` a script computes its loss from what the model returns, as without parallelism."""
+
+from functools import cache
+
+import pytest
+
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain.scripts_loss import train_all_on_rank, train_alone
+from tests.integrations.deepspeed.plain.test_equivalence import assert_equal, gathered
+
+alone = cache(train_alone)
+LAYOUTS = {(1, 1): (1, 3), (2, 1): (0, 3), (1, 2): (1, 3)}
+"""Stages by pipeline and data-parallel ranks."""
+CASES = [
+    (name, loss, pipeline, data, stage)
+    for (pipeline, data), stages in LAYOUTS.items()
+    for stage in stages
+    for name, loss in (("Llama with LoRA", "smoothed"), ("Llama", "of both"), ("GPT-2", "preferring"))
+]
+
+
+@pytest.fixture(scope="module")
+def courses():
+    """Returns a function that returns the courses of a case on all ranks."""
+
+    @cache
+    def of_layout(pipeline, data):
+        own = [case for case in CASES if case[2:4] == (pipeline, data)]
+        settings = [(name, loss, stage, {"pipeline_ranks": pipeline}) for name, loss, _, _, stage in own]
+        ranks = run_on_ranks(pipeline * data, train_all_on_rank, settings)
+        return {case: [courses[number] for courses in ranks] for number, case in enumerate(own)}
+
+    return lambda *case: of_layout(*case[2:4])[case]
+
+
+@pytest.mark.parametrize(("name", "loss", "pipeline", "data", "stage"), CASES)
+def test_losses_and_gradients_are_those_of_one_process(name, loss, pipeline, data, stage, courses):
+    expected, seen = alone(name, loss, pipeline * data), courses(name, loss, pipeline, data, stage)
+    for course, wanted in zip(seen, expected):
+        assert course.losses == pytest.approx(wanted.losses, rel=1e-6)
+    for step, wanted in enumerate(expected[0].gradients):
+        assert_equal(gathered(seen, step), wanted)
