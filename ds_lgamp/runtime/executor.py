@@ -129,7 +129,7 @@ class Executor:
         try:
             yield
             self.current, batch.row = None, self.row
-            ended = self.row == len(self.program) - 1
+            ended = self.row >= len(self.program) - 1
             if ended:
                 self.row = len(self.program)
                 with self._doing("send"):

@@ -109,4 +109,4 @@ def test_a_loaded_run_begins_a_batch_whatever_the_accumulation_was(tmp_path):
 def test_a_run_that_goes_back_in_the_middle_of_a_batch_drops_it(tmp_path):
     (seen,) = run_on_ranks(1, rolled_back, str(tmp_path))
     assert seen["losses"] == seen["expected"]
-    assert seen["complete"].startswith("load_checkpoint is called after a complete batch, whose gradients wait for")
+    assert seen["complete"].startswith("load_checkpoint is called inside a batch that is computed already")
