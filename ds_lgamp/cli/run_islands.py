@@ -137,6 +137,7 @@ def _exposed(cluster: IslandCluster, assignment: Assignment, demand: Demand, fac
         updates=facts["updates"],
         hierarchy=demand.hierarchy,
         first_trained=facts["first_trained"],
+        returns_outputs=facts["returns_outputs"],
     )
     parameters, flops = ([chunk[name] for _, chunk in chunks] for name in ("parameters", "forward_flops"))
     return exposed(cluster, assignment, demand, spec, parameters, flops, facts["recompute"] == "full")

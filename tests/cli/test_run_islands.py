@@ -31,6 +31,7 @@ FACTS = {
     "tensor_ranks": 1,
     "chunks": 2,
     "first_trained": 0,
+    "returns_outputs": False,
     "schedule": "layered",
     "micro_batches": 4,
     "micro_batch_group": 4,

@@ -117,13 +117,14 @@ class ModelLayers:
         if not isinstance(output, Mapping):
             raise ConfigError(
                 f"the model returned a {type(output).__name__}, whose loss a {BLOCK} block cannot find; return a "
-                "ModelOutput or a dictionary with 'loss' from its forward"
+                f"ModelOutput or a dictionary with 'loss' from its forward, or set {BLOCK}.outputs to 'all' if the "
+                "script computes the loss"
             )
         loss = loss_in(output)
         if loss is None:
             raise ConfigError(
-                f"the model returned no loss; with a {BLOCK} block, pass labels to the engine, and no "
-                "label_smoothing_factor or compute_loss_func to the Trainer, which keep the labels from the model"
+                f"the model returned no loss; pass labels to the engine, or set {BLOCK}.outputs to 'all' if the script "
+                "or a trainer computes the loss (label_smoothing_factor, compute_loss_func, trl)"
             )
         return loss
 

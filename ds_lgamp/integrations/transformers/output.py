@@ -33,7 +33,6 @@ class TrainingOutput(ModelOutput):
 
 
 _ONLY_LOSS = (
-    f"with a {BLOCK} block the output of a training step has only 'loss', not '{{}}', which label_smoothing_factor, "
-    "compute_loss_func, trl's SFTTrainer and similar losses need; remove them, or compute the loss in the forward of "
-    "the model"
+    f"with {BLOCK}.outputs 'loss' the output of a training step has only 'loss', not '{{}}', which "
+    "label_smoothing_factor, compute_loss_func, trl's trainers and similar losses need; set it to 'all'"
 )

@@ -99,6 +99,7 @@ def explain(
         first_trained=spec.first_trained,
         micro_batches=spec.micro_batches,
         micro_batch_group=spec.micro_batch_group,
+        returns_outputs=spec.returns_outputs,
         resident_chunks=spec.resident_chunks,
         defers_gathers=spec.defers_gathers,
         pipeline_rank_speeds=settings.pipeline_rank_speeds,
@@ -144,6 +145,7 @@ def _bubble_formula(spec: ProgramSpec) -> float | None:
     ranks, micro_batches = spec.pipeline_ranks, spec.micro_batches
     applies = (
         spec.first_trained == 0
+        and not spec.returns_outputs
         and spec.chunks % ranks == 0
         and spec.placement == place_chunks("modular", spec.chunks, ranks)
         and spec.micro_batch_group >= micro_batches >= ranks

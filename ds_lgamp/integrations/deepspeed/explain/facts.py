@@ -91,6 +91,8 @@ class Explanation:
     micro_batches: int
     """The most of any data-parallel rank."""
     micro_batch_group: int
+    returns_outputs: bool
+    """Whether the script computes the loss: it then gets outputs call by call, and backwards follow the last."""
     resident_chunks: int
     defers_gathers: bool
     """Whether what a step updated is gathered during the next step."""
@@ -111,7 +113,7 @@ class Explanation:
     communication takes no time."""
     bubble_formula: float | None
     """(P-1)/(N*M), if each of P ranks has N chunks, all with backwards, and M >= P micro-batches go through them
-    together; else None."""
+    together, both ways; else None."""
     micro_batch_outer_gathers: int | None
     """2*N*M: gathers per step and rank if every micro-batch went through the whole model before the next. None below
     stage 3, or if chunks have no backward."""

@@ -29,6 +29,8 @@ _UPDATES = {
 def _header(facts: Explanation) -> str:
     together = facts.micro_batch_group >= facts.micro_batches
     group = "all together" if together else f"in groups of {facts.micro_batch_group}"
+    if facts.returns_outputs:
+        group = f"forward call by call, {facts.pipeline_ranks} in each, and backward {group}"
     sliced = facts.tensor_ranks > 1
     slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
     each = " on each tensor-parallel rank" if sliced else ""
@@ -215,9 +217,10 @@ def _words(facts: Explanation) -> str:
     loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
     stored = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
     if facts.offload is not None:
+        always = "" if facts.returns_outputs else ", whatever the number of micro-batches"
         sentences.append(
             f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
-            f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s, whatever the number of micro-batches."
+            f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s{always}."
         )
     if facts.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")

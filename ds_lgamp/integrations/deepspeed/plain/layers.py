@@ -59,7 +59,7 @@ class Layers(Protocol):
 
 
 class SequentialLayers:
-    """The layers of an nn.Sequential whose last module returns the loss."""
+    """The layers of an nn.Sequential."""
 
     settings = None
 
@@ -77,8 +77,8 @@ class SequentialLayers:
     def loss_of(self, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.numel() != 1:
             raise ConfigError(
-                "the last module of the nn.Sequential returned no loss of one element; append a module that computes "
-                "the loss, and pass labels through the modules"
+                f"the last module of the nn.Sequential returned no loss of one element; set {BLOCK}.outputs to 'all' if "
+                "the script computes the loss, or append a module that does, and pass labels through the modules"
             )
         return output
 
@@ -115,7 +115,7 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layer
         )
     raise ConfigError(
         f"deepspeed.initialize got a {type(model).__name__}, which a {BLOCK} block cannot split into layers; list its "
-        "layers in a PipelineModule, or in an nn.Sequential whose last module returns the loss"
+        "layers in a PipelineModule or an nn.Sequential"
     )
 
 

@@ -52,6 +52,7 @@ def explained(offload, element=BF16):
         offload=None if offload is None else offload._asdict(),
         chunks=4,
         first_trained=0,
+        returns_outputs=False,
         micro_batches=4,
         micro_batch_group=4,
         resident_chunks=2,
@@ -99,6 +100,14 @@ def test_chunks_that_go_forward_only_are_told():
     assert not any("forward only" in line for line in lines(facts))
     told = "4 layers in 4 chunks, of which the first 2 are frozen and go forward only, 4,000,000,000 parameters"
     assert told in lines(replace(facts, first_trained=2))
+
+
+def test_calls_that_return_outputs_are_told():
+    told = lines(replace(explained(Offload(parameters=True)), returns_outputs=True))
+    assert any(
+        line.startswith("4 micro-batches forward call by call, 1 in each, and backward all toge") for line in told
+    )
+    assert any(line.endswith("its stores 0.254 s.") for line in told)
 
 
 def test_what_lies_on_a_disk_is_told():
