@@ -77,8 +77,8 @@ class SequentialLayers:
     def loss_of(self, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.numel() != 1:
             raise ConfigError(
-                f"the last module of the nn.Sequential returned no loss of one element; set {BLOCK}.outputs to 'all' if "
-                "the script computes the loss, or append a module that does, and pass labels through the modules"
+                f"the last module of the nn.Sequential returned no loss of one element; set {BLOCK}.outputs to 'all' "
+                "if the script computes the loss, or append a module that does, and pass labels through the modules"
             )
         return output
 

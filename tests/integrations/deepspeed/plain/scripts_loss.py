@@ -1,6 +1,8 @@
 """Trains small models whose loss a script computes from their outputs, by an engine and without parallelism."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch.nn import functional as F
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.partition import launches
 from testing.deepspeed_rank import prepare_rank
+from tests.integrations.deepspeed.plain.calls import note_failure
 from tests.integrations.deepspeed.plain.training import (
     MICRO_BATCHES,
     RATE,
@@ -101,3 +105,75 @@ def _train(name: str, loss: str, stage: int, block: dict[str, Any]) -> Course:
             course.losses.append(value.item())
     finish_engines()
     return course
+
+
+class Launches:
+    """Counts what is launched beside compute, by lane."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def launch(self, lane: str, moved: int) -> "Launches":
+        self.counts[lane] += 1
+        return self
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def count_launches(calls: int) -> tuple[int, dict[str, int]]:
+    """Returns the number of chunks of a model, and what a step of so many calls launches at stage 3."""
+    prepare_rank()
+    ds_lgamp.install()
+    model = make("Llama")
+    engine = initialize(model, configuration(3, {"outputs": "all"}, calls))
+    engine.train()
+    launches.listener = seen = Launches()
+    for number in range(calls):
+        engine.backward(smoothed(engine, micro_batch_of("Llama", 0, dist.get_rank(), number)))
+        engine.step()
+    launches.listener = None
+    finish_engines()
+    return engine.program_spec.chunks, dict(seen.counts)
+
+
+def mistakes() -> dict[str, str]:
+    """Makes mistakes on one rank of a pipeline or on both, each with an engine of its own. Returns the errors."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank, errors = dist.get_rank(), {}
+    fails = partial(note_failure, errors)
+
+    def engine_of() -> Any:
+        return initialize(make("GPT-2").train(), configuration(1, {"outputs": "all", "pipeline_ranks": 2}))
+
+    def loss_of(engine: Any, number: int = 0) -> Tensor:
+        return smoothed(engine, micro_batch_of("GPT-2", 0, rank, number))
+
+    engine = engine_of()
+    for number in range(MICRO_BATCHES):
+        loss_of(engine, number)
+        if number == 0:
+            engine.step()
+    fails("one call more", loss_of, engine)
+    fails("no backward", engine.step)
+
+    engine = engine_of()
+    engine.backward(loss_of(engine))
+    fails("inside", engine.load_checkpoint, "none")
+    engine.step()
+    fails("step alone", lambda: loss_of(engine) if rank else engine.step())
+
+    engine = engine_of()
+    engine.set_gradient_accumulation_boundary(True)
+    fails("nothing to step", engine.step)
+
+    engine = engine_of()
+    loss_of(engine)
+    fails("ended", lambda: finish_engines() if rank else loss_of(engine))
+
+    engine = engine_of()
+    engine.eval()
+    fails("in evaluation", engine.backward, loss_of(engine))
+    return errors

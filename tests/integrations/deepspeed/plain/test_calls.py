@@ -164,11 +164,11 @@ def test_blocks_are_compiled_where_the_program_calls_them():
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
-        "plain module": "list its layers in a PipelineModule, or in an nn.Sequential whose last module",
+        "plain module": "list its layers in a PipelineModule or an nn.Sequential",
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
         "unlike replicas": "ds_lgamp.data_rank_speeds is [2.0, 1.0], but a script that calls engine(...) gives every",
-        "no loss": "append a module that computes the loss",
+        "no loss": "set ds_lgamp.outputs to 'all' if the script computes the loss, or append a module that does",
         "second engine": "the Sequential has an engine already, which a ds_lgamp block cannot replace",
         "train_batch": "call engine(...), engine.backward and engine.step",
         "named": "engine(...) got inputs, but an nn.Sequential takes no named arguments",

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain import scripts_loss
 from tests.integrations.deepspeed.plain.scripts_loss import train_all_on_rank, train_alone
 from tests.integrations.deepspeed.plain.test_equivalence import assert_equal, gathered
 
@@ -40,3 +41,25 @@ def test_losses_and_gradients_are_those_of_one_process(name, loss, pipeline, dat
         assert course.losses == pytest.approx(wanted.losses, rel=1e-6)
     for step, wanted in enumerate(expected[0].gradients):
         assert_equal(gathered(seen, step), wanted)
+
+
+def test_stage_3_gathers_for_every_call_and_reduces_once():
+    calls = 3
+    for chunks, counts in run_on_ranks(2, scripts_loss.count_launches, calls):
+        assert counts == {"gather": chunks * (calls + 1), "reduce": chunks}
+
+
+def test_mistakes_are_refused_on_every_rank():
+    errors, others = run_on_ranks(2, scripts_loss.mistakes)
+    for what, words in {
+        "one call more": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss) once",
+        "inside": "load_checkpoint is called inside a batch that is computed already; call engine.backward",
+        "step alone": "rank 0 calls engine.step() with losses multiplied by 1, but rank 1 calls the engine for outputs "
+        "of micro-batch 1 of a step",
+        "nothing to step": "engine.step() is called, but no engine(...) since the last step",
+        "ended": "rank 0 calls the engine for outputs of micro-batch 1 of a step, but rank 1 ended its script",
+        "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
+    }.items():
+        assert words in errors[what]
+        assert words in others[what]
