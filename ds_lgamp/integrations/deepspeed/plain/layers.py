@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.transformers.blocks import find_blocks
 from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, is_model
 from ds_lgamp.integrations.transformers.layers import ModelLayers
@@ -117,6 +117,19 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layer
         f"deepspeed.initialize got a {type(model).__name__}, which a {BLOCK} block cannot split into layers; list its "
         "layers in a PipelineModule or an nn.Sequential"
     )
+
+
+def refuse_without_loss(model: nn.Module, settings: LgampConfig) -> None:
+    """Raises ConfigError if ``model`` is an nn.Sequential that cannot return the loss, as it should."""
+    last: nn.Module = model
+    while isinstance(last, nn.Sequential) and len(last):
+        last = last[-1]
+    is_of_torch = type(last).__module__.startswith("torch.nn.") and not isinstance(last, nn.modules.loss._Loss)
+    if isinstance(model, nn.Sequential) and settings.outputs == "loss" and is_of_torch:
+        raise ConfigError(
+            f"the last module of the nn.Sequential is {type(last).__name__}, which returns no loss; set "
+            f"{BLOCK}.outputs to 'all' if the script computes the loss, or append a module that does"
+        )
 
 
 def needed_to_split(model: nn.Module) -> Iterator[nn.Parameter]:

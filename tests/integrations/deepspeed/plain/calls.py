@@ -262,6 +262,7 @@ def faults(pipeline_ranks: int) -> dict[str, str]:
         return initialize(model, config)
 
     fails("plain module", engine_of, WithTargets())
+    fails("without a loss", engine_of, nn.Sequential(Inputs(), nn.Sequential(nn.Linear(4, 4))))
     fails("too many ranks", engine_of, nn.Sequential(WithTargets()))
     fails("indivisible", initialize, sequential(), configuration(1, {"pipeline_ranks": 3}))
     fails("unlike replicas", initialize, sequential(), configuration(1, {"data_rank_speeds": [2, 1]}))
