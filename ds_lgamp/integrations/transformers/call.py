@@ -28,6 +28,13 @@ class Call:
     def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.positional, self.named = positional, named
         self._blocks: list[BlockArguments] | None = None
+        self._looks: bool | None = None
+
+    def looks_at_uses(self, asked: bool) -> bool:
+        """Returns what was ``asked`` first. A forward that is recomputed must save the same tensors."""
+        if self._looks is None:
+            self._looks = asked
+        return self._looks
 
     def tell_blocks(self, arguments: list[BlockArguments]) -> None:
         """Keeps what every block gets, so that :meth:`block_arguments` need not compute it. Told again, by a forward

@@ -116,7 +116,7 @@ class SplitForward:
                 raise ConfigError(_again(f"block {index}"))
             return hidden if index == last else passed
 
-        looks = not self._loss_graph.checked
+        looks = call.looks_at_uses(not self._loss_graph.checked)
         with self._visiting(replace), replacing(self._ahead), self._noting_uses(looks) as zeros:
             output = run_uncompiled(self._model, *call.positional, **call.named)
         if looks:

@@ -58,7 +58,13 @@ def preferring(model: Model, batch: dict[str, Tensor]) -> Tensor:
     return -F.logsigmoid(0.1 * (gain[1] - gain[0]))
 
 
-LOSSES = {"smoothed": smoothed, "of both": of_both, "preferring": preferring}
+def noisy(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    """Draws random numbers of its own."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    return (logits * torch.rand_like(logits)).logsumexp(-1).mean()
+
+
+LOSSES = {"smoothed": smoothed, "of both": of_both, "preferring": preferring, "noisy": noisy}
 
 
 def train_alone(name: str, loss: str, ranks: int) -> list[Course]:

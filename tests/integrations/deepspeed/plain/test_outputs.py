@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import scripts_loss
@@ -41,6 +42,15 @@ def test_losses_and_gradients_are_those_of_one_process(name, loss, pipeline, dat
         assert course.losses == pytest.approx(wanted.losses, rel=1e-6)
     for step, wanted in enumerate(expected[0].gradients):
         assert_equal(gathered(seen, step), wanted)
+
+
+def test_recomputed_dropout_is_that_of_the_forward_whatever_the_script_draws_in_between():
+    cuts = [{"recompute": recompute, **cut} for cut in ({}, {"chunks_per_rank": 1}) for recompute in ("none", "full")]
+    [courses] = run_on_ranks(1, train_all_on_rank, [("GPT-2 with dropout", "noisy", 1, block) for block in cuts])
+    for none, full in (courses[:2], courses[2:]):
+        assert none.losses == full.losses
+        for step, gradients in enumerate(none.gradients):
+            assert all(torch.equal(full.gradients[step][name], gradient) for name, gradient in gradients.items())
 
 
 def test_stage_3_gathers_for_every_call_and_reduces_once():
