@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition import collectives, flat_storage, gradient_reduction
+from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.norms import exact_norm, global_norm
 from ds_lgamp.runtime import links
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.ring import posts_on_arrival
+from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -72,6 +75,9 @@ def random_spec(draws: random.Random, pipeline_ranks: int, data_ranks: int) -> P
     elif schedule == "interleaved_1f1b":
         chunks *= draws.randint(1, min(3, 12 // pipeline_ranks))
         micro_batches = pipeline_ranks * draws.randint(1, 2)
+    returns_outputs = draws.random() < 0.25
+    if returns_outputs:
+        micro_batches = pipeline_ranks * draws.randint(1, 2)
     zero_stage = draws.randrange(4)
     # Nodes of one rank are no special case for programs and partition, and two ranks form no others.
     node_ranks = draws.choice([count for count in range(1, max(data_ranks, 2)) if data_ranks % count == 0])
@@ -86,6 +92,7 @@ def random_spec(draws: random.Random, pipeline_ranks: int, data_ranks: int) -> P
         hierarchy=draws.choice([None, Hierarchy(node_ranks, False), Hierarchy(node_ranks, True)])
         if zero_stage == 3 and data_ranks > 1
         else None,
+        returns_outputs=returns_outputs,
     )
 
 
@@ -173,9 +180,17 @@ def run_batch(grid, executor, spec, step):
         lambda index: micro_batch(step, spec.micro_batches * grid.data_rank + index),
         training=not spec.forward_only,
         turns_at_once=spec.turns_at_once,
+        program=build_program(spec)[grid.pipeline_rank],
+        returns_outputs=spec.returns_outputs,
     )
-    with executor.run_batch(batch):
-        executor.run(build_program(spec)[grid.pipeline_rank])
+    for piece in pieces_of(batch.program):
+        with executor.run_batch(batch):
+            executor.run(piece)
+        if piece[-1].kind is Kind.RETURN:
+            # Here hosts meet, because the outputs travel from one to the others.
+            everyone(None, host_group())
+            gradient = torch.tensor(1 / spec.micro_batches)
+            batch.output_gradients.update({number: [gradient] for number in range(len(batch.losses))})
     return [loss.clone() for loss in executor.losses]
 
 
