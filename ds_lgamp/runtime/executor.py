@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
@@ -141,8 +142,8 @@ class Executor:
         except Exception as error:
             if self.trace is not None:
                 self.trace.stop()
-            batch.graphs.clear()
-            batch.results.clear()
+            for held in (batch.graphs, batch.results, batch.output_gradients):
+                held.clear()
             drop_unfinished()
             if self._stored_inputs is not None:
                 self._stored_inputs.clear()
@@ -220,13 +221,16 @@ class Executor:
                 if chunk < self._last_chunk:
                     ends = end_graph(result)
                 elif batch.returns_outputs:
-                    result, ends = end_outputs(result)
+                    ends = end_outputs(result)
                 else:
                     ends = [result]
                 moved = [] if saved is None else self.chunks[chunk].moved(buffers)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
         if chunk == self._last_chunk:
-            batch.losses.append(detached(result))
+            if batch.training and not batch.returns_outputs:
+                batch.losses.append(detached(result))
+            else:
+                batch.losses.append(self._outputs(chunk, result, is_saved=trains and saved is None))
             if not batch.training:
                 batch.labels.pop(micro_batch, None)
         else:
@@ -341,6 +345,16 @@ class Executor:
         members = as_tuple(result)
         cut = tuple(member.clone() if self._owns(chunk, member) else member for member in members)
         return cut if isinstance(result, tuple) else cut[0]
+
+    def _outputs(self, chunk: int, result: Any, is_saved: bool) -> Any:
+        """Returns the model's outputs without their graph. Copies views of the chunk's parameters, which a release
+        frees, and all that autograd may have saved, because the script may change it in place."""
+
+        def output(tensor: torch.Tensor) -> torch.Tensor:
+            copies = is_saved or (self._owns is not None and self._owns(chunk, tensor))
+            return tensor.detach().clone() if copies else tensor.detach()
+
+        return tree_map_only(torch.Tensor, output, result)
 
     def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Buffers:
         """Restores the tensors that autograd saved, from the input, random states and buffers of the first forward.

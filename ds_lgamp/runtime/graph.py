@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.runtime.chunk import Tensors, differentiable
+from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
 
 
 @torch.enable_grad()
@@ -36,12 +36,10 @@ def end_graph(result: Tensors) -> list[GradientEdge | None]:
     return [_edge(member) if member.requires_grad else None for member in differentiable(result)]
 
 
-def end_outputs(outputs: Any) -> tuple[Any, list[GradientEdge | None]]:
-    """Returns the model's ``outputs`` without their graph, and where gradients enter it: for all of their tensors what
-    :func:`end_graph` returns. Outputs are any nesting of tuples, dictionaries and what pytorch's trees know. The caller
-    must have gradients enabled."""
-    ends = end_graph(tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)))
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), ends
+def end_outputs(outputs: Any) -> list[GradientEdge | None]:
+    """Returns what :func:`end_graph` does, for all tensors in the model's ``outputs``. None may be complex: raises
+    TypeError."""
+    return end_graph(as_tuple(tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))))
 
 
 def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:

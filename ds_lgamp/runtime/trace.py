@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -119,6 +119,18 @@ class Trace:
         if self._run is not None:
             self._run.executor.timing, launches.listener = self._run.instead, None
             self._run = None
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Records nothing inside the block, in which the script evaluates between two calls of a step."""
+        run = self._run
+        self.stop()
+        try:
+            yield
+        finally:
+            if run is not None:
+                self._run = run
+                run.executor.timing, launches.listener = self, self
 
     def close(self) -> None:
         """Writes what is left. The device has come to its end."""

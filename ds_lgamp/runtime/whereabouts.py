@@ -109,15 +109,6 @@ class Whereabouts:
             self.place, self.limit = Place.SCRIPT, limit
 
     @contextmanager
-    def back_in_batch(self) -> Iterator[None]:
-        """The rest of the last batch, in which the script had a turn."""
-        self.place = Place.BATCH
-        try:
-            yield
-        finally:
-            self.place = Place.SCRIPT
-
-    @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
         """The main thread waits for ``what`` another thread does with all ranks."""
         self.awaited = what

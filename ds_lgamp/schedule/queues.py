@@ -9,7 +9,7 @@ asks for one. A queue starts its work in the order in which the host launched it
   has started. No memory in between holds a message.
 - A compute that needs a message waits for the receive.
 - Gathers and reductions start together on all data-parallel ranks, because these run the same program.
-- A script's turn begins when all pipeline ranks have done everything before it.
+- A script's turn begins when all pipeline ranks have launched everything before it: hosts meet, because outputs travel.
 - Transfers between host and device, and updates on the host, wait for nothing but their own rank's work.
 
 One queue is the hardest case: spreading the streams over more queues only removes conditions. So a program that ends

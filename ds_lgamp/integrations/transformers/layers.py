@@ -66,11 +66,12 @@ class ModelLayers:
     Args:
         model: a PreTrainedModel, or one that peft has wrapped.
         random_sources: generators that the model may draw from.
+        only_loss: whether only the loss of its output has gradients.
 
     Raises ConfigError if the model cannot be split.
     """
 
-    def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource]) -> None:
+    def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], only_loss: bool) -> None:
         refuse_model(model)
         self.settings = ForwardSettings(model_of(model).config)
         blocks = find_blocks(model)
@@ -84,7 +85,7 @@ class ModelLayers:
         self._names = list(signature(model.forward).parameters)
         shares = shown.read_behind or _share(ahead, behind)
         held = {**ahead, **behind} if shares else behind
-        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources)
+        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, only_loss)
         own_blocks = [
             Block(f"{blocks.path}.{index}", block, index, split, self.calls)
             for index, block in enumerate(blocks.modules)

@@ -1,4 +1,4 @@
-"""Refuses losses that depend on more than the last layer computes with."""
+"""Refuses losses, and other outputs, that depend on more than the last layer computes with."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,8 @@ from ds_lgamp.config import BLOCK, ConfigError
 
 
 class LossGraph:
-    """Looks once at the graph of a loss, because the model may compute more with labels than without them.
+    """Looks once at the graph of a loss or of all outputs, because the model may compute more with labels than without
+    them.
 
     Args:
         model: the model.
@@ -23,28 +24,29 @@ class LossGraph:
         """The names of the parameters that the last layer lacks, by their ids."""
         self.checked = False
 
-    def check(self, output: Any, hidden: Any, zeros: Mapping[str, list[Tensor]]) -> None:
-        """Raises ConfigError if the loss in ``output`` depends on a parameter that the last layer lacks, or on zeros.
+    def check(self, roots: Any, hidden: Any, zeros: Mapping[str, list[Tensor]]) -> None:
+        """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
 
         Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
 
         Args:
-            output: what the model returned.
+            roots: the loss, or all outputs.
             hidden: the node that made the hidden states which the last block returned; None if they are a leaf.
             zeros: on what the results of each stand-in depend, by the name of its module.
         """
-        roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not roots:
+        tensors = [leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors:
             return
         makers = {id(leaf): path for path, leaves in zeros.items() for leaf in leaves}
-        for leaf in _leaves(roots, hidden):
+        for leaf in _leaves(tensors, hidden):
             if (name := self._foreign.get(id(leaf))) is not None:
                 raise ConfigError(
-                    f"behind the blocks the model's loss reads parameter '{name}', which the last layer lacks; {_FIX}"
+                    f"behind the blocks the model's output depends on parameter '{name}', which the last layer lacks; "
+                    f"{_FIX}"
                 )
             if (path := makers.get(id(leaf))) is not None:
                 raise ConfigError(
-                    f"behind the blocks the model's loss uses what '{path}' returned ahead of them; {_FIX}"
+                    f"behind the blocks the model's output depends on what '{path}' returned ahead of them; {_FIX}"
                 )
         self.checked = True
 

@@ -17,7 +17,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.transformers.blocks import Blocks
 from ds_lgamp.integrations.transformers.buffers import ContainingBuffers
 from ds_lgamp.integrations.transformers.call import BlockArguments, Call, run_uncompiled
-from ds_lgamp.integrations.transformers.loss_graph import LossGraph
+from ds_lgamp.integrations.transformers.loss_graph import LossGraph, loss_in
 from ds_lgamp.integrations.transformers.stand_ins import Absent, Visited, Zeros, replacing, with_forward
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -47,6 +47,7 @@ class SplitForward:
         held: those of them that the last layer holds.
         returned: how many members the tuple has that a block returns; 0 if a block returns a tensor.
         random_sources: generators that the model may draw from.
+        only_loss: whether only the loss of its output has gradients.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SplitForward:
         held: Mapping[str, nn.Module],
         returned: int,
         random_sources: Sequence[RandomSource],
+        only_loss: bool,
     ) -> None:
         self._model, self._forward = model, model.forward
         self._parent, _, self._name = blocks.path.rpartition(".")
@@ -73,7 +75,8 @@ class SplitForward:
             (*_place(model, path), Absent(module, partial(self._refuse_absent, path)))
             for path, module in behind.items()
         ]
-        self._buffers, self._loss_graph = ContainingBuffers(model, blocks), LossGraph(model, held.values())
+        self._buffers, self._only_loss = ContainingBuffers(model, blocks), only_loss
+        self._loss_graph = LossGraph(model, held.values())
         self._visit: Visit = _not_running
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
@@ -120,7 +123,7 @@ class SplitForward:
         with self._visiting(replace), replacing(self._ahead), self._noting_uses(looks) as zeros:
             output = run_uncompiled(self._model, *call.positional, **call.named)
         if looks:
-            self._loss_graph.check(output, made_by, zeros)
+            self._loss_graph.check(loss_in(output) if self._only_loss else output, made_by, zeros)
         return output
 
     @contextmanager

@@ -19,7 +19,7 @@ class Computed(NamedTuple):
 
 
 def layers_of(model: Any) -> ModelLayers:
-    return ModelLayers(model, layer_sources(torch.device("cpu")))
+    return ModelLayers(model, layer_sources(torch.device("cpu")), only_loss=True)
 
 
 def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:

@@ -75,12 +75,12 @@ def penalising(names):
 
 
 REFUSED = {
-    "a penalty of all parameters": (penalising(""), "the model's loss reads parameter 'model.*'"),
-    "a penalty of the embedding": (penalising("embed_tokens"), "reads parameter 'model.embed_tokens.weight'"),
-    "a penalty of a block": (penalising("layers.1.mlp.up"), "reads parameter 'model.layers.1.mlp.up_proj.weight'"),
+    "a penalty of all parameters": (penalising(""), "the model's output depends on parameter 'model.*'"),
+    "a penalty of the embedding": (penalising("embed_tokens"), "depends on parameter 'model.embed_tokens.weight'"),
+    "a penalty of a block": (penalising("layers.1.mlp.up"), "depends on parameter 'model.layers.1.mlp.up_proj.weight'"),
     "the embedding of labels": (embedding_the_labels, "calls 'model.embed_tokens' again after its blocks"),
     "the same without gradients": (embedding_the_labels_without_gradients, "calls 'model.embed_tokens' again"),
-    "what the embedding returned": (using_the_embedding_again, "uses what 'model.embed_tokens' returned ahead"),
+    "what the embedding returned": (using_the_embedding_again, "depends on what 'model.embed_tokens' returned ahead"),
     "a second pass": (passing_the_blocks_twice, "calls block 0 again after its blocks"),
 }
 
@@ -95,7 +95,9 @@ def test_a_loss_that_needs_more_than_the_last_layer_is_refused(case):
 def test_a_penalty_of_adapters_in_blocks_is_refused():
     config = peft.AdaLoraConfig(target_modules=["q_proj"], init_r=4, target_r=2, total_step=60, tinit=10, tfinal=20)
     config.task_type = "CAUSAL_LM"
-    with pytest.raises(ConfigError, match="reads parameter 'base_model.model.model.layers.3.self_attn.q_proj.lora_B"):
+    with pytest.raises(
+        ConfigError, match="depends on parameter 'base_model.model.model.layers.3.self_attn.q_proj.lora_B"
+    ):
         in_layers(peft.get_peft_model(make("Llama"), config), micro_batch(0, 0, 0))
 
 
@@ -116,12 +118,24 @@ def test_the_graph_of_the_loss_is_looked_at_once(monkeypatch):
     looks, stock = [], loss_graph._leaves
     monkeypatch.setattr(loss_graph, "_leaves", lambda *given: looks.append(torch.is_grad_enabled()) or stock(*given))
     layers = layers_of(make("Llama"))
-    layers.calls.all = [Call(*layers.arguments((), micro_batch(0, 0, 0)))]
-    for grad in (False, True, True):
+    layers.calls.all = [Call(*layers.arguments((), micro_batch(0, 0, number))) for number in range(3)]
+    for number, grad in enumerate((False, True, True)):
+        layers.calls.number = number
         with torch.set_grad_enabled(grad):
-            # A chunk that is recomputed runs without gradients first.
             layers.modules[-1](torch.zeros(2, 10, 32))
     assert looks == [True]
+
+
+def test_the_loss_of_the_first_batch_saves_the_same_tensors_when_it_is_recomputed():
+    layers = layers_of(make("GPT-2", embd_pdrop=0.5))
+    layers.calls.all = [Call(*layers.arguments((), micro_batch(0, 0, 0)))]
+    saved = []
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.shape) or tensor, lambda it: it
+        ):
+            layers.modules[-1](torch.zeros(2, 10, 32, requires_grad=True))
+    assert saved[: len(saved) // 2] == saved[len(saved) // 2 :]
 
 
 def test_what_precedes_the_blocks_may_be_changed_in_place():

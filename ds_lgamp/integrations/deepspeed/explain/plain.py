@@ -9,7 +9,7 @@ from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
-from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, refuse_without_loss
+from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 
@@ -23,8 +23,7 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     Unlike the engine it frees no parameter, because it asks for the sizes of all layers.
     """
     model = arguments["model"]
-    refuse_without_loss(model, settings)
-    layers = layers_of(model, layer_sources(next(model.parameters()).device))
+    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     config = configuration_of_pipelines(arguments, module.num_stages)
     config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())

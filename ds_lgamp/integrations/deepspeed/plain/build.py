@@ -14,7 +14,8 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
 from ds_lgamp.integrations.deepspeed.plain.elsewhere import release
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
-from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split, refuse_without_loss
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
+from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.shard_keys import for_deepspeed
@@ -32,9 +33,8 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
-    refuse_without_loss(model, settings)
     make_whole(needed_to_split(model))
-    layers = layers_of(model, layer_sources(next(model.parameters()).device))
+    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
@@ -43,7 +43,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     # DeepSpeed gives the last engine's mpu to all. Those without a block are in no pipeline.
     mpu_of_others = stock_groups.mpu
     try:
-        engine = (ModelEngine if settings.outputs == "loss" else OutputsEngine)(
+        engine = (LossEngine if settings.outputs == "loss" else OutputsEngine)(
             user_model=model,
             layers=layers,
             settings=settings,

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -29,24 +30,22 @@ from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
-from ds_lgamp.integrations.deepspeed.plain.told_loss import ToldLosses
 from ds_lgamp.integrations.transformers.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class ModelEngine(LgampEngine):
     """Runs programs behind ``engine(...)``, ``engine.backward(loss)`` and ``engine.step()``.
 
-    A micro-batch given to the engine is kept. The one that completes the batch runs the program, forward and backward,
-    over the micro-batches of all ranks of its pipeline. It returns the sum of this rank's losses; earlier ones return
-    zero.
+    A program computes the micro-batches of all ranks of its pipeline. Subclasses say what of it runs when, and what a
+    call returns.
 
     Args:
         user_model: its modules are the layers.
@@ -86,9 +85,10 @@ class ModelEngine(LgampEngine):
             parameter.grad = None
         # Nothing computes with the others.
         self._user_parameters = [item for item in user_model.named_parameters() if id(item[1]) in own]
-        self._told = ToldLosses(self.gradient_accumulation_steps)
-        self._waiting: Iterator[None] | None = None
-        """The program, which has come to its step and waits for :meth:`step`."""
+        self._open: BatchState | None = None
+        """The batch that has begun and has not come to its step."""
+        self._measuring = ExitStack()
+        """Ends with that batch."""
         self._shapes: list[Any] = []
         """The shapes of the last batch's micro-batches."""
         self._returns_gradients = False
@@ -113,35 +113,29 @@ class ModelEngine(LgampEngine):
     # What scripts call
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        """Keeps a micro-batch. If it completes the batch, computes the gradients of all that were kept.
+        """Takes a micro-batch, and returns what :meth:`_train` does.
 
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
-        training = torch.is_grad_enabled() and self.module.training
-        self._refuse_call(training)
+        self._refuse_call()
         cast = input_dtype(self._config)
         if cast is not None:
             positional = to_device(positional, self.device, cast)
         arguments = self._layers.arguments(positional, named)
-        if not training:
+        if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
         self._kept.add(arguments)
         return self._train(arguments)
 
-    def _refuse_call(self, training: bool) -> None:
-        """Raises ConfigError if a batch is complete that must have its step first."""
-        if self._waiting is not None:
-            raise ConfigError(COMPLETE)
+    def _refuse_call(self) -> None:
+        """Raises ConfigError if a batch must have its step first."""
 
     def _train(self, arguments: Arguments) -> Any:
         """Returns what a call in training returns. Its ``arguments`` are kept already."""
-        value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
-        return self._layers.training_output(self._told.tell(value))
+        raise NotImplementedError
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
-        factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        return self._told.backward(loss, factor, retain_graph)
+        raise NotImplementedError
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Steps the optimizer if the batch is complete, and the scheduler with ``lr_kwargs``."""
@@ -149,45 +143,40 @@ class ModelEngine(LgampEngine):
         self._step_applied = False
         completes = self.is_gradient_accumulation_boundary()
         if completes:
-            self._finish_batch()
-            self._waiting = None
+            self._complete_batch()
+            self._open = None
         self.micro_steps += 1
         if completes:
             self._end_step()
 
-    def _finish_batch(self) -> None:
-        """Runs the program to its end, the step of the optimizer included."""
-        if self._waiting is None:
-            # The script completes the batch only now, so its losses were told as zero.
-            self._compute_gradients()
-        assert self._waiting is not None
-        with here.back_in_batch():
-            self._refuse_other_gradients()
-            self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
-            self._kept.clear()
-            next(self._waiting, None)
+    def _complete_batch(self) -> None:
+        """Computes what is left of the batch, the step of the optimizer included."""
+        raise NotImplementedError
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Also the optimizer's. There is nothing to drop between batches. Raises ConfigError inside a batch, whose
         micro-batches have no gradients yet that could be dropped."""
-        if self._kept.calls:
+        if self._would_lose_gradients():
             raise ConfigError(
                 f"zero_grad() is called after {len(self._kept.calls)} micro-batches of a batch; with a {BLOCK} block, "
                 "call it after engine.step(), where it is not needed"
             )
 
+    def _would_lose_gradients(self) -> bool:
+        """Whether a micro-batch has a gradient, or will have one, that zero_grad drops in stock DeepSpeed."""
+        return bool(self._kept.calls)
+
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As LgampEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises
         ConfigError if their gradients are there already."""
-        if self._is_computed:
+        if self._open is not None:
             raise ConfigError(
-                "load_checkpoint is called inside a batch that is computed already; call engine.backward and "
-                "engine.step first, which the checkpoint then replaces"
+                "load_checkpoint is called inside a batch that is computed already; call it ahead of the first "
+                "micro-batch of a step, or behind its engine.step()"
             )
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
             self._kept.clear()
-            self._told.forget()
             self.micro_steps = 0
         return loaded
 
@@ -222,11 +211,6 @@ class ModelEngine(LgampEngine):
                 "a batch"
             )
         super().set_train_batch_size(train_batch_size)
-
-    @property
-    def _is_computed(self) -> bool:
-        """Whether a part of the batch is computed, and waits for the step."""
-        return self._waiting is not None
 
     @property
     def _drawing_ranks(self) -> int:
@@ -270,23 +254,6 @@ class ModelEngine(LgampEngine):
             # Accelerate tells the engine in backward only. It knows before the forward.
             return accelerate.GradientState().sync_gradients
         return self.is_gradient_accumulation_boundary()
-
-    def _compute_gradients(self) -> Tensor:
-        """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
-        with self.in_batch(training=True):
-            self._kept.check()
-            self._refuse_other_gradients()
-            self._begin(Next.TRAIN, self._kept.calls)
-            self.micro_batches = len(self._layers.calls.all)
-            self._waiting = self._run_training(self._train_schedule())
-            next(self._waiting)
-            self._take_settings()
-            losses = torch.zeros(self.micro_batches, device=self.device)
-            if self.is_last_stage():
-                losses = torch.stack([loss.float() for loss in self.executor.losses])
-            if self.num_stages > 1:
-                dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
-        return losses[self.stage_id :: self.num_stages].sum()
 
     def _take_settings(self) -> None:
         """Gives every rank what the forward behind the blocks has set in the configuration, which any may save.
@@ -362,35 +329,45 @@ class ModelEngine(LgampEngine):
             )
         return wants
 
-    def _run_training(self, schedule: ProgramSchedule) -> Iterator[None]:
-        """Runs the program of a batch. Yields before its step, once its gradients are final."""
+    def _begin_batch(self, schedule: ProgramSchedule) -> BatchState:
+        """Begins a batch for training. Its program runs in pieces, between which the script has its turn."""
+        # What a batch has left that failed goes.
+        self._measuring = ExitStack()
+        self._measuring.enter_context(monitored(self, self._step_monitor, self._loader))
         spec = schedule.spec
-        load = self._noting(self._load, spec)
-        batch = BatchState(spec.micro_batches, load, True, spec.turns_at_once, schedule.actions, spec.first_trained)
-        with monitored(self, self._step_monitor, self._loader), self.executor.run_batch(batch):
-            self._loader.tokens += sum(map(tokens_in, self._kept.calls))
-            actions = iter(schedule.actions)
-            step = self._execute_up_to(Kind.STEP, actions, spec)
-            self.executor.current = None
-            self._layers.calls.all = []
-            yield
-            self.executor.execute(step)
-            self.executor.run(actions)
-        self.placed.micro_offset += spec.micro_batches
-        self._act_on_nonfinite()
+        return BatchState(
+            spec.micro_batches,
+            self._noting(self._load, spec),
+            turns_at_once=spec.turns_at_once,
+            program=schedule.actions,
+            first_trained=spec.first_trained,
+            returns_outputs=spec.returns_outputs,
+        )
 
-    def _execute_up_to(self, kind: Kind, actions: Iterator[Action], spec: ProgramSpec) -> Action:
-        """Executes ``actions`` up to the first one of a ``kind``, and returns that."""
-        last_compute = _last_compute(spec, self.stage_id)
-        with kept_from_script(self.random_sources, self.lgamp_settings.reproducible):
-            for action in actions:
-                if action.kind is kind:
-                    return action
+    @staticmethod
+    def _rest_of(batch: BatchState) -> Iterator[Action]:
+        """Returns the actions of which none has run."""
+        return islice(batch.program, batch.row + 1, None)
+
+    def _run_up_to(self, kind: Kind, batch: BatchState) -> None:
+        """Executes the next actions, without the first one of ``kind``."""
+        last_compute = _last_compute(self.program_spec.placement, batch.first_trained, self.stage_id)
+        with kept_from_script(self.random_sources, self.lgamp_settings.reproducible), self.executor.run_batch(batch):
+            for action in takewhile(lambda action: action.kind is not kind, self._rest_of(batch)):
                 self.executor.execute(action)
                 if action[:2] == last_compute:
                     # Masks of long sequences are large.
                     self._layers.calls.all[action.micro_batch].forget_blocks()
-        raise AssertionError(f"a program for training has {kind.value}")
+
+    def _run_to_the_end(self, batch: BatchState) -> None:
+        """Executes the step, and what follows it."""
+        self._loader.tokens += sum(map(_tokens, self._kept.calls))
+        self._kept.clear()
+        self._layers.calls.all = []
+        with self._measuring, self.executor.run_batch(batch):
+            self.executor.run(self._rest_of(batch))
+        self.placed.micro_offset += self.own_spec.micro_batches
+        self._act_on_nonfinite()
 
     def _noting(self, load: LoadMicroBatch, spec: ProgramSpec) -> LoadMicroBatch:
         noting = super()._noting(load, spec)
@@ -411,9 +388,6 @@ class ModelEngine(LgampEngine):
     def _load(self, micro_batch: int) -> tuple[Any, None]:
         return self._layers.first_input(self._layers.calls.all[micro_batch]), None
 
-    def _loss(self, outputs: Any, labels: Any) -> Any:
-        return self._layers.loss_of(outputs) if torch.is_grad_enabled() else outputs
-
     # The calls of the script have returned the losses already.
     _step = LgampEngine._step_optimizer
 
@@ -424,21 +398,20 @@ def _drives_deepspeed(accelerate: Any) -> bool:
     return bool(accelerate.GradientState._shared_state) and state.get("distributed_type") == "DEEPSPEED"
 
 
-def _last_compute(spec: ProgramSpec, rank: int) -> tuple[Kind, int]:
+def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[Kind, int]:
     """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
-    own = chunks_of(spec.placement, rank)
-    trained = [chunk for chunk in own if chunk >= spec.first_trained]
+    own = chunks_of(placement, rank)
+    trained = [chunk for chunk in own if chunk >= first_trained]
     return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
-COMPLETE = "engine(...) is called after a complete batch; call engine.backward and engine.step"
 NO_CALL = "engine.step() is called, but no engine(...) since the last step; call that first"
 _NO_PIPELINE = (
     "engine.{} is called, but the model is no PipelineModule; call engine(...), engine.backward and engine.step"
 )
 
 
-def tokens_in(arguments: Arguments) -> int:
+def _tokens(arguments: Arguments) -> int:
     """Returns the number of tokens in a call."""
     positional, named = arguments
     return integer_elements(named.get("input_ids", positional))

@@ -32,6 +32,11 @@ class _Slot:
         """Returns the tensor, which shares the memory of ``message``."""
         return message[self.start : self.end].view(self.dtype).view(self.shape)
 
+    def read(self, message: Tensor) -> Tensor:
+        """Returns the tensor. A single number has memory of its own: scripts keep losses, but not the logits beside."""
+        tensor = self.of(message)
+        return tensor.clone() if tensor.numel() == 1 else tensor
+
 
 @dataclass
 class _Packed:
@@ -137,4 +142,4 @@ def _pack(value: Any) -> tuple[_Packed, list[tuple[_Slot, Tensor]]]:
 
 
 def _reader(message: Tensor) -> Callable[[_Slot], Tensor]:
-    return lambda slot: slot.of(message)
+    return lambda slot: slot.read(message)

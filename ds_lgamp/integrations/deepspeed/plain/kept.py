@@ -38,15 +38,15 @@ class Kept:
         if changed is not None:
             raise ConfigError(
                 f"micro-batch {changed} of {len(self.calls)} was changed after engine(...) got it, but a {BLOCK} "
-                "block computes all micro-batches when the last one is there; give the engine new tensors"
+                "block computes with it until the batch is complete; give the engine new tensors"
             )
         state = self._state()
         for number, given in reversed([*enumerate(self._states)]):
             if given != state:
                 raise ConfigError(
                     f"the modes or frozen parameters of the model were changed after micro-batch {number} of "
-                    f"{len(self.calls)} was given to engine(...), but a {BLOCK} block computes all micro-batches when "
-                    "the last one is there; switch adapters and modes, and freeze, between batches"
+                    f"{len(self.calls)} was given to engine(...), but a {BLOCK} block computes with the model until "
+                    "the batch is complete; switch adapters and modes, and freeze, between batches"
                 )
 
     def _state(self) -> tuple[bool, ...]:

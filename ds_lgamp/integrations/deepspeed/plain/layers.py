@@ -101,13 +101,16 @@ class Compiled(nn.Module):
         self._layers.compile(**options)
 
 
-def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layers:
+def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> Layers:
     """Returns the layers of ``model``. Raises ConfigError if it is neither a model of transformers nor an
-    nn.Sequential, or cannot be split."""
+    nn.Sequential, cannot be split, or returns no loss and should."""
+    only_loss = settings.outputs == "loss"
     if isinstance(model, nn.Sequential):
+        if only_loss:
+            _refuse_without_loss(model)
         return SequentialLayers(model)
     if is_model(model):
-        return ModelLayers(model, random_sources)
+        return ModelLayers(model, random_sources, only_loss)
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"deepspeed.initialize got a model that torch.compile has wrapped, which hides its layers from a {BLOCK} "
@@ -119,13 +122,12 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource]) -> Layer
     )
 
 
-def refuse_without_loss(model: nn.Module, settings: LgampConfig) -> None:
-    """Raises ConfigError if ``model`` is an nn.Sequential that cannot return the loss, as it should."""
+def _refuse_without_loss(model: nn.Sequential) -> None:
+    """Raises ConfigError if ``model`` cannot return the loss."""
     last: nn.Module = model
     while isinstance(last, nn.Sequential) and len(last):
         last = last[-1]
-    is_of_torch = type(last).__module__.startswith("torch.nn.") and not isinstance(last, nn.modules.loss._Loss)
-    if isinstance(model, nn.Sequential) and settings.outputs == "loss" and is_of_torch:
+    if type(last).__module__.startswith("torch.nn.") and not isinstance(last, nn.modules.loss._Loss):
         raise ConfigError(
             f"the last module of the nn.Sequential is {type(last).__name__}, which returns no loss; set "
             f"{BLOCK}.outputs to 'all' if the script computes the loss, or append a module that does"

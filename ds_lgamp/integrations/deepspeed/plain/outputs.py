@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.runtime.graph import begin_graph
 
 
@@ -14,14 +16,16 @@ class ReturnedOutputs:
     """The outputs that the script got since the last step.
 
     Args:
-        scale: returns by what the engine multiplies gradients whose backward passes the script calls itself.
+        factor: returns by what a gradient is multiplied if the script calls ``loss.backward()`` itself. May raise.
     """
 
-    def __init__(self, scale: Callable[[], float]) -> None:
-        self._scale = scale
-        self._is_scaled = False
-        self._calls: list[list[Tensor | None]] = []
-        """By call: what the graph of each floating-point output begins with; None if it needs no gradient."""
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._has_factor = False
+        """Whether the loss is multiplied already."""
+        self._starts: list[list[Tensor | None]] = []
+        """By call: with what the graph of each floating-point output begins; None if it needs no gradient."""
+        self._step = 0
 
     def give(self, outputs: Any, needs: Sequence[bool]) -> Any:
         """Returns the ``outputs`` of a call, which now require gradients.
@@ -35,25 +39,51 @@ class ReturnedOutputs:
         for number, (place, needed) in enumerate(zip(places, needs, strict=True)):
             if needed:
                 (start,), (leaves[place],) = begin_graph((leaves[place],))
-                start.register_hook(self._scaled)
+                start.register_hook(partial(self._arriving, self._step))
                 starts[number] = start
-        self._calls.append(starts)
+        self._starts.append(starts)
+        self._has_factor = False
         return tree_unflatten(leaves, structure)
 
-    def _scaled(self, gradient: Tensor) -> Tensor:
-        return gradient if self._is_scaled else gradient * self._scale()
+    def _arriving(self, step: int, gradient: Tensor) -> Tensor:
+        if step != self._step:
+            raise ConfigError(
+                "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward ahead of "
+                "that, and detach outputs for whatever follows"
+            )
+        return gradient if self._has_factor else gradient * self._factor()
 
     @contextmanager
-    def scaled(self) -> Iterator[None]:
-        """Inside the block, the script's loss is multiplied already."""
-        self._is_scaled = True
+    def with_factor(self) -> Iterator[None]:
+        """Inside the block the loss is multiplied already."""
+        self._has_factor = True
         try:
             yield
         finally:
-            self._is_scaled = False
+            self._has_factor = False
+
+    def expect_factor(self) -> None:
+        """Until the next call, losses are multiplied already."""
+        self._has_factor = True
+
+    def __len__(self) -> int:
+        """The number of calls."""
+        return len(self._starts)
+
+    @property
+    def gradients(self) -> Iterator[bool]:
+        """Whether each call has a gradient of an output."""
+        return (any(start is not None and start.grad is not None for start in starts) for starts in self._starts)
 
     def take(self) -> list[list[Tensor | None]]:
-        """Returns the gradients of all calls, and forgets these. A call has a gradient for every floating-point
-        output; None where the script gave none."""
-        calls, self._calls = self._calls, []
-        return [[None if start is None else start.grad for start in starts] for starts in calls]
+        """Returns the gradients of all calls, and forgets them. A call has one for every floating-point output, None
+        where the script gave none."""
+        calls, self._starts = self._starts, []
+        self._step += 1
+        return [[None if start is None else _taken(start) for start in starts] for starts in calls]
+
+
+def _taken(start: Tensor) -> Tensor | None:
+    # A loss that the script keeps must not keep the gradient.
+    gradient, start.grad = start.grad, None
+    return gradient

@@ -1,18 +1,21 @@
 """Trains small models whose loss a script computes from their outputs, by an engine and without parallelism."""
 
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.deepspeed.plain.state import whole_state
 from ds_lgamp.partition import launches
+from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.calls import note_failure
 from tests.integrations.deepspeed.plain.training import (
@@ -158,17 +161,21 @@ def mistakes() -> dict[str, str]:
         return smoothed(engine, micro_batch_of("GPT-2", 0, rank, number))
 
     engine = engine_of()
-    for number in range(MICRO_BATCHES):
-        loss_of(engine, number)
-        if number == 0:
-            engine.step()
-    fails("one call more", loss_of, engine)
-    fails("no backward", engine.step)
-
-    engine = engine_of()
-    engine.backward(loss_of(engine))
+    loss = loss_of(engine)
+    engine.optimizer.zero_grad()
+    engine.backward(loss)
+    fails("gradients lost", engine.optimizer.zero_grad)
     fails("inside", engine.load_checkpoint, "none")
     engine.step()
+    late = loss_of(engine, 1)
+    fails("no backward", engine.step)
+    engine.backward(late, retain_graph=True)
+    engine.step()
+    fails("too late", late.backward)
+
+    engine = engine_of()
+    loss_of(engine)
+    engine.set_gradient_accumulation_boundary(True)
     fails("step alone", lambda: loss_of(engine) if rank else engine.step())
 
     engine = engine_of()
@@ -182,4 +189,95 @@ def mistakes() -> dict[str, str]:
     engine = engine_of()
     engine.eval()
     fails("in evaluation", engine.backward, loss_of(engine))
+
+    engine = initialize(nn.Sequential(nn.Linear(4, 4), Hiding()), configuration(1, {"outputs": "all"}))
+    fails("gradient of inputs", engine, torch.ones(2, 4, requires_grad=True))
+    fails("no tensor", engine, torch.ones(2, 4), error=ActionError)
     return errors
+
+
+class Hidden:
+    """What no tree of pytorch's looks into."""
+
+
+class Hiding(nn.Module):
+    def forward(self, inputs: Tensor) -> Hidden:
+        return Hidden()
+
+
+class Nested(nn.Module):
+    """Returns outputs of all kinds: one that is saved, one without gradients, a parameter, and a number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        gates = torch.sigmoid(self.inner(inputs))
+        return {"gates": gates, "others": (inputs.argmax(1), [gates.detach() + 1, None]), "scale": self.scale, "n": 3}
+
+
+def of_nested(model: Model, inputs: Tensor) -> Tensor:
+    """Changes an output in place that autograd has saved, which one process without an engine must not do."""
+    outputs = model(inputs)
+    gates = outputs["gates"] if model.training and isinstance(model, nn.Sequential) else outputs["gates"].mul_(3).div(3)
+    places, (shifted, none) = outputs["others"]
+    assert none is None and outputs["n"] == 3 and not shifted.requires_grad and places.dtype is torch.int64
+    return (gates * shifted).mean() * outputs["scale"].sum()
+
+
+def nested() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Nested())
+
+
+def inputs_of(step: int, rank: int, number: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + 10 * rank + number))
+
+
+def train_nested(cases: list[tuple[int, dict[str, Any]]], ways: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Trains :func:`nested` for two steps in each case, a stage and keys of the block, by each of the ``ways`` to run a
+    backward pass. Returns the model's whole state on rank 0."""
+    prepare_rank()
+    ds_lgamp.install()
+    states = []
+    for stage, block in cases:
+        for way in ways:
+            engine = initialize(nested(), configuration(stage, {"outputs": "all", **block}))
+            for step in range(2):
+                for number in range(MICRO_BATCHES):
+                    loss = of_nested(engine, inputs_of(step, dist.get_rank(), number))
+                    BACKWARDS[way](engine, loss)
+                    engine.step()
+            states.append(whole_state(engine))
+    finish_engines()
+    return states
+
+
+BACKWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "engine": lambda engine, loss: engine.backward(loss),
+    "scaled": lambda engine, loss: engine.scale(loss).backward(),
+    "itself": lambda engine, loss: loss.backward(),
+    "in two parts": lambda engine, loss: [engine.backward(loss * part, retain_graph=True) for part in (0.25, 0.75)],
+}
+
+
+def memory_left() -> tuple[int, int]:
+    """Returns how many gradients of outputs live at the last backward of a step, and how many after it."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), configuration(1, {"outputs": "all"}, 3))
+    losses: list[Tensor] = []
+    gradients: list[Any] = []
+    living: list[int] = []
+    before_step(engine, lambda: living.append(_living(gradients)))
+    for number in range(3):
+        losses.append(engine(inputs_of(0, 0, number)).square().mean())
+        engine.backward(losses[-1])
+        gradients += [weakref.ref(start.grad) for start in engine._returned._starts[-1]]
+        engine.step()
+    return living[0], _living(gradients)
+
+
+def _living(references: list[Any]) -> int:
+    return sum(each() is not None for each in references)

@@ -41,4 +41,4 @@ def test_mistakes_with_models_are_named_on_every_rank():
 
 def test_a_loss_that_depends_on_a_block_is_refused_where_chunks_are_recomputed():
     [error] = run_on_ranks(1, forwards.train_on_more_than_the_last_layer)
-    assert "the model's loss reads parameter 'model.layers.3.mlp.up_proj.weight'" in error
+    assert "the model's output depends on parameter 'model.layers.3.mlp.up_proj.weight'" in error

@@ -9,6 +9,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import scripts_loss
 from tests.integrations.deepspeed.plain.scripts_loss import train_all_on_rank, train_alone
 from tests.integrations.deepspeed.plain.test_equivalence import assert_equal, gathered
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE
 
 alone = cache(train_alone)
 LAYOUTS = {(1, 1): (1, 3), (2, 1): (0, 3), (1, 2): (1, 3)}
@@ -62,14 +63,42 @@ def test_stage_3_gathers_for_every_call_and_reduces_once():
 def test_mistakes_are_refused_on_every_rank():
     errors, others = run_on_ranks(2, scripts_loss.mistakes)
     for what, words in {
-        "one call more": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "gradients lost": "zero_grad() is called after 1 micro-batches of a batch",
+        "inside": "load_checkpoint is called inside a batch that is computed already; call it ahead of the first",
         "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss) once",
-        "inside": "load_checkpoint is called inside a batch that is computed already; call engine.backward",
-        "step alone": "rank 0 calls engine.step() with losses multiplied by 1, but rank 1 calls the engine for outputs "
-        "of micro-batch 1 of a step",
+        "too late": "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward",
+        "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.outputs 'all' would",
+        "step alone": "rank 0 calls engine.step() before every loss of the batch went through engine.backward(loss) "
+        "once, but rank 1 calls the engine for outputs of micro-batch 1 of a step",
         "nothing to step": "engine.step() is called, but no engine(...) since the last step",
         "ended": "rank 0 calls the engine for outputs of micro-batch 1 of a step, but rank 1 ended its script",
         "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
+        "no tensor": "the model returned a Hidden, in which no tensor is found; return tensors, tuples, dictionaries",
     }.items():
         assert words in errors[what]
         assert words in others[what]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "block"), [(1, {"recompute": "none"}), (1, {}), (2, {}), (2, {"pipeline_ranks": 2, "chunks_per_rank": 1})]
+)
+def test_outputs_of_all_kinds_have_gradients_whichever_way_the_script_computes_them(ranks, block):
+    model = scripts_loss.nested()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(2):
+        for rank in range(ranks):
+            for number in range(MICRO_BATCHES):
+                loss = scripts_loss.of_nested(model, scripts_loss.inputs_of(step, rank, number))
+                (loss / (ranks * MICRO_BATCHES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stages, ways = (0, 3) if block.get("pipeline_ranks") or ranks == 1 else (2, 3), list(scripts_loss.BACKWARDS)
+    states = run_on_ranks(ranks, scripts_loss.train_nested, [(stage, block) for stage in stages], ways)[0]
+    for state in states:
+        assert state.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_of_outputs_are_freed_once_they_are_used():
+    assert run_on_ranks(1, scripts_loss.memory_left) == [(0, 0)]
