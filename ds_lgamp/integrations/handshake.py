@@ -41,8 +41,9 @@ def process_terms() -> Terms:
         "the version of ds_lgamp": Term(__version__, _INSTALL),
     }
     for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            terms[f"the version of {package}"] = Term(version(package), _INSTALL)
+        installed = version_of(package)
+        if installed is not None:
+            terms[f"the version of {package}"] = Term(installed, _INSTALL)
     if dist.is_nccl_available():
         terms["the version of NCCL"] = Term(".".join(map(str, torch.cuda.nccl.version())), _INSTALL)
     for variable in _VARIABLES:
@@ -51,6 +52,15 @@ def process_terms() -> Terms:
     terms["torch.get_default_dtype()"] = Term(str(torch.get_default_dtype()), _SET)
     terms["torch.backends.cuda.matmul.allow_tf32"] = Term(str(torch.backends.cuda.matmul.allow_tf32), _SET)
     return terms
+
+
+@lru_cache(maxsize=len(_PACKAGES))
+def version_of(package: str) -> str | None:
+    """Returns the version of a package, once read; None if it is not installed."""
+    with suppress(PackageNotFoundError):
+        # Reads a file of hundreds of lines.
+        return version(package)
+    return None
 
 
 def code_of(made_of: Any) -> str:

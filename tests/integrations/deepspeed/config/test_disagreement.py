@@ -115,7 +115,7 @@ STARTS = {
         "and 2.0.0 on rank 2; install the same version on every rank",
     ),
     "another version of deepspeed": (
-        lambda: with_version(handshake, "version", lambda name: "0.0.7", initialize),
+        lambda: with_version(handshake, "version_of", lambda name: "0.0.7", initialize),
         f"the version of deepspeed is {deepspeed.__version__} on ranks 0, 1 and 3 and 0.0.7 on rank 2",
     ),
     "another variable": (with_variable, "the variable NCCL_ALGO is absent on ranks 0, 1 and 3 and 'Ring' on rank 2"),
