@@ -16,13 +16,14 @@ from typing import Any
 # DeepSpeed asks for GPUs when it is imported. Without this, torch would start CUDA for the answer, and no process that
 # is forked afterwards could use it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hypothesis", "testing.preloaded"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "testing.preloaded"])
+"""Makes forks of a process that has imported what takes seconds. They have the environment with which it began."""
 
 
 def shared_number() -> Any:
     """An integer that ranks share with the test through its ``value``. It has no lock that a killed rank could keep."""
-    return _context.RawValue("q", 0)
+    return CONTEXT.RawValue("q", 0)
 
 
 def run_on_ranks(
@@ -63,9 +64,9 @@ def started_ranks(
     All processes are gone when the block ends.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results: Any = _context.Queue()
+        results: Any = CONTEXT.Queue()
         ranks = [
-            _context.Process(
+            CONTEXT.Process(
                 target=_rank_main, args=(rank, world_size, folder, results, function, arguments, before_init, backend)
             )
             for rank in range(world_size)

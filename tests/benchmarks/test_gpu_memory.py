@@ -1,10 +1,13 @@
 """``python -m benchmarks run gpu_memory``: recorded peaks beside explained ones."""
 
+import sys
+
 from benchmarks import gpu_memory
 from benchmarks.gpt.offload import DEEPSPEED, ON_HOST
 from benchmarks.gpu_memory import Training
 from benchmarks.record import OURS, Record
 from docs import gpu_tables
+from testing.forks import run_module
 
 
 def test_every_recorded_peak_of_ours_is_compared(monkeypatch):
@@ -27,7 +30,15 @@ def test_every_recorded_peak_of_ours_is_compared(monkeypatch):
     assert gpu_tables.memory().splitlines()[-2] == f"| {OURS}, ZeRO-3 | 1.3B | none | 8 | 6.30 | 6.00 | 1.0500 |"
 
 
-def test_explain_follows_the_training():
+def test_explain_follows_the_training(monkeypatch):
+    def in_a_fork(words, seconds, environment):
+        python, option, *command = words
+        assert (python, option) == (sys.executable, "-m")
+        ended = run_module(command, environment=environment)
+        assert ended.status == 0, ended.complaints
+        return ended.complaints + ended.output
+
+    monkeypatch.setattr(gpu_memory, "output_of", in_a_fork)
     full, without, more, offloaded = (
         gpu_memory.explained(Training("tiny", *rest))
         for rest in (("full", 3, 3), ("none", 3, 3), ("full", 3, 6), ("full", 3, 3, ("offload_optimizer",)))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +18,8 @@ from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import Counted, Step, check_losses
 from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
-from benchmarks.record import OURS, PART, PARTS, RESULTS, ROOT, TYPICAL, Record, finish, is_recorded, machine, read
+from benchmarks.record import OURS, PART, PARTS, RESULTS, TYPICAL, Record, finish, is_recorded, machine, read
+from testing.forks import run_module
 from tests.slow import slow_except
 
 
@@ -144,14 +144,11 @@ def test_a_missing_record_names_the_command_that_makes_it(results):
         read("memory")
 
 
-def run_cli(*words):
-    return subprocess.run([sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_command_line_lists_the_benchmarks():
-    shown = run_cli("run", "--help").stdout
-    assert all(name in shown for name in NAMES)
-    assert run_cli("run", "nonsense").returncode == 2
+@pytest.mark.parametrize(("word", "status"), [("--help", 0), ("nonsense", 2)])
+def test_the_command_line_lists_the_benchmarks(word, status):
+    ended = run_module(["benchmarks", "run", word])
+    assert ended.status == status
+    assert all(name in ended.output + ended.complaints for name in NAMES)
 
 
 def test_with_json_stdout_is_the_record_whatever_others_write(results, monkeypatch, capfd):

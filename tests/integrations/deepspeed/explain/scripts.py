@@ -1,23 +1,5 @@
-"""Scripts that the tests explain, and the one that explains several in forks of one process."""
+"""Scripts that the tests explain."""
 
-FORKS = """
-import json, os, sys
-import ds_lgamp.integrations.deepspeed.explain.explain
-import ds_lgamp.integrations.deepspeed.explain.plain
-import testing.preloaded
-import transformers.models.llama.modeling_llama
-from ds_lgamp.cli.main import main
-
-statuses = {}
-for name, words in json.load(sys.stdin).items():
-    child = os.fork()
-    if child == 0:
-        for descriptor in (1, 2):
-            os.dup2(os.open(f"{name}.{descriptor}", os.O_CREAT | os.O_WRONLY), descriptor)
-        sys.exit(main(["run", "--explain", *words]))
-    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(json.dumps(statuses))
-"""
 UNUSUAL_SCRIPT = """
 import json, sys
 import torch

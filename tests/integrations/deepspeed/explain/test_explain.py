@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -15,12 +14,14 @@ import torch.distributed as dist
 from ds_lgamp.cli.run_islands import laid_out_on
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing import ROOT, SCRIPTS
+from testing.forks import HANGS_AFTER, run_module
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.explain.scripts import DATA_SCRIPT, FORKS, MODEL_SCRIPT, UNUSUAL_SCRIPT
+from tests.integrations.deepspeed.explain.scripts import DATA_SCRIPT, MODEL_SCRIPT, UNUSUAL_SCRIPT
 
 SCRIPT = SCRIPTS / "public_example.py"
-HANGS_AFTER = 300
-"""Seconds, far more than a busy machine takes."""
+EXPLAIN = ["ds_lgamp", "run", "--explain"]
+TWO_RANKS = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+"""An environment with a number of ranks, which ``--ranks`` overrides."""
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 LAYERED = {**BATCH, "zero_optimization": {"stage": 3}, "communication_data_type": "bf16", "ds_lgamp": {}}
 NODES = {"stage": 3, "zero_hpz_partition_size": 2}
@@ -39,16 +40,9 @@ BY_HAND_CONFIG = {**MODEL_CONFIG, "gradient_accumulation_steps": 2 * 4, "ds_lgam
 """A pipeline of two ranks computes the micro-batches of both."""
 
 
-class Ended(NamedTuple):
-    status: int
-    output: str
-    complaints: str
-
-
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory):
-    """Returns the outcomes of several explanations by name. They run in forks of one process, because importing
-    DeepSpeed takes seconds."""
+    """Returns the outcomes of several explanations by name."""
     folder = tmp_path_factory.mktemp("explain")
     (folder / "unusual.py").write_text(UNUSUAL_SCRIPT)
     (folder / "data.py").write_text(DATA_SCRIPT)
@@ -85,28 +79,15 @@ def explained(tmp_path_factory):
         "empty": [str(folder / "empty.py")],
         "too few ranks": ["--ranks", "3", *on_example(folder, "too_few", LAYERED)],
     }
-    forks = python(folder, "-c", FORKS, words=json.dumps(runs))
-    assert forks.status == 0, forks.complaints
-    return {
-        name: Ended(status, (folder / f"{name}.1").read_text(), (folder / f"{name}.2").read_text())
-        for name, status in json.loads(forks.output).items()
-    }
-
-
-def python(folder, *options, words=""):
-    """Starts python, with a number of ranks in the environment that ``--ranks`` overrides, and waits for its end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *options]
-    done = subprocess.run(
-        command, input=words, capture_output=True, text=True, env=environment, cwd=folder, timeout=HANGS_AFTER
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return {name: run_module([*EXPLAIN, *words], folder, TWO_RANKS) for name, words in runs.items()}
 
 
 @pytest.mark.slow
 def test_the_command_explains_by_itself(explained, tmp_path):
-    words = ["-m", "ds_lgamp", "run", "--explain", "--ranks", "4", "--json", *on_example(tmp_path, "json", LAYERED)]
-    assert facts_of(python(tmp_path, *words)) == facts_of(explained["json"])
+    words = [sys.executable, "-m", *EXPLAIN, "--ranks", "4", "--json", *on_example(tmp_path, "json", LAYERED)]
+    environment = {**os.environ, **TWO_RANKS, "PYTHONPATH": str(ROOT)}
+    written = subprocess.check_output(words, text=True, env=environment, cwd=tmp_path, timeout=HANGS_AFTER)
+    assert json.loads(written) == facts_of(explained["json"])
 
 
 def on_example(folder, name, config):
