@@ -15,12 +15,19 @@ from benchmarks.gpu_day.runner import FAILED, NOT_RUN, PASSED, as_table, run_par
 from benchmarks.gpu_day.trials import TRIALS
 from testing import ROOT
 
+# Importing torch and DeepSpeed takes each part seconds, only to name the device.
+WITHOUT_A_DEVICE = """
+import sys, types
+sys.modules["benchmarks.gpu_day.environment"] = types.SimpleNamespace(device_and_nccl=dict)
+"""
+
 
 @pytest.fixture
 def day(tmp_path, monkeypatch):
     """Returns a function that writes a stand-in part, and the folder of the results."""
     folder = tmp_path / "modules"
     folder.mkdir()
+    (folder / "sitecustomize.py").write_text(WITHOUT_A_DEVICE)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
 
     def part(name, *lines, seconds=60):
@@ -43,6 +50,14 @@ def times_run(out, part):
 def counting(part, name, *lines):
     """A part that writes a letter whenever it runs."""
     return part(name, f"(out / '{name}.times').open('a').write('x')", *lines)
+
+
+def test_a_report_names_the_machine_and_its_packages(day):
+    part, out = day
+    names = part("names", "yield 'a', {}")
+    (out.parent / "modules" / "sitecustomize.py").unlink()
+    (report,) = run_parts([names], out)
+    assert report["status"] == PASSED and {"processor", "torch", "deepspeed", "commit"} <= report["machine"].keys()
 
 
 def test_what_passed_is_not_run_again_and_all_else_is(day):
@@ -77,11 +92,11 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_children(day):
         "child = os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '600')",
         "yield 'child', {'pid': child}",
         "time.sleep(600)",
-        seconds=5,
+        seconds=3,
     )
     after = part("after", "yield 'a', {}")
     report, later = run_parts([sleeps, after], out)
-    assert (report["status"], report["reason"], later["status"]) == (FAILED, "stopped after 5 s", PASSED)
+    assert (report["status"], report["reason"], later["status"]) == (FAILED, "stopped after 3 s", PASSED)
     assert is_gone(report["results"]["child"]["pid"])
 
 
@@ -119,9 +134,9 @@ def test_a_part_is_stopped_before_the_budget_is_over_and_keeps_what_it_found(day
     monkeypatch.setattr(runner, "SHORTEST", 2)
     part, out = day
     long = part("long", "print('so far')", "yield 'a', {'value': 1}", "time.sleep(600)", seconds=400)
-    (report,) = run_parts([long], out, seconds=runner.RESERVE + 5)
+    (report,) = run_parts([long], out, seconds=runner.RESERVE + 3)
     assert (report["status"], report["results"]) == (FAILED, {"a": {"value": 1}})
-    assert report["reason"] in ("stopped after 4 s", "stopped after 5 s")
+    assert report["reason"] in ("stopped after 2 s", "stopped after 3 s")
     assert (out / "long.log").read_text() == report["output"] == "so far\n"
 
 
