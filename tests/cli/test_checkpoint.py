@@ -2,7 +2,6 @@
 
 import gc
 import json
-import subprocess
 import sys
 import weakref
 
@@ -75,11 +74,10 @@ def test_info_is_what_a_person_asks_first(command, run):
     ]
 
 
-def test_info_as_json_has_the_same_and_layout_and_counters_in_full(run):
-    words = [sys.executable, "-m", "ds_lgamp", "checkpoint", "info", str(run / "global_step3"), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    described = json.loads(done.stdout)
+def test_info_as_json_has_the_same_and_layout_and_counters_in_full(command, run):
+    status, output, error = command("info", run / "global_step3", "--json")
+    assert status == 0 and error == ""
+    described = json.loads(output)
     assert described["parameters"] == {"count": 5, "elements": 95} and described["buffers"] == 2
     assert described["optimizer"] == {"class": "AdamW", "groups": 1, "state": ["exp_avg", "square", "step"]}
     assert described["layout"] == example().state["layout"] and described["counters"] == example().state["counters"]

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import deepspeed
 import pytest
@@ -14,6 +15,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from megatron.core import parallel_state
 
 from ds_lgamp.cli.environment import run_env
+from ds_lgamp.cli.main import main
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.seams import TESTED_VERSION, all_seams, check_seams, missing_seams
@@ -26,11 +28,17 @@ def report():
     return status, output.getvalue()
 
 
-def test_json_on_standard_output_names_versions_devices_and_seams():
-    command = [sys.executable, "-m", "ds_lgamp", "env", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["ready"] and found["problem"] is None, done.stderr
+@pytest.mark.slow
+def test_the_command_reports_by_itself(capfd):
+    words = [sys.executable, "-m", "ds_lgamp", "env", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert main(["env", "--json"]) == done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(capfd.readouterr().out)
+
+
+def test_json_on_standard_output_names_versions_devices_and_seams(capfd):
+    status, found = main(["env", "--json"]), json.loads(capfd.readouterr().out)
+    assert status == 0 and found["ready"] and found["problem"] is None
     for name in ("torch", "deepspeed", "pydantic"):
         assert found["versions"][name] == importlib.metadata.version(name)
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -119,17 +127,31 @@ def test_what_is_not_installed_is_said(monkeypatch):
     ],
 )
 def test_apex_of_nvidia_is_told_from_its_namesake(files, verdict, tmp_path, monkeypatch):
-    (tmp_path / "apex").mkdir()
+    with apex(tmp_path, monkeypatch, files):
+        assert f"apex                {verdict}\n" in report()[1]
+
+
+@contextmanager
+def apex(folder, monkeypatch, files):
+    """Makes a package apex that can be imported in the block."""
+    (folder / "apex").mkdir()
     for name, text in {"apex/__init__.py": "", **files}.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)
     for name in ("apex", "apex.optimizers", "amp_C"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     try:
-        assert f"apex                {verdict}\n" in report()[1]
+        yield
     finally:
         for name in ("apex", "apex.optimizers", "amp_C"):
             sys.modules.pop(name, None)
+
+
+def test_what_packages_print_goes_to_standard_error(tmp_path, monkeypatch, capfd):
+    with apex(tmp_path, monkeypatch, {"apex/optimizers.py": "import os; os.write(1, b'a package')"}):
+        assert main(["env", "--json"]) == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["ready"] and "a package" in captured.err
 
 
 @pytest.mark.parametrize("words", ["import ds_lgamp", "from ds_lgamp.cli.main import main; main(['--help'])"])
