@@ -51,7 +51,7 @@ class Module:
 
     def raised(self) -> Iterator[Raised]:
         """Yields the places that raise errors for users, without those that raise an error again."""
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             said = _said(node)
             if said is not None:
                 texts = tuple(dict.fromkeys(text for text in self.texts(said, self._scope_of(node)) if text))
@@ -124,6 +124,10 @@ class Module:
         return owners[0].texts(owners[0]._constants[name], owners[0]._tree, depth + 1)
 
     @cached_property
+    def _nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self._tree))
+
+    @cached_property
     def _constants(self) -> dict[str, ast.expr]:
         assigned = [node for node in self._tree.body if isinstance(node, ast.Assign)]
         named = {to.id: node.value for node in assigned for to in node.targets if isinstance(to, ast.Name)}
@@ -131,11 +135,11 @@ class Module:
 
     @cached_property
     def _functions(self) -> dict[str, ast.FunctionDef]:
-        return {node.name: node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef)}
+        return {node.name: node for node in self._nodes if isinstance(node, ast.FunctionDef)}
 
     @cached_property
     def _classes(self) -> dict[str, ast.ClassDef]:
-        return {node.name: node for node in ast.walk(self._tree) if isinstance(node, ast.ClassDef)}
+        return {node.name: node for node in self._nodes if isinstance(node, ast.ClassDef)}
 
     def _scope_of(self, node: ast.AST) -> ast.AST:
         """The innermost function around ``node``; the module if there is none."""

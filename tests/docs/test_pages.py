@@ -1,8 +1,5 @@
 """The generated blocks and plots of README.md and docs/."""
 
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks.record import TYPICAL, Record
@@ -11,6 +8,7 @@ from docs.blocks import with_block
 from docs.pages import BLOCKS, with_blocks
 from docs.screenshot import PICTURE
 from testing import ROOT
+from testing.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("page", BLOCKS)
@@ -44,8 +42,8 @@ def test_a_page_without_the_block_is_an_error():
 
 
 def test_benchmarks_import_nothing_of_the_pages():
-    code = "import sys, benchmarks.__main__, benchmarks.quickstart; sys.exit('docs' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    code = "import sys, benchmarks.__main__, benchmarks.quickstart; assert 'docs' not in sys.modules"
+    run_on_ranks(1, exec, code)
 
 
 @pytest.fixture
