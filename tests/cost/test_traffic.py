@@ -48,11 +48,11 @@ def messages(actions):
     return sum(action.kind in SENDS for action in actions)
 
 
-def count_all(pipeline_ranks, data_ranks):
+def count_all(pipeline_ranks, data_ranks, numbers):
     grid = build_grid(pipeline_ranks, data_ranks)
     for stage in range(4):
         for tied in (True, False):
-            for micro_batches in (1, 4, 16):
+            for micro_batches in numbers:
                 chunks = 3 * pipeline_ranks + 1
                 placement = place_chunks("modular", chunks, pipeline_ranks)
                 group = max(1, micro_batches // 2) if stage % 2 else micro_batches
@@ -79,12 +79,13 @@ def check_counts(grid, spec, tied):
     assert collectives == {kind: count for kind, count in expected.items() if count}, label
 
 
-LAYOUTS = slow_except([(1, 2)], [(1, 2), (2, 1), (2, 2)], several=True)
+QUICK = (1, 2, (1, 4))
+LAYOUTS = slow_except([QUICK], [QUICK, (1, 2, (16,)), (2, 1, (1, 4, 16)), (2, 2, (1, 4, 16))], several=True)
 
 
-@pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), LAYOUTS)
-def test_collectives_are_those_the_program_predicts(pipeline_ranks, data_ranks):
-    assert all(run_on_ranks(pipeline_ranks * data_ranks, count_all, pipeline_ranks, data_ranks))
+@pytest.mark.parametrize(("pipeline_ranks", "data_ranks", "micro_batches"), LAYOUTS)
+def test_collectives_are_those_the_program_predicts(pipeline_ranks, data_ranks, micro_batches):
+    assert all(run_on_ranks(pipeline_ranks * data_ranks, count_all, pipeline_ranks, data_ranks, micro_batches))
 
 
 def bytes_of_a_step():

@@ -2,8 +2,6 @@
 sentence."""
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
@@ -18,6 +16,7 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
+from testing.forks import run_module
 
 
 def flags(**given):
@@ -387,22 +386,21 @@ def test_a_file_that_cannot_be_used_ends_the_run_with_a_sentence(tmp_path, conte
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     done = run(tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ds_lgamp:")]
-    assert words in line and "Traceback" not in done.stderr
+    assert done.status == 2 and done.output == ""
+    (line,) = [line for line in done.complaints.splitlines() if line.startswith("ds_lgamp:")]
+    assert words in line and "Traceback" not in done.complaints
     assert line.count("ds_lgamp:") == 1
 
 
 def test_a_block_that_is_not_enabled_leaves_the_script_alone_but_for_the_words_of_deepspeeds_launcher(tmp_path):
     (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:], 'megatron.core' in sys.modules)")
     (tmp_path / "config.json").write_text(json.dumps({"ds_lgamp": {"enabled": False}}))
-    assert run(tmp_path).stdout == run(tmp_path, "--local_rank=0").stdout == "['--lr', '1'] False\n"
+    assert run(tmp_path).output == run(tmp_path, "--local_rank=0").output == "['--lr', '1'] False\n"
 
 
 def run(folder, *launcher_words):
-    words = [sys.executable, "-m", "ds_lgamp", *launcher_words, "run", str(folder / "script.py"), "--lr", "1"]
-    words += ["--ds-lgamp-config", str(folder / "config.json")]
-    return subprocess.run(words, capture_output=True, text=True, timeout=180)
+    words = ["ds_lgamp", *launcher_words, "run", str(folder / "script.py"), "--lr", "1"]
+    return run_module([*words, "--ds-lgamp-config", str(folder / "config.json")])
 
 
 def provider(pre_process, post_process, vp_stage, config, block="decoder"):
