@@ -31,6 +31,7 @@ from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.transformers.call import Arguments, Call
+from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
@@ -352,7 +353,8 @@ class ModelEngine(LgampEngine):
     def _run_up_to(self, kind: Kind, batch: BatchState) -> None:
         """Executes the next actions, without the first one of ``kind``."""
         last_compute = _last_compute(self.program_spec.placement, batch.first_trained, self.stage_id)
-        with kept_from_script(self.random_sources, self.lgamp_settings.reproducible), self.executor.run_batch(batch):
+        kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
+        with kept, whole_to_layers(), self.executor.run_batch(batch):
             for action in takewhile(lambda action: action.kind is not kind, self._rest_of(batch)):
                 self.executor.execute(action)
                 if action[:2] == last_compute:
