@@ -86,9 +86,13 @@ class _Explainer:
 
         self._explain(facts_of, config, replicas=True)
 
-    def explain_plain(self, _stock: Any, **arguments: Any) -> NoReturn:
+    def explain_plain(self, stock: Any, **arguments: Any) -> Any:
         from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block
         from ds_lgamp.integrations.deepspeed.explain.plain import explain_plain
+        from ds_lgamp.integrations.deepspeed.plain.build import only_evaluates
+
+        if only_evaluates(arguments):
+            return stock(**arguments)
 
         def facts_of(filled: dict[str, Any]) -> "Explanation":
             return explain_plain(enabled_block(filled), {**arguments, "config": filled})

@@ -29,7 +29,7 @@ from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
-from ds_lgamp.integrations.deepspeed.plain.build import build_engine
+from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
 from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
@@ -133,9 +133,13 @@ def partition_method_of(module: PipelineModule) -> str:
 
 
 def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
-    """Builds the engine for a module that is no PipelineModule: ModelEngine with an enabled block, else ``stock``."""
+    """Builds the engine for a module that is no PipelineModule: ModelEngine with an enabled block, else ``stock``, also
+    if it only evaluates."""
     settings = read_block(arguments["config"]) if isinstance(arguments.get("config"), dict) else None
     if settings is None:
+        return stock(*positional, **arguments)
+    if only_evaluates(arguments):
+        log_dist("No optimizer and no parameters to train: stock DeepSpeed, without a pipeline, evaluates", ranks=[0])
         return stock(*positional, **arguments)
     arguments["config"] = _with_cluster(arguments["config"], replicas=False)
     settings = read_block(arguments["config"]) or settings

@@ -28,7 +28,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
     ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
-    if model in _with_engine:
+    if model in _with_engine or _has_hooks_of_zero_3(model):
         raise ConfigError(
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
@@ -58,6 +58,19 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
         stock_groups.mpu = mpu_of_others
     _with_engine.add(model)
     return engine
+
+
+def _has_hooks_of_zero_3(model: torch.nn.Module) -> bool:
+    """Whether an engine of stock DeepSpeed gathers the parameters of ``model``."""
+    names = (getattr(hook, "__qualname__", "") for hook in model._forward_pre_hooks.values())
+    return any(name.startswith("DeepSpeedZeRoOffload") and "_pre_forward_module" in name for name in names)
+
+
+def only_evaluates(arguments: dict[str, Any]) -> bool:
+    """Whether the engine of these ``arguments`` gets nothing to train with, such as that of a model that another one is
+    compared with."""
+    given = arguments.get("optimizer"), arguments.get("model_parameters"), arguments["config_class"].optimizer_name
+    return all(each is None for each in given)
 
 
 def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
