@@ -35,7 +35,7 @@ class Next(IntEnum):
     FORWARD = 6
     """It calls for outputs, of which the script computes the loss. Its number is that of earlier calls for the step."""
     STEP_OF_OUTPUTS = 7
-    """It steps the optimizer. Its number is 1 if every call has a gradient of an output, else 0."""
+    """It steps the optimizer. Its number is that of calls whose outputs have no gradient."""
 
 
 def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> None:
@@ -96,11 +96,11 @@ def _described(following: Next, numbers: Sequence[float]) -> str:
         return "loads the state of the model"
     if following is Next.FORWARD:
         return f"calls the engine for outputs of micro-batch {numbers[0]} of a step"
-    if following is Next.STEP_OF_OUTPUTS and numbers[0]:
-        return "calls engine.step()"
+    if following is Next.STEP_OF_OUTPUTS:
+        return f"calls engine.step() with {numbers[0]} calls whose outputs have no gradient"
     if following is Next.TRAIN:
         return f"trains on {numbers[0]} micro-batches for one step"
-    smallest, largest = numbers if following is Next.STEP else (-math.inf, math.inf)
+    smallest, largest = numbers
     if math.isinf(largest):
         return "calls engine.step() before every loss of the batch went through engine.backward(loss) once"
     factors = f"{smallest:g}" if smallest == largest else f"factors from {smallest:g} to {largest:g}"

@@ -12,7 +12,7 @@ from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.outputs import ReturnedOutputs
-from ds_lgamp.integrations.deepspeed.plain.told_loss import NO_BACKWARD, refuse_evaluated
+from ds_lgamp.integrations.deepspeed.plain.told_loss import refuse_evaluated
 from ds_lgamp.integrations.transformers.call import Arguments, Call
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.schedule.actions import Kind
@@ -139,12 +139,15 @@ class OutputsEngine(ModelEngine):
         if calls:
             self._kept.check()
             self._refuse_other_gradients()
-        complete = calls > 0 and all(self._returned.gradients)
-        agree(Next.STEP_OF_OUTPUTS, float(complete))
+        idle = [number for number, has_gradient in enumerate(self._returned.gradients) if not has_gradient]
+        agree(Next.STEP_OF_OUTPUTS, len(idle))
         if self._open is None:
             raise ConfigError(NO_CALL)
-        if not complete:
-            raise ConfigError(NO_BACKWARD)
+        if idle:
+            raise ConfigError(
+                f"engine.step() is called, but no output of micro-batch {idle[0]} of the step has a gradient; call "
+                "engine.backward with a loss of each, and the engine under torch.no_grad() if there is none"
+            )
         with self.in_batch(training=True, begins=False):
             self._open.program = self._schedule_of(calls).actions
             self._collect(self._open)

@@ -71,16 +71,15 @@ class ToldLosses:
         self._factors.clear()
         agree(Next.STEP, smallest, largest)
         if math.isinf(largest):
-            raise ConfigError(NO_BACKWARD)
+            raise ConfigError(
+                "engine.step() is called before every loss of the batch went through engine.backward(loss) once"
+            )
         if smallest != largest:
             raise ConfigError(
                 f"the losses of one batch were multiplied by factors from {smallest:g} to {largest:g}; with a {BLOCK} "
                 "block, multiply all losses of a batch by the same factor"
             )
         return largest * losses
-
-
-NO_BACKWARD = "engine.step() is called before every loss of the batch went through engine.backward(loss) once"
 
 
 def refuse_evaluated(loss: Tensor) -> None:

@@ -12,15 +12,23 @@ from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configura
 from tests.integrations.transformers.models import make, micro_batch
 
 STEPS = 3
-CASES = [(1, 3, "parameters"), (2, 2, "optimizer"), (1, 3, "parameters on nvme")]
-"""Pipeline ranks, ZeRO stage and what the host keeps, on two ranks."""
+INPUTS = {"outputs": "all", "offload_activations": "cpu"}
+CASES = [
+    (1, 3, "parameters", {}),
+    (2, 2, "optimizer", {}),
+    (1, 3, "parameters on nvme", {}),
+    (1, 3, "parameters", INPUTS),
+    (2, 2, "optimizer", INPUTS),
+    (2, 3, "parameters", {"outputs": "all"}),
+]
+"""Pipeline ranks, ZeRO stage, what the host keeps, and further keys of the block, on two ranks."""
 
 
-def train(pipeline_ranks, stage, zero):
-    """Returns losses, the loss of an evaluation after the second step, and the state of the model after the last."""
+def train(pipeline_ranks, stage, zero, block):
+    """Returns losses, numbers of evaluations in and after the second step, and the model's state after the last."""
     torch.manual_seed(1)
     model = make("GPT-2")
-    config = configuration(stage, {"pipeline_ranks": pipeline_ranks})
+    config = configuration(stage, {"pipeline_ranks": pipeline_ranks, **block})
     config["zero_optimization"] |= zero
     engine = initialize(model, config)
     told = []
@@ -28,6 +36,9 @@ def train(pipeline_ranks, stage, zero):
     for step in range(STEPS):
         for number in range(MICRO_BATCHES):
             loss = engine(**micro_batch(step, dist.get_rank(), number)).loss
+            if step == 1 and "outputs" in block:
+                with torch.no_grad():
+                    told.append(engine(**micro_batch(7, dist.get_rank(), 0)).logits.sum().item())
             engine.backward(loss)
             engine.step()
             told.append(loss.item())
@@ -44,8 +55,10 @@ def train_both():
     prepare_rank()
     ds_lgamp.install()
     found = []
-    for pipeline_ranks, stage, kept in CASES:
-        (plain, state), (offloaded, own_state) = (train(pipeline_ranks, stage, zero) for zero in ({}, OFFLOADS[kept]))
+    for pipeline_ranks, stage, kept, block in CASES:
+        on_device = {key: value for key, value in block.items() if key != "offload_activations"}
+        plain, state = train(pipeline_ranks, stage, {}, on_device)
+        offloaded, own_state = train(pipeline_ranks, stage, OFFLOADS[kept], block)
         same = state.keys() == own_state.keys() and all(torch.equal(own_state[name], state[name]) for name in state)
         found.append((plain == offloaded, same))
     return found

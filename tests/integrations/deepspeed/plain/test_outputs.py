@@ -65,11 +65,11 @@ def test_mistakes_are_refused_on_every_rank():
     for what, words in {
         "gradients lost": "zero_grad() is called after 1 micro-batches of a batch",
         "inside": "load_checkpoint is called inside a batch that is computed already; call it ahead of the first",
-        "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss) once",
+        "no backward": "engine.step() is called, but no output of micro-batch 1 of the step has a gradient; call",
         "too late": "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward",
         "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.outputs 'all' would",
-        "step alone": "rank 0 calls engine.step() before every loss of the batch went through engine.backward(loss) "
-        "once, but rank 1 calls the engine for outputs of micro-batch 1 of a step",
+        "step alone": "rank 0 calls engine.step() with 1 calls whose outputs have no gradient, but rank 1 calls the "
+        "engine for outputs of micro-batch 1 of a step",
         "nothing to step": "engine.step() is called, but no engine(...) since the last step",
         "ended": "rank 0 calls the engine for outputs of micro-batch 1 of a step, but rank 1 ended its script",
         "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
