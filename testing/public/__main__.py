@@ -10,7 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from testing.public import deepspeed_examples, deepspeed_tests, megatron_deepspeed, megatron_lm, transformers_scripts
+from testing.public import (
+    deepspeed_examples,
+    deepspeed_tests,
+    megatron_deepspeed,
+    megatron_lm,
+    transformers_scripts,
+    trl_scripts,
+)
 from testing.public.outcome import Case, Outcome, markdown, outcomes, to_json
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "accelerate")
@@ -52,6 +59,7 @@ PARTS = {
         "examples/by_feature/deepspeed_with_config_support.py",
         transformers_scripts.loop_cases,
     ),
+    "trl": Part("trl's sft.py, dpo.py, kto.py and reward.py", "TRL_PATH", "trl/scripts/dpo.py", trl_scripts.cases),
 }
 
 
