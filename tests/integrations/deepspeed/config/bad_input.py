@@ -387,7 +387,7 @@ def sgd(parameters):
 MODULES = {
     "a plain module": (
         lambda: nn.Linear(6, 6),
-        "got a Linear, which a ds_lgamp block cannot split into layers; list its layers in a PipelineModule, or",
+        "got a Linear, which a ds_lgamp block cannot split into layers; list its layers in a PipelineModule or an",
     ),
     "a module with a schedule of its own": (
         lambda: pipeline(linears(8), DualPipeVModule),
