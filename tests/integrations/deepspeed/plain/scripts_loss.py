@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -281,3 +282,22 @@ def memory_left() -> tuple[int, int]:
 
 def _living(references: list[Any]) -> int:
     return sum(each() is not None for each in references)
+
+
+def small_losses_in_fp16() -> tuple[list[float], str]:
+    """Returns the norms of gradients that fp16 holds only by the loss scale, by way of the backward pass, and the error
+    of a way that leaves it out."""
+    prepare_rank()
+    ds_lgamp.install()
+    # Every CPU computes in fp16; some do so slowly, and DeepSpeed leaves it out there.
+    get_accelerator().is_fp16_supported = lambda: True
+    config = {**configuration(1, {"outputs": "all"}, 1), "fp16": {"enabled": True, "loss_scale": 2.0**14}}
+    norms, errors = [], {}
+    for way in ("engine", "scaled"):
+        engine = initialize(nested(), config)
+        BACKWARDS[way](engine, engine(inputs_of(0, 0, 0).half())["gates"].sum() * 2.0**-20)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    engine = initialize(nested(), config)
+    note_failure(errors, "unscaled", engine(inputs_of(0, 0, 0).half())["gates"].sum().backward)
+    return norms, errors["unscaled"]

@@ -102,3 +102,12 @@ def test_outputs_of_all_kinds_have_gradients_whichever_way_the_script_computes_t
 
 def test_gradients_of_outputs_are_freed_once_they_are_used():
     assert run_on_ranks(1, scripts_loss.memory_left) == [(0, 0)]
+
+
+def test_the_loss_scale_of_fp16_is_in_every_backward_pass_or_missed():
+    norms, error = run_on_ranks(1, scripts_loss.small_losses_in_fp16)[0]
+    model = scripts_loss.nested()
+    (model(scripts_loss.inputs_of(0, 0, 0))["gates"].sum() * 2.0**-20).backward()
+    wanted = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]).item()
+    assert norms == pytest.approx([wanted] * 2, rel=1e-2)
+    assert "loss.backward() is called, but fp16.enabled asks for a loss scale; call engine.backward(loss), or" in error
