@@ -54,5 +54,7 @@ def _main(words: list[str], folder: Path, written: Path, environment: dict[str, 
     os.environ.update(environment)
     torch.set_num_threads(1)
     os.chdir(folder)
+    # As ``python -m`` does.
+    sys.path[:0] = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -175,7 +175,8 @@ def _messages(spec: ProgramSpec, timeline: Timeline, rank: int) -> Iterator[Inte
 
 
 def _waits(timeline: Timeline, rank: int, computes: Iterable[Interval]) -> Iterator[Interval]:
-    """Yields the waits of the program, and what is left between computes: the waits for other ranks."""
+    """Yields the waits of the program, and what is left between computes: the waits for other ranks. Ahead of a wait of
+    the program, they are those of a RETURN."""
     waits = [
         Interval("wait", str(wait.action), wait.start, wait.end, WAITS_FOR[awaited_by(wait.action).kind])
         for wait in timeline.waits[rank]
@@ -183,8 +184,8 @@ def _waits(timeline: Timeline, rank: int, computes: Iterable[Interval]) -> Itera
     yield from waits
     now = 0.0
     for each in sorted([*waits, *computes], key=lambda each: (each.start, each.end)):
-        if each.lane == "compute" and each.start > now:
-            kind = {"forward": "activation", "backward": "gradient"}.get(each.kind, "reduce")
+        if each.start > now:
+            kind = {"forward": "activation", "backward": "gradient", "gather": "activation"}.get(each.kind, "reduce")
             yield Interval("wait", each.name, now, each.start, kind)
         now = max(now, each.end)
 

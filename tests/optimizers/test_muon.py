@@ -124,11 +124,12 @@ def memory_of_steps(stage, iteration, blocks):
     others = {"params": [], "use_muon": False, **OF_OTHERS, "fused": True}
     shapes = {name: int(name not in MATRICES) for name in SHAPES}
     sharded = Sharded(Muon([matrices, others]), shapes, stage, dist.group.WORLD)
-    sharded.step(gradients(0))
-    gc.collect()
-    with PeakMemory(live_tensors()) as memory, prompt_exchanges():
-        before = memory.live()
-        sharded.optimizer.step()
+    with prompt_exchanges():
+        sharded.step(gradients(0))
+        gc.collect()
+        with PeakMemory(live_tensors()) as memory:
+            before = memory.live()
+            sharded.optimizer.step()
     on_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(on_ranks, memory.peak - before)
     units = [[matrix._replace(blocks=blocks) for matrix in unit] for unit in matrices_of(sharded)]
