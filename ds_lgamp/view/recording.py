@@ -185,7 +185,7 @@ def _waits(timeline: Timeline, rank: int, computes: Iterable[Interval]) -> Itera
     now = 0.0
     for each in sorted([*waits, *computes], key=lambda each: (each.start, each.end)):
         if each.start > now:
-            kind = {"forward": "activation", "backward": "gradient", "gather": "activation"}.get(each.kind, "reduce")
+            kind = {"backward": "gradient", "step": "reduce"}.get(each.kind, "activation")
             yield Interval("wait", each.name, now, each.start, kind)
         now = max(now, each.end)
 

@@ -1,11 +1,11 @@
 """The outputs that ``engine(batch)`` returns. The script's backward passes leave their gradients here."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import ConfigError
@@ -22,7 +22,7 @@ class ReturnedOutputs:
     def __init__(self, factor: Callable[[], float]) -> None:
         self._factor = factor
         self._has_factor = False
-        """Whether the loss is multiplied already."""
+        """Whether the loss of the backward pass that runs is multiplied already."""
         self._starts: list[list[Tensor | None]] = []
         """By call: with what the graph of each floating-point output begins; None if it needs no gradient."""
         self._step = 0
@@ -42,6 +42,7 @@ class ReturnedOutputs:
                 start.register_hook(partial(self._arriving, self._step))
                 starts[number] = start
         self._starts.append(starts)
+        # A backward pass that has failed does not end.
         self._has_factor = False
         return tree_unflatten(leaves, structure)
 
@@ -53,18 +54,17 @@ class ReturnedOutputs:
             )
         return gradient if self._has_factor else gradient * self._factor()
 
-    @contextmanager
-    def with_factor(self) -> Iterator[None]:
-        """Inside the block the loss is multiplied already."""
-        self._has_factor = True
-        try:
-            yield
-        finally:
-            self._has_factor = False
+    def with_factor(self, loss: Tensor) -> Tensor:
+        """Returns a ``loss`` that is multiplied already, whose backward passes leave gradients as they are."""
+        loss.register_hook(self._begins)
+        return loss
 
-    def expect_factor(self) -> None:
-        """Until the next call, losses are multiplied already."""
+    def _begins(self, _gradient: Tensor) -> None:
         self._has_factor = True
+        Variable._execution_engine.queue_callback(self._ends)
+
+    def _ends(self) -> None:
+        self._has_factor = False
 
     def __len__(self) -> int:
         """The number of calls."""

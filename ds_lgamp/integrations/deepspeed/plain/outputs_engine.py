@@ -36,18 +36,16 @@ class OutputsEngine(ModelEngine):
         """Computes the gradients of the outputs. Those of parameters follow in :meth:`step`."""
         refuse_evaluated(loss)
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        with self._returned.with_factor():
-            self._multiplied(loss, factor).backward(retain_graph=retain_graph)
+        self._multiplied(loss, factor).backward(retain_graph=retain_graph)
         return loss.detach() * factor
 
     def scale(self, loss: Tensor) -> Tensor:
         """As DeepSpeedEngine's, for a ``loss`` whose backward pass the script calls itself."""
-        self._returned.expect_factor()
         return self._multiplied(loss, 1 / self.gradient_accumulation_steps())
 
     def _multiplied(self, loss: Tensor, factor: float) -> Tensor:
         # In fp32, because a half-precision number may not hold the scale.
-        return loss.float() * self._factor_of(factor)
+        return self._returned.with_factor(loss.float() * self._factor_of(factor))
 
     def _factor_of(self, factor: float) -> float:
         """Returns the factor of a loss that the script multiplies by ``factor``. Gradients are means over data-parallel

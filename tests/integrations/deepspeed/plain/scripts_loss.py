@@ -28,6 +28,7 @@ from tests.integrations.deepspeed.plain.training import (
     configuration,
     initialize,
     own_gradients,
+    step_alone,
 )
 from tests.integrations.transformers.models import make, micro_batch_of
 
@@ -83,12 +84,7 @@ def train_alone(name: str, loss: str, ranks: int) -> list[Course]:
                 value = LOSSES[loss](model, micro_batch_of(name, step, rank, number))
                 (value / (ranks * MICRO_BATCHES)).backward()
                 course.losses.append(value.item())
-        trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-        gradients = {key: parameter.grad.clone() for key, parameter in trained.items()}
-        for course in courses:
-            course.gradients.append(gradients)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_alone(model, optimizer, courses)
     return courses
 
 
@@ -259,6 +255,10 @@ BACKWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "engine": lambda engine, loss: engine.backward(loss),
     "scaled": lambda engine, loss: engine.scale(loss).backward(),
     "itself": lambda engine, loss: loss.backward(),
+    "scaled and itself": lambda engine, loss: [
+        engine.scale(loss * 0.25).backward(retain_graph=True),
+        (loss * 0.75).backward(),
+    ],
     "in two parts": lambda engine, loss: [engine.backward(loss * part, retain_graph=True) for part in (0.25, 0.75)],
 }
 

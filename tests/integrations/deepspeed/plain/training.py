@@ -39,13 +39,18 @@ def train_alone(name: str, ranks: int, micro_batches: int = MICRO_BATCHES) -> li
                 loss = model(**micro_batch_of(name, step, rank, number)).loss
                 (loss / (ranks * micro_batches)).backward()
                 course.losses[-1] += loss.item()
-        trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-        gradients = {key: parameter.grad.clone() for key, parameter in trained.items()}
-        for course in courses:
-            course.gradients.append(gradients)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_alone(model, optimizer, courses)
     return courses
+
+
+def step_alone(model: Any, optimizer: torch.optim.Optimizer, courses: list[Course]) -> None:
+    """Steps, and adds the gradients of the step to all courses."""
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {key: parameter.grad.clone() for key, parameter in trained.items()}
+    for course in courses:
+        course.gradients.append(gradients)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def configuration(stage: int, block: dict[str, Any], micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
