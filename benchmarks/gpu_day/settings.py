@@ -81,3 +81,5 @@ def _try(layout: Layout, expected: Expected, trials: dict[str, Trial], folder: P
         dist.barrier()
         if dist.get_rank() == 0:
             write_json(folder / RESULTS, results)
+        # A rank that fails in the next trial ends rank 0, which may not have written this one yet.
+        dist.barrier()

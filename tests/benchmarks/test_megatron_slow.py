@@ -1,8 +1,12 @@
 """The benchmark of Megatron-core's loop over a slow network: its contenders, their equal training, and its report."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks import megatron_slow
+from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders.megatron_loop import InLoop
 from benchmarks.counting import Counted, Step, count
 from benchmarks.megatron_slow import FSDP, SCHEDULES, STOCK, ZERO_STAGES, aim, contenders, in_loop, run
 from benchmarks.model import ModelSize
@@ -21,6 +25,12 @@ def test_all_train_on_as_many_ranks():
         [*OWN, *PIPELINES],
         [*OWN, STOCK, FSDP],
     ]
+
+
+def test_sharded_chunks_need_not_be_models_of_megatron_core():
+    """They are plain modules here. ``count`` compares the losses with those of one process."""
+    own = Contender(in_loop(3), partial(InLoop, zero_stage=3))
+    assert list(count([own], Layout(1, 1, TINY), [2], repetitions=1)) == [in_loop(3)]
 
 
 @pytest.mark.slow

@@ -51,7 +51,9 @@ class ShardedChunk(DistributedDataParallel):
         # Those around it, such as the one that casts inputs, hand the call on without hooks.
         inner = unwrap_model(self.module)
         inner.register_load_state_dict_pre_hook(self._refuse_loading_apart)
-        inner.sharded_state_dict = self._of_whole_weights(inner.sharded_state_dict)
+        # Models of Megatron-core have it; chunks of other modules train without.
+        if hasattr(inner, "sharded_state_dict"):
+            inner.sharded_state_dict = self._of_whole_weights(inner.sharded_state_dict)
 
     def _refuse_loading_apart(self, *_: Any) -> None:
         """Raises ConfigError outside of :func:`whole`, where shards would not take what is loaded."""
