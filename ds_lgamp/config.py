@@ -50,8 +50,8 @@ class LgampConfig(BaseModel):
     enabled: bool = True
     """false leaves stock DeepSpeed untouched, as if there were no block."""
     pipeline_ranks: PositiveInt | None = None
-    """Into how many pipeline ranks a model of transformers or an nn.Sequential is split; default 1. A PipelineModule
-    has its num_stages instead."""
+    """Into how many pipeline ranks a model is split that is no PipelineModule; default 1. A PipelineModule has its
+    num_stages instead."""
     schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe"] = "layered"
     """The order in which a rank computes."""
     placement: Literal["modular", "contiguous"] | None = None
@@ -90,6 +90,10 @@ class LgampConfig(BaseModel):
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept."""
+    dummy_inputs: dict[str, Any] | None = None
+    """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. It shows
+    which of its modules work ahead of its blocks. Tensors are nested lists of numbers, or objects such as {"shape": [1,
+    3, 32, 32], "dtype": "float32"}. The default is the model's property dummy_inputs; without one, token ids."""
     outputs: Literal["loss", "all"] = "loss"
     """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
     micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then

@@ -32,6 +32,7 @@ FLOORS = (
     (
         "integrations.megatron.layers",
         "integrations.megatron.loop",
+        "integrations.split",
         "integrations.transformers",
         "integrations.deepspeed.model",
     ),

@@ -1,4 +1,4 @@
-"""A model of transformers as the layers of a pipeline: what precedes the blocks, the blocks, and what follows them."""
+"""A model of transformers as the layers of a pipeline."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -6,95 +6,48 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.transformers.blocks import find_blocks
-from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, Tree, model_of, without_cache
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.split.blocks import find_blocks
+from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.split.dummy_inputs import given_inputs
+from ds_lgamp.integrations.split.layers import SplitLayers
+from ds_lgamp.integrations.transformers.attention import attending_anywhere
 from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
-from ds_lgamp.integrations.transformers.loss_graph import loss_in
+from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
+from ds_lgamp.integrations.transformers.models import model_of, planned_names, without_cache
 from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
-from ds_lgamp.integrations.transformers.split import SplitForward
-from ds_lgamp.integrations.transformers.survey import survey
 from ds_lgamp.runtime.random_state import RandomSource
 
 
-class Beginning(Tree):
-    """What precedes the blocks, such as embeddings. Takes a call, returns hidden states."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward) -> None:
-        super().__init__(modules)
-        self._split = split
-
-    def forward(self, call: Call) -> Tensor:
-        return self._split.begin(call)
-
-
-class Block(Tree):
-    """A block of the model. Takes and returns hidden states."""
-
-    def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
-        super().__init__({path: block})
-        self._index, self._split, self._calls = index, split, calls
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        arguments = self._calls.current.block_arguments(self._index, self._split.block_arguments)
-        return self._split.run_block(self._index, hidden, arguments)
-
-
-class End(Tree):
-    """What follows the blocks. Takes hidden states, returns the model's output."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], split: SplitForward, calls: Calls) -> None:
-        super().__init__(modules)
-        self._split, self._calls = split, calls
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self._split.finish(self._calls.current, hidden)
-
-
-class Ends(End):
-    """What precedes and what follows the blocks, as one module, because they share parameters. Called, it finishes."""
-
-    def begin(self, call: Call) -> Tensor:
-        """Takes a call, returns hidden states."""
-        return self._split.begin(call)
-
-
-class ModelLayers:
+class ModelLayers(SplitLayers):
     """The layers of a model of transformers.
 
     Args:
         model: a PreTrainedModel, or one that peft has wrapped.
         random_sources: generators that the model may draw from.
-        only_loss: whether only the loss of its output has gradients.
+        settings: the block.
 
     Raises ConfigError if the model cannot be split.
     """
 
-    def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], only_loss: bool) -> None:
+    def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> None:
         refuse_model(model)
         self.settings = ForwardSettings(model_of(model).config)
-        blocks = find_blocks(model)
         self._checkpointing = OwnCheckpointing(model)
         self._checkpointing.switch_off()
-        shown = survey(model, blocks, random_sources)
-        ahead, behind = ({path: model.get_submodule(path) for path in paths} for paths in (shown.ahead, shown.behind))
-        self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
-        self._blocks = list(blocks.modules)
         self._without_cache = without_cache(model)
         self._names = list(signature(model.forward).parameters)
-        shares = shown.read_behind or _share(ahead, behind)
-        held = {**ahead, **behind} if shares else behind
-        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, only_loss)
-        own_blocks = [
-            Block(f"{blocks.path}.{index}", block, index, split, self.calls)
-            for index, block in enumerate(blocks.modules)
-        ]
-        if shares:
-            ends = Ends(held, split, self.calls)
-            self.modules: list[nn.Module] = [ends, *own_blocks, ends]
-        else:
-            self.modules = [Beginning(ahead, split), *own_blocks, End(held, split, self.calls)]
+        given = settings.dummy_inputs
+        dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
+        with attending_anywhere(model_of(model)):
+            super().__init__(
+                model,
+                find_blocks(model, planned_names(model)),
+                ((), {**dummy, **self._without_cache}),
+                random_sources,
+                _loss_in if settings.outputs == "loss" else _all,
+            )
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
@@ -102,15 +55,6 @@ class ModelLayers:
         self._checkpointing.switch_off()
         refuse_arguments({**dict(zip(self._names, positional)), **named})
         return positional, {**named, **self._without_cache}
-
-    def compile(self, **options: Any) -> None:
-        """Compiles the blocks with torch.compile's ``options``."""
-        for block in self._blocks:
-            block.compile(**options)
-
-    @staticmethod
-    def first_input(call: Call) -> Call:
-        return call
 
     @staticmethod
     def loss_of(output: Any) -> Tensor:
@@ -121,7 +65,7 @@ class ModelLayers:
                 f"ModelOutput or a dictionary with 'loss' from its forward, or set {BLOCK}.outputs to 'all' if the "
                 "script computes the loss"
             )
-        loss = loss_in(output)
+        loss = _loss_in(output)
         if loss is None:
             raise ConfigError(
                 f"the model returned no loss; pass labels to the engine, or set {BLOCK}.outputs to 'all' if the script "
@@ -138,7 +82,10 @@ class ModelLayers:
         return TrainingOutput(loss=loss)
 
 
-def _share(ahead: Mapping[str, nn.Module], behind: Mapping[str, nn.Module]) -> bool:
-    """Returns whether modules ahead of the blocks share a parameter with modules behind them."""
-    first, second = ({id(p) for module in part.values() for p in module.parameters()} for part in (ahead, behind))
-    return not first.isdisjoint(second)
+def _all(output: Any) -> Any:
+    return output
+
+
+def _loss_in(output: Any) -> Any:
+    """Returns the loss in a model's output; None if there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else None

@@ -6,11 +6,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ds_lgamp.config import BLOCK, ConfigError
-
-
-class NotInTraining(ConfigError, AttributeError):
-    """An output that stays on the rank that computed it. An AttributeError too, so that ``hasattr`` says no."""
+from ds_lgamp.integrations.split.output import NotInTraining
 
 
 @dataclass
@@ -20,19 +16,13 @@ class TrainingOutput(ModelOutput):
     loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise NotInTraining(_ONLY_LOSS.format(name))
+        raise NotInTraining(f"'loss', not '{name}'")
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key not in self:
-            raise NotInTraining(_ONLY_LOSS.format(key))
+            raise NotInTraining(f"'loss', not '{key}'")
         return super().__getitem__(key)
 
     def get(self, key: Any, *default: Any) -> Any:
         """As a dictionary's. Raises NotInTraining for a missing key if the caller expects it, and gives no default."""
         return super().get(key, *default) if default else self[key]
-
-
-_ONLY_LOSS = (
-    f"with {BLOCK}.outputs 'loss' the output of a training step has only 'loss', not '{{}}', which "
-    "label_smoothing_factor, compute_loss_func, trl's trainers and similar losses need; set it to 'all'"
-)

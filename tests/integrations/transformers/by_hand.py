@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.transformers.call import Call, without_cache
-from ds_lgamp.integrations.transformers.layers import Ends, ModelLayers
+from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.layers import Ends
+from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.integrations.transformers.models import without_cache
 
 
 class Computed(NamedTuple):
@@ -19,7 +22,7 @@ class Computed(NamedTuple):
 
 
 def layers_of(model: Any) -> ModelLayers:
-    return ModelLayers(model, layer_sources(torch.device("cpu")), only_loss=True)
+    return ModelLayers(model, layer_sources(torch.device("cpu")), LgampConfig())
 
 
 def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.transformers.call import Call
+from ds_lgamp.integrations.split.call import Call
 from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
 from tests.integrations.transformers.models import LENGTH, make, micro_batch
 from tests.slow import slow_except

@@ -30,7 +30,7 @@ from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
-from ds_lgamp.integrations.transformers.call import Arguments, Call
+from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group

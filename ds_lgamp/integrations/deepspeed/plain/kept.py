@@ -4,7 +4,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.versions import Versions
-from ds_lgamp.integrations.transformers.call import Arguments
+from ds_lgamp.integrations.split.call import Arguments
 
 
 class Kept:

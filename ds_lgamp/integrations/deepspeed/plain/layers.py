@@ -6,9 +6,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.transformers.blocks import find_blocks
-from ds_lgamp.integrations.transformers.call import Arguments, Call, Calls, is_model
+from ds_lgamp.integrations.split.blocks import find_blocks
+from ds_lgamp.integrations.split.call import Arguments, Call, Calls
+from ds_lgamp.integrations.split.own_model import OwnModelLayers
 from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.integrations.transformers.models import is_model, planned_names
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
 from ds_lgamp.runtime.random_state import RandomSource
 
@@ -102,24 +104,16 @@ class Compiled(nn.Module):
 
 
 def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> Layers:
-    """Returns the layers of ``model``. Raises ConfigError if it is neither a model of transformers nor an
-    nn.Sequential, cannot be split, or returns no loss and should."""
-    only_loss = settings.outputs == "loss"
+    """Returns the layers of ``model``. Raises ConfigError if it cannot be split, or returns no loss and should."""
     if isinstance(model, nn.Sequential):
-        if only_loss:
+        if settings.dummy_inputs is not None:
+            raise ConfigError(f"{BLOCK}.dummy_inputs is set, but an nn.Sequential says what its layers are; remove it")
+        if settings.outputs == "loss":
             _refuse_without_loss(model)
         return SequentialLayers(model)
     if is_model(model):
-        return ModelLayers(model, random_sources, only_loss)
-    if hasattr(model, "_orig_mod"):
-        raise ConfigError(
-            f"deepspeed.initialize got a model that torch.compile has wrapped, which hides its layers from a {BLOCK} "
-            "block; pass the model itself, and call engine.compile(), or set torch_compile=True in TrainingArguments"
-        )
-    raise ConfigError(
-        f"deepspeed.initialize got a {type(model).__name__}, which a {BLOCK} block cannot split into layers; list its "
-        "layers in a PipelineModule or an nn.Sequential"
-    )
+        return ModelLayers(model, random_sources, settings)
+    return OwnModelLayers(model, random_sources, settings)
 
 
 def _refuse_without_loss(model: nn.Sequential) -> None:
@@ -136,6 +130,8 @@ def _refuse_without_loss(model: nn.Sequential) -> None:
 
 def needed_to_split(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first."""
-    blocks = list(find_blocks(model).modules) if is_model(model) else []
-    others = {id(parameter) for block in blocks[1:] for parameter in block.parameters()}
+    if isinstance(model, nn.Sequential):
+        return model.parameters()
+    first, *blocks = find_blocks(model, planned_names(model)).named.values()
+    others = {id(parameter) for block in blocks for parameter in block.parameters()}
     return (parameter for parameter in model.parameters() if id(parameter) not in others)

@@ -10,7 +10,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.told_loss import ToldLosses
-from ds_lgamp.integrations.transformers.call import Arguments
+from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.schedule.actions import Kind
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
-from ds_lgamp.integrations.transformers.layers import Ends
+from ds_lgamp.integrations.split.layers import Ends
 
 _ENDS = "ends"
 """The key of the tied module that holds what precedes and follows the blocks."""

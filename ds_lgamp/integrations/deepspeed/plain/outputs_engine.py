@@ -13,7 +13,7 @@ from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.outputs import ReturnedOutputs
 from ds_lgamp.integrations.deepspeed.plain.told_loss import refuse_evaluated
-from ds_lgamp.integrations.transformers.call import Arguments, Call
+from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.schedule.actions import Kind
 

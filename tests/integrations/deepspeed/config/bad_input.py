@@ -387,11 +387,11 @@ def sgd(parameters):
 MODULES = {
     "a plain module": (
         lambda: nn.Linear(6, 6),
-        "got a Linear, which a ds_lgamp block cannot split into layers; list its layers in a PipelineModule or an",
+        "Linear has no list of blocks that holds most of its parameters, so a ds_lgamp block cannot split it; write it",
     ),
     "a module with a schedule of its own": (
         lambda: pipeline(linears(8), DualPipeVModule),
-        "deepspeed.initialize got a DualPipeVModule",
+        "DualPipeVModule has no list of blocks",
     ),
     "layers that share a tensor": (lambda: pipeline([LayerSpec(Shared)] * 4), "are the same tensor; give each layer"),
     "quantized parameters": (

@@ -1,4 +1,4 @@
-"""Training a model of transformers through the engine equals training it in one process, rank by rank."""
+"""Training a model through the engine equals training it in one process, rank by rank."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,6 +9,7 @@ import torch
 
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.training import Course, train_all_on_rank, train_alone
+from tests.integrations.split import own_models
 from tests.integrations.transformers.models import DRAWN
 
 LAYOUTS = [(pipeline, data) for pipeline in (1, 2, 4) for data in (1, 2)]
@@ -28,6 +29,7 @@ NAMES = [
     *DRAWN,
     ADAPTED,
     FUNCTIONAL,
+    *own_models.MODELS,
 ]
 DEFAULT = [
     ("GPT-2", 2, 1, 3),
@@ -36,6 +38,10 @@ DEFAULT = [
     (FUNCTIONAL, 2, 1, 3),
     (ADAPTED, 2, 1, 3),
     (ADAPTED, 2, 1, 2),
+    ("a tied GPT", 2, 1, 3),
+    ("a GPT with positions", 2, 1, 2),
+    ("a GPT with rotations", 2, 1, 3),
+    ("a classifier", 2, 1, 3),
 ]
 CHOOSING = [("BERT with choices", 1, 1, 1), ("BERT with choices", 2, 1, 2)]
 """No more, because choices share a bias whose gradient is a small sum of large terms."""
@@ -71,7 +77,7 @@ def courses(request):
     @cache
     def of_layout(pipeline: int, data: int) -> dict[tuple[str, int], list[Course]]:
         own = sorted({(one["name"], one["stage"]) for one in run if (one["pipeline"], one["data"]) == (pipeline, data)})
-        settings = [(*case, {"pipeline_ranks": pipeline}) for case in own]
+        settings = [(*case, {"pipeline_ranks": pipeline, **own_models.BLOCKS.get(case[0], {})}) for case in own]
         ranks: list[list[Course]] = [[] for _ in range(pipeline * data)]
         # Every engine makes groups. With those of many in one process, gloo's threads leave little time.
         for start in range(0, len(settings), AT_ONCE):

@@ -1,4 +1,5 @@
-"""Trains small models by ``engine(batch)``, ``backward`` and ``step``, and without parallelism."""
+"""Trains small models, of transformers and of one's own, by ``engine(batch)``, ``backward`` and ``step``, and without
+parallelism."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from deepspeed.utils import safe_get_full_grad
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
+from tests.integrations.split import own_models
 from tests.integrations.transformers.models import make, micro_batch_of
 
 STEPS = 3
@@ -27,16 +29,31 @@ class Course(NamedTuple):
     """The means over all ranks by step and name; of an engine, those of the rank's own layers."""
 
 
+def made(name: str) -> Any:
+    return own_models.make(name) if name in own_models.MODELS else make(name)
+
+
+def loss_of(name: str, compute: Callable[..., Any], *numbers: int) -> torch.Tensor:
+    """Returns the loss of a micro-batch, as a script gets it from ``compute``, a model or its engine.
+
+    Args:
+        numbers: the step, the rank, and the number of the micro-batch on the rank.
+    """
+    if name in own_models.MODELS:
+        return own_models.loss_of(name, compute, own_models.micro_batch(name, *numbers))
+    return compute(**micro_batch_of(name, *numbers)).loss
+
+
 def train_alone(name: str, ranks: int, micro_batches: int = MICRO_BATCHES) -> list[Course]:
     """Trains the model in this process with the micro-batches of all ranks. Returns the course of every rank."""
-    model = make(name)
+    model = made(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     courses = [Course([], []) for _ in range(ranks)]
     for step in range(STEPS):
         for rank, course in enumerate(courses):
             course.losses.append(0.0)
             for number in range(micro_batches):
-                loss = model(**micro_batch_of(name, step, rank, number)).loss
+                loss = loss_of(name, model, step, rank, number)
                 (loss / (ranks * micro_batches)).backward()
                 course.losses[-1] += loss.item()
         step_alone(model, optimizer, courses)
@@ -81,7 +98,7 @@ def train_all_on_rank(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Cour
 
 
 def _train(name: str, stage: int, block: dict[str, Any]) -> Course:
-    model = make(name)
+    model = made(name)
     engine = initialize(model, configuration(stage, block))
     course = Course([], [])
     before_step(engine, lambda: course.gradients.append(own_gradients(model)))
@@ -89,7 +106,7 @@ def _train(name: str, stage: int, block: dict[str, Any]) -> Course:
     for step in range(STEPS):
         course.losses.append(0.0)
         for number in range(MICRO_BATCHES):
-            loss = engine(**micro_batch_of(name, step, dist.get_rank(), number)).loss
+            loss = loss_of(name, engine, step, dist.get_rank(), number)
             engine.backward(loss)
             engine.step()
             course.losses[-1] += loss.item()

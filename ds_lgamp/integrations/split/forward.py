@@ -14,11 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.transformers.blocks import Blocks
-from ds_lgamp.integrations.transformers.buffers import ContainingBuffers
-from ds_lgamp.integrations.transformers.call import BlockArguments, Call, run_uncompiled
-from ds_lgamp.integrations.transformers.loss_graph import LossGraph, loss_in
-from ds_lgamp.integrations.transformers.stand_ins import Absent, Visited, Zeros, replacing, with_forward
+from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.integrations.split.buffers import ContainingBuffers
+from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
+from ds_lgamp.integrations.split.loss_graph import LossGraph
+from ds_lgamp.integrations.split.parts import Part, place_of
+from ds_lgamp.integrations.split.stand_ins import (
+    Absent,
+    AbsentParameter,
+    Visited,
+    ZeroParameter,
+    Zeros,
+    replacing,
+    with_forward,
+)
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
@@ -42,40 +51,35 @@ class SplitForward:
     Args:
         model: its parameters may be on other ranks.
         blocks: its blocks.
-        ahead: the modules ahead of the blocks that have parameters, by their names in the model.
-        behind: all other modules with parameters that contain no block, by their names in the model.
+        ahead: the parts that are used ahead of the blocks, by their names in the model.
+        behind: all other parts, by their names in the model.
         held: those of them that the last layer holds.
         returned: how many members the tuple has that a block returns; 0 if a block returns a tensor.
         random_sources: generators that the model may draw from.
-        only_loss: whether only the loss of its output has gradients.
+        differentiated: returns what of an output has gradients.
     """
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Blocks,
-        ahead: Mapping[str, nn.Module],
-        behind: Mapping[str, nn.Module],
-        held: Mapping[str, nn.Module],
+        ahead: Mapping[str, Part],
+        behind: Mapping[str, Part],
+        held: Mapping[str, Part],
         returned: int,
         random_sources: Sequence[RandomSource],
-        only_loss: bool,
+        differentiated: Callable[[Any], Any],
     ) -> None:
         self._model, self._forward = model, model.forward
-        self._parent, _, self._name = blocks.path.rpartition(".")
-        self._parent_module = model.get_submodule(self._parent)
-        self._blocks = blocks.modules
+        self._blocks = list(blocks.named.values())
         self._returned, self._random_sources = returned, random_sources
-        self._stand_ins = nn.ModuleList(
-            [Visited(block, partial(self._visit_block, index)) for index, block in enumerate(blocks.modules)]
-        )
-        self._zeros = {path: Zeros(module, partial(self._refuse_behind, path)) for path, module in ahead.items()}
-        self._ahead = [(*_place(model, path), stand_in) for path, stand_in in self._zeros.items()]
-        self._behind = [
-            (*_place(model, path), Absent(module, partial(self._refuse_absent, path)))
-            for path, module in behind.items()
+        self._stand_ins = [
+            (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
+            for index, (name, block) in enumerate(blocks.named.items())
         ]
-        self._buffers, self._only_loss = ContainingBuffers(model, blocks), only_loss
+        self._zeros = {path: self._zeros_for(path, part) for path, part in ahead.items()}
+        self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in behind.items()]
+        self._buffers, self._differentiated = ContainingBuffers(model, blocks), differentiated
         self._loss_graph = LossGraph(model, held.values())
         self._visit: Visit = _not_running
         self._visited = 0
@@ -92,7 +96,7 @@ class SplitForward:
     def block_arguments(self, call: Call) -> list[BlockArguments]:
         """Returns what every block gets beside the hidden states. Draws no random numbers."""
         noted, stop = self._noting()
-        stand_ins = [*self._ahead, *self._behind]
+        stand_ins = [*self._ahead(), *self._behind]
         with undisturbed(self._random_sources), torch.no_grad(), self._visiting(stop), replacing(stand_ins):
             self._until_reached(call)
         return noted
@@ -120,16 +124,32 @@ class SplitForward:
             return hidden if index == last else passed
 
         looks = call.looks_at_uses(not self._loss_graph.checked)
-        with self._visiting(replace), replacing(self._ahead), self._noting_uses(looks) as zeros:
+        with self._visiting(replace), self._noting_uses(looks) as zeros, replacing(self._ahead()):
             output = run_uncompiled(self._model, *call.positional, **call.named)
         if looks:
-            self._loss_graph.check(loss_in(output) if self._only_loss else output, made_by, zeros)
+            self._loss_graph.check(self._differentiated(output), made_by, zeros)
         return output
+
+    def _zeros_for(self, path: str, part: Part) -> Zeros | ZeroParameter:
+        return (
+            ZeroParameter(part) if isinstance(part, nn.Parameter) else Zeros(part, partial(self._refuse_behind, path))
+        )
+
+    def _absent(self, path: str, part: Part) -> Absent | AbsentParameter:
+        refuse = partial(self._refuse_absent, path)
+        return AbsentParameter.of(refuse) if isinstance(part, nn.Parameter) else Absent(part, refuse)
+
+    def _ahead(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Returns the stand-ins for what is used ahead of the blocks, and their places."""
+        return [
+            (*place_of(self._model, path), each.zeros() if isinstance(each, ZeroParameter) else each)
+            for path, each in self._zeros.items()
+        ]
 
     @contextmanager
     def _noting_uses(self, notes: bool) -> Iterator[dict[str, list[Tensor]]]:
-        """Yields, by the names of the modules ahead of the blocks, lists of leaves on which their zeros depend inside
-        the block. They stay empty unless it ``notes`` them."""
+        """Yields, by the names of the parts ahead of the blocks, lists of leaves on which their zeros depend inside the
+        block. They stay empty unless it ``notes`` them."""
         zeros: dict[str, list[Tensor]] = {path: [] for path in self._zeros}
         for path, stand_in in self._zeros.items():
             stand_in.leaves = zeros[path] if notes else None
@@ -179,18 +199,12 @@ class SplitForward:
     def _visiting(self, visit: Visit) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
         the engine."""
-        self._visit, self._parent_module._modules[self._name] = visit, self._stand_ins
-        self._visited = 0
+        self._visit, self._visited = visit, 0
         try:
-            with with_forward(self._model, self._forward), self._buffers.unchanged():
+            with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
                 yield
         finally:
-            self._visit, self._parent_module._modules[self._name] = _not_running, self._blocks
-
-
-def _place(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    parent, _, name = path.rpartition(".")
-    return model.get_submodule(parent), name
+            self._visit = _not_running
 
 
 def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.transformers.blocks import Blocks
+from ds_lgamp.integrations.split.blocks import Blocks
 
 
 class ContainingBuffers:

@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.transformers.blocks import Blocks
-from ds_lgamp.integrations.transformers.call import model_of, run_uncompiled, without_cache
-from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
-from ds_lgamp.integrations.transformers.stand_ins import with_forward
+from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.integrations.split.call import Arguments, run_uncompiled
+from ds_lgamp.integrations.split.parts import Part, parameters_of
+from ds_lgamp.integrations.split.stand_ins import with_forward
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 
@@ -21,27 +21,30 @@ class Survey(NamedTuple):
     """What the forward of a model showed."""
 
     ahead: list[str]
-    """The modules with parameters that ran ahead of the blocks, by name. They contain no block."""
+    """The parts that were used ahead of the blocks, by name."""
     behind: list[str]
-    """All other modules with parameters, by name. They contain no block."""
+    """All other parts, by name."""
     returned: int
     """How many members the tuple has that a block returns; 0 if it returns a tensor."""
     read_behind: bool
     """Whether the forward reads, behind the blocks, parameters of modules that ran ahead of them."""
+    output: Any
+    """What the forward returned."""
 
 
-def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -> Survey:
-    """Runs the model's forward on its dummy inputs, with the first block only, and returns what it showed.
+def survey(model: nn.Module, blocks: Blocks, dummy: Arguments, random_sources: Sequence[RandomSource]) -> Survey:
+    """Runs the model's forward on ``dummy`` arguments, with the first block only, and returns what it showed.
 
     Raises ConfigError if the model cannot be split at its blocks.
     """
     walk = _Walk(model, blocks)
     walk.check_parameters()
-    with undisturbed(random_sources), _evaluating(model), _attending_anywhere(model_of(model)), walk.watching():
+    with undisturbed(random_sources), _evaluating(model), walk.watching():
         device = next(model.parameters()).device
+        positional, named = tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
         try:
-            inputs = {name: value.to(device) for name, value in inputs_of(model_of(model)).items()}
-            walk.check_output(run_uncompiled(model, **inputs, **without_cache(model)))
+            output = run_uncompiled(model, *positional, **named)
+            walk.check_output(output)
         except ConfigError:
             raise
         except _Touched:
@@ -49,10 +52,10 @@ def survey(model: Any, blocks: Blocks, random_sources: Sequence[RandomSource]) -
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{blocks.path}': its forward failed with "
-                f"{type(error).__name__} on its dummy_inputs: {error}; override the property dummy_inputs of "
-                f"{type(model_of(model)).__name__}, so that it returns arguments that the forward takes"
+                f"{type(error).__name__} on {_shown(dummy)}: {error}; set {BLOCK}.dummy_inputs to arguments that it "
+                "takes"
             ) from error
-    return walk.result()
+    return walk.result(output)
 
 
 class _Touched(Exception):
@@ -90,15 +93,15 @@ class _Walk:
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         self._model, self._blocks = model, blocks
-        self._children = dict(_children_with_parameters(model, blocks))
+        self._parts = dict(_parts(model, blocks))
         self._owners: dict[int, list[str]] = {}
-        """The modules that have a parameter, by its id."""
-        for path, module in self._children.items():
-            for parameter in module.parameters():
+        """The parts that have a parameter, by its id."""
+        for path, part in self._parts.items():
+            for parameter in parameters_of([part]):
                 self._owners.setdefault(id(parameter), []).append(path)
         self._ahead: list[str] = []
         self._results: list[Tensor] = []
-        """What modules ahead of the blocks returned."""
+        """What modules ahead of the blocks returned, and trained parameters that were read there."""
         self._running: str | None = None
         """The one of them that is called."""
         self._read_ahead: list[str] = []
@@ -114,38 +117,36 @@ class _Walk:
     def watching(self) -> Iterator[None]:
         with torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(_Reads(self._read))
-            for path, module in self._children.items():
+            modules = {path: part for path, part in self._parts.items() if isinstance(part, nn.Module)}
+            for path, module in modules.items():
                 before = module.register_forward_pre_hook(lambda *_, path=path: self._starts(path))
                 after = module.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            for block in self._blocks.modules:
+            for block in self._blocks.named.values():
                 stack.enter_context(with_forward(block, self._instead_of(block)))
             yield
 
     def check_parameters(self) -> None:
-        """Raises ConfigError if parameters belong to no part of the model, or to several blocks."""
-        for path in self._blocks.chain:
-            for name in self._model.get_submodule(path)._parameters:
-                raise self.refusal(f"its parameter '{f'{path}.{name}'.lstrip('.')}' is in no module beside the blocks")
-        seen: set[int] = set()
-        for part in [nn.ModuleList(self._children.values()), *self._blocks.modules]:
-            own = {id(parameter) for parameter in part.parameters()}
+        """Raises ConfigError if parameters belong to several blocks, or to one and to another part."""
+        seen = set(self._owners)
+        for block in self._blocks.named.values():
+            own = {id(parameter) for parameter in block.parameters()}
             if not seen.isdisjoint(own):
                 raise self.refusal("its blocks share parameters")
             seen |= own
 
-    def result(self) -> Survey:
+    def result(self, output: Any) -> Survey:
         for path in self._read_ahead:
             raise self.refusal(f"its forward reads a parameter of '{path}' ahead of the blocks without calling it")
-        behind = [path for path in self._children if path not in self._ahead]
-        return Survey(self._ahead, behind, self._returned, self._read_behind)
+        behind = [path for path in self._parts if path not in self._ahead]
+        return Survey(self._ahead, behind, self._returned, self._read_behind, output)
 
     def check_output(self, output: Any) -> None:
         """Raises ConfigError if blocks were left out, or if the output depends on modules ahead of them in another way
         than through hidden states."""
-        if self._visited != len(self._blocks.modules):
-            raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.modules)} blocks")
+        if self._visited != len(self._blocks.named):
+            raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and self._results:
             ones = [torch.ones_like(each) for each in outputs]
@@ -161,10 +162,17 @@ class _Walk:
         owners = self._owners.get(id(parameter), [])
         if not owners or self._running in owners:
             return
-        if self._visited < len(self._blocks.modules):
-            self._read_ahead.append(owners[0])
-        else:
+        path = next((each for each in owners if isinstance(self._parts[each], nn.Parameter)), None)
+        if self._visited == len(self._blocks.named):
             self._read_behind |= not set(owners).isdisjoint(self._ahead)
+            if path in self._ahead:
+                raise self.refusal(f"its parameter '{path}' is read ahead of the blocks and again behind them")
+        elif path is None:
+            self._read_ahead.append(owners[0])
+        elif path not in self._ahead:
+            self._ahead.append(path)
+            if parameter.requires_grad:
+                self._results.append(parameter)
 
     def _saw(self, path: str, result: Any) -> None:
         if self._running == path:
@@ -197,7 +205,7 @@ class _Walk:
             if self._visited == 0:
                 self._note_result(stock(*positional, **named))
             self._visited += 1
-            if self._visited == len(self._blocks.modules):
+            if self._visited == len(self._blocks.named):
                 hidden = hidden.detach().requires_grad_()
             self._passed = hidden
             return (hidden, *self._others) if self._returned else hidden
@@ -216,14 +224,28 @@ class _Walk:
         )
 
 
-def _children_with_parameters(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the largest modules with parameters that contain no block, in the order of the model."""
+def _shown(dummy: Arguments) -> str:
+    """Returns the arguments in words, without the values of tensors."""
+    positional, named = dummy
+    told = {**{str(place): value for place, value in enumerate(positional)}, **named}
+    shapes = (
+        (name, f"{list(value.shape)}" if isinstance(value, Tensor) else repr(value)) for name, value in told.items()
+    )
+    return "the dummy inputs " + ", ".join(f"{name} {value}" for name, value in shapes)
+
+
+def _parts(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
+    """Yields what belongs to no block, in the order of the model: parameters of the modules that contain the blocks,
+    and the largest modules with parameters that contain no block."""
     chain = [*blocks.chain, blocks.path]
-    for parent in chain[:-1]:
-        for name, child in model.get_submodule(parent).named_children():
-            path = f"{parent}.{name}" if parent else name
-            if path not in chain and any(True for _ in child.parameters()):
-                yield path, child
+    for parent in chain:
+        prefix, module = f"{parent}." if parent else "", model.get_submodule(parent)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{name}", parameter
+        for name, child in [] if parent == blocks.path else list(module.named_children()):
+            if f"{prefix}{name}" not in chain and any(True for _ in child.parameters()):
+                yield f"{prefix}{name}", child
 
 
 @contextmanager
@@ -236,20 +258,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _attending_anywhere(model: Any) -> Iterator[None]:
-    """Switches the model inside the block to an attention that runs on every device and dtype. Flash attention does
-    not."""
-    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values()
-    own = [getattr(config, "_attn_implementation_internal", None) for config in configs]
-    for config, name in zip(configs, own):
-        if name not in (None, "eager", "sdpa"):
-            config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
-    try:
-        yield
-    finally:
-        for config, name in zip(configs, own):
-            if name is not None:
-                config._attn_implementation_internal = name

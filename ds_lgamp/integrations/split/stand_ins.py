@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ds_lgamp.integrations.transformers.call import BlockArguments
+from ds_lgamp.integrations.split.call import BlockArguments
 
 
 class _StandIn(nn.Module):
@@ -102,11 +102,39 @@ class Zeros(_StandIn):
             return tree_map_only(Tensor, _Shape, result)
 
     def _zeros(self, shape: "_Shape") -> Tensor:
-        if self.leaves is None or not shape.dtype.is_floating_point:
-            return shape.zeros()
-        self.leaves.append(shape.zeros().requires_grad_())
-        # Forwards may change it in place, which is forbidden with a leaf.
-        return self.leaves[-1].clone()
+        return _noted(shape.zeros(), self.leaves)
+
+
+class ZeroParameter:
+    """Makes zeros that stand in for a parameter which is used ahead of the blocks."""
+
+    leaves: list[Tensor] | None = None
+    """As that of :class:`Zeros`."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter, self._shape = parameter, _full_shape(parameter)
+
+    def zeros(self) -> Tensor:
+        own = self._parameter
+        return _noted(torch.zeros(self._shape, dtype=own.dtype, device=own.device), self.leaves)
+
+
+class AbsentParameter(Tensor):
+    """The stand-in for a parameter that may be on another rank. Functions of it are refused."""
+
+    refuse: Callable[[], NoReturn]
+
+    @classmethod
+    def of(cls, refuse: Callable[[], NoReturn]) -> "AbsentParameter":
+        stand_in = torch.empty(0).as_subclass(cls)
+        stand_in.refuse = refuse
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        for leaf in tree_leaves((positional, named)):
+            if isinstance(leaf, cls):
+                leaf.refuse()
 
 
 class _Shape:
@@ -120,16 +148,16 @@ class _Shape:
 
 
 @contextmanager
-def replacing(stand_ins: Sequence[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]:
-    """Runs stand-ins inside the block. Each has the module that it belongs to, and its name there."""
-    own = [parent._modules[name] for parent, name, _ in stand_ins]
-    for parent, name, stand_in in stand_ins:
-        parent._modules[name] = stand_in
+def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Runs stand-ins inside the block. Each has the dictionary of a module that it belongs to, and its name there."""
+    own = [registry[name] for registry, name, _ in stand_ins]
+    for registry, name, stand_in in stand_ins:
+        registry[name] = stand_in
     try:
         yield
     finally:
-        for (parent, name, _), module in zip(stand_ins, own):
-            parent._modules[name] = module
+        for (registry, name, _), part in zip(stand_ins, own):
+            registry[name] = part
 
 
 @contextmanager
@@ -143,6 +171,15 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]
+
+
+def _noted(zeros: Tensor, leaves: list[Tensor] | None) -> Tensor:
+    """Returns ``zeros``. With a list, they depend on a leaf that is entered there."""
+    if leaves is None or not zeros.is_floating_point():
+        return zeros
+    leaves.append(zeros.requires_grad_())
+    # Forwards may change it in place, which is forbidden with a leaf.
+    return zeros.clone()
 
 
 def _full_shape(parameter: nn.Parameter) -> torch.Size:

@@ -1,11 +1,11 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
-import sys
 from collections.abc import Callable, Mapping
-from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from ds_lgamp.integrations.split.parts import Part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
@@ -71,38 +71,18 @@ class Calls:
 
 
 class Tree(nn.Module):
-    """Holds modules under the dotted names that they have in a model, so that their parameters keep their names."""
+    """Holds parts of a model under their dotted names in it, so that their parameters keep their names."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__()
-        for path, module in modules.items():
+        for path, part in parts.items():
             *parents, name = path.split(".")
             holder: nn.Module = self
             for parent in parents:
                 if parent not in holder._modules:
                     holder.add_module(parent, nn.Module())
                 holder = holder._modules[parent]  # type: ignore[assignment]
-            holder.add_module(name, module)
-
-
-def model_of(model: Any) -> Any:
-    """Returns the model of transformers inside ``model``, which peft may have wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def is_model(model: Any) -> bool:
-    """Returns whether ``model`` is one of transformers, perhaps wrapped by peft."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model_of(model), transformers.PreTrainedModel)
-
-
-def without_cache(model: Any) -> dict[str, Any]:
-    """Returns the arguments that keep the model's forward from caching keys and values."""
-    own = model_of(model)
-    parameters = signature(own.forward).parameters
-    # Some heads pass all other arguments on to a model that caches.
-    passed_on = hasattr(own.config, "use_cache") and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return {"use_cache": False} if "use_cache" in parameters or passed_on else {}
+            setattr(holder, name, part)
 
 
 def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:

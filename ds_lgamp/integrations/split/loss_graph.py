@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.parts import Part, parameters_of
 
 
 class LossGraph:
@@ -15,11 +16,11 @@ class LossGraph:
 
     Args:
         model: the model.
-        held: the modules of the last layer.
+        held: the parts of the last layer.
     """
 
-    def __init__(self, model: nn.Module, held: Collection[nn.Module]) -> None:
-        own = {id(parameter) for module in held for parameter in module.parameters()}
+    def __init__(self, model: nn.Module, held: Collection[Part]) -> None:
+        own = {id(parameter) for parameter in parameters_of(held)}
         self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
         """The names of the parameters that the last layer lacks, by their ids."""
         self.checked = False
@@ -32,7 +33,7 @@ class LossGraph:
         Args:
             roots: the loss, or all outputs.
             hidden: the node that made the hidden states which the last block returned; None if they are a leaf.
-            zeros: on what the results of each stand-in depend, by the name of its module.
+            zeros: on what the results of each stand-in depend, by the name of its part.
         """
         tensors = [leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors:
@@ -49,11 +50,6 @@ class LossGraph:
                     f"behind the blocks the model's output depends on what '{path}' returned ahead of them; {_FIX}"
                 )
         self.checked = True
-
-
-def loss_in(output: Any) -> Any:
-    """Returns the loss in a model's output; None if there is none."""
-    return output.get("loss") if isinstance(output, Mapping) else None
 
 
 def _leaves(roots: Sequence[Tensor], hidden: Any) -> Iterator[Tensor]:

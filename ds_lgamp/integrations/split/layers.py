@@ -1,0 +1,110 @@
+"""A model as the layers of a pipeline: what precedes its blocks, the blocks, and what follows them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.integrations.split.call import Arguments, Call, Calls, Tree
+from ds_lgamp.integrations.split.forward import SplitForward
+from ds_lgamp.integrations.split.parts import Part, parameters_of, part_of
+from ds_lgamp.integrations.split.survey import survey
+from ds_lgamp.runtime.random_state import RandomSource
+
+
+class Beginning(Tree):
+    """What precedes the blocks, such as embeddings. Takes a call, returns hidden states."""
+
+    def __init__(self, parts: Mapping[str, Part], split: SplitForward) -> None:
+        super().__init__(parts)
+        self._split = split
+
+    def forward(self, call: Call) -> Tensor:
+        return self._split.begin(call)
+
+
+class Block(Tree):
+    """A block of the model. Takes and returns hidden states."""
+
+    def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
+        super().__init__({path: block})
+        self._index, self._split, self._calls = index, split, calls
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        arguments = self._calls.current.block_arguments(self._index, self._split.block_arguments)
+        return self._split.run_block(self._index, hidden, arguments)
+
+
+class End(Tree):
+    """What follows the blocks. Takes hidden states, returns the model's output."""
+
+    def __init__(self, parts: Mapping[str, Part], split: SplitForward, calls: Calls) -> None:
+        super().__init__(parts)
+        self._split, self._calls = split, calls
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self._split.finish(self._calls.current, hidden)
+
+
+class Ends(End):
+    """What precedes and what follows the blocks, as one module, because they share parameters. Called, it finishes."""
+
+    def begin(self, call: Call) -> Tensor:
+        """Takes a call, returns hidden states."""
+        return self._split.begin(call)
+
+
+class SplitLayers:
+    """The layers of a model that calls its blocks one after another.
+
+    Args:
+        model: the model.
+        blocks: its blocks.
+        dummy: arguments of a small call, which shows what works ahead of the blocks and what behind them.
+        random_sources: generators that the model may draw from.
+        differentiated: returns what of an output has gradients.
+
+    Raises ConfigError if the model cannot be split.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        dummy: Arguments,
+        random_sources: Sequence[RandomSource],
+        differentiated: Callable[[Any], Any],
+    ) -> None:
+        shown = survey(model, blocks, dummy, random_sources)
+        ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
+        self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
+        self._blocks = list(blocks.named.values())
+        self.shown = shown
+        shares = shown.read_behind or _share(ahead, behind)
+        held = {**ahead, **behind} if shares else behind
+        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, differentiated)
+        own_blocks = [
+            Block(f"{blocks.path}.{name}", block, index, split, self.calls)
+            for index, (name, block) in enumerate(blocks.named.items())
+        ]
+        if shares:
+            ends = Ends(held, split, self.calls)
+            self.modules: list[nn.Module] = [ends, *own_blocks, ends]
+        else:
+            self.modules = [Beginning(ahead, split), *own_blocks, End(held, split, self.calls)]
+
+    def compile(self, **options: Any) -> None:
+        """Compiles the blocks with torch.compile's ``options``."""
+        for block in self._blocks:
+            block.compile(**options)
+
+    @staticmethod
+    def first_input(call: Call) -> Call:
+        return call
+
+
+def _share(ahead: Mapping[str, Part], behind: Mapping[str, Part]) -> bool:
+    """Returns whether parts ahead of the blocks share a parameter with parts behind them."""
+    first, second = ({id(each) for each in parameters_of(parts.values())} for parts in (ahead, behind))
+    return not first.isdisjoint(second)

@@ -1,0 +1,27 @@
+"""The parts of a model that belong to no block: modules, and parameters of the modules that contain the blocks."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+Part = nn.Module | nn.Parameter
+
+
+def part_of(model: nn.Module, path: str) -> Part:
+    """Returns the part with this name."""
+    registry, name = place_of(model, path)
+    return registry[name]
+
+
+def place_of(model: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    """Returns in which of a module's dictionaries the part lies, and under which name."""
+    parent, _, name = path.rpartition(".")
+    module = model.get_submodule(parent)
+    return (module._parameters if name in module._parameters else module._modules), name
+
+
+def parameters_of(parts: Iterable[Part]) -> Iterator[nn.Parameter]:
+    """Yields the parameters of all parts. One that is in several parts comes several times."""
+    for part in parts:
+        yield from [part] if isinstance(part, nn.Parameter) else part.parameters()

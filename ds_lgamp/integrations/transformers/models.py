@@ -1,0 +1,31 @@
+"""What transformers and peft make of a model."""
+
+import sys
+from inspect import signature
+from typing import Any
+
+
+def model_of(model: Any) -> Any:
+    """Returns the model of transformers inside ``model``, which peft may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_model(model: Any) -> bool:
+    """Returns whether ``model`` is one of transformers, perhaps wrapped by peft."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model_of(model), transformers.PreTrainedModel)
+
+
+def without_cache(model: Any) -> dict[str, Any]:
+    """Returns the arguments that keep the model's forward from caching keys and values."""
+    own = model_of(model)
+    parameters = signature(own.forward).parameters
+    # Some heads pass all other arguments on to a model that caches.
+    passed_on = hasattr(own.config, "use_cache") and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {"use_cache": False} if "use_cache" in parameters or passed_on else {}
+
+
+def planned_names(model: Any) -> set[str]:
+    """Returns the names in the pipeline plan of the model's configuration."""
+    config = getattr(model, "config", None)
+    return set(getattr(config, "base_model_pp_plan", None) or ())

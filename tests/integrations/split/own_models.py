@@ -1,0 +1,136 @@
+"""Small models of one's own, written as scripts write them, and micro-batches for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY, LENGTH, WIDTH = 32, 8, 16
+
+
+class Attention(nn.Module):
+    """A block: attention, which a factor may rotate, and two linear layers."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor, rotation: Tensor | None = None) -> Tensor:
+        query, key, value = self.qkv(self.norms[0](hidden)).chunk(3, dim=-1)
+        if rotation is not None:
+            query, key = query * rotation, key * rotation
+        hidden = hidden + self.out(functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal))
+        return hidden + self.mlp(self.norms[1](hidden))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+class TiedGpt(nn.Module):
+    """Its parts lie in an nn.ModuleDict, its head is the embedding, and it returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+        parts = {"wte": nn.Embedding(VOCABULARY, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH)}
+        self.transformer = nn.ModuleDict({**parts, "h": blocks, "norm": nn.LayerNorm(WIDTH)})
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.transformer["wte"].weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        hidden = self.transformer["wte"](idx) + self.transformer["wpe"](positions)
+        for block in self.transformer["h"]:
+            hidden = block(hidden)
+        logits = self.head(self.transformer["norm"](hidden))
+        return logits, None if targets is None else cross_entropy(logits, targets)
+
+
+class PositionsGpt(nn.Module):
+    """Has a parameter of its own ahead of the blocks and one behind them, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+        self.temperature = nn.Parameter(torch.tensor([0.5]))
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.Sequential(*(Attention(causal=True) for _ in range(3)))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.positions[:, : tokens.shape[1]]
+        return cross_entropy(self.head(self.blocks(hidden)) * self.temperature, labels)
+
+
+class RotaryGpt(nn.Module):
+    """Its blocks lie in an nn.ModuleDict and get a buffer. It returns a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rotation", torch.randn(LENGTH, WIDTH), persistent=False)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleDict({str(number): Attention(causal=True) for number in range(3)})
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(tokens)
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotation=self.rotation[: tokens.shape[1]])
+        logits = self.head(hidden)
+        return {"logits": logits, "ce": cross_entropy(logits, labels)}
+
+
+class Classifier(nn.Module):
+    """Classifies images: a convolution, a token for the class, blocks, and a head. The script computes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.class_token, self.positions = (
+            nn.Parameter(torch.randn(1, 1, WIDTH)),
+            nn.Parameter(torch.randn(1, 5, WIDTH)),
+        )
+        self.blocks = nn.Sequential(*(Attention(causal=False) for _ in range(3)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.patches(images).flatten(2).transpose(1, 2)
+        hidden = torch.cat([self.class_token.expand(len(images), -1, -1), hidden], dim=1) + self.positions
+        return self.head(self.norm(self.blocks(hidden))[:, 0])
+
+
+IMAGES = {"images": {"shape": [1, 3, 8, 8]}}
+BLOCKS = {"a classifier": {"outputs": "all", "dummy_inputs": IMAGES}}
+"""What models need in their block."""
+MODELS = {
+    "a tied GPT": TiedGpt,
+    "a GPT with positions": PositionsGpt,
+    "a GPT with rotations": RotaryGpt,
+    "a classifier": Classifier,
+}
+
+
+def make(name: str) -> Any:
+    """Makes a model with the same values on every rank."""
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def micro_batch(name: str, *numbers: int) -> tuple[Tensor, ...]:
+    """Returns the positional arguments of a call, and for a classifier its labels behind them."""
+    draw = torch.Generator().manual_seed(hash(numbers) % 2**31)
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=draw)
+    if name == "a classifier":
+        return torch.randn(2, 3, 8, 8, generator=draw), tokens[:, 0]
+    return tokens, tokens.roll(1, 1)
+
+
+def loss_of(name: str, compute: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    """Returns the loss of a micro-batch, as a script gets it from ``compute``, the model or its engine."""
+    if name == "a classifier":
+        return functional.cross_entropy(compute(batch[0]), batch[1])
+    output = compute(*batch)
+    return {"a tied GPT": lambda: output[1], "a GPT with rotations": lambda: output["ce"]}.get(name, lambda: output)()

@@ -1,0 +1,136 @@
+"""Models of one's own, split at their blocks, compute what they compute whole."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.layers import Ends
+from ds_lgamp.integrations.split.output import NotInTraining
+from ds_lgamp.integrations.split.own_model import OwnModelLayers
+from tests.integrations.split.own_models import BLOCKS, IMAGES, MODELS, TiedGpt, loss_of, make, micro_batch
+
+
+def layers_of(model: nn.Module, **settings: object) -> OwnModelLayers:
+    return OwnModelLayers(model, layer_sources(torch.device("cpu")), LgampConfig(**settings))
+
+
+def split(name: str, model: nn.Module) -> OwnModelLayers:
+    return layers_of(model, **BLOCKS.get(name, {}))
+
+
+def in_layers(layers: OwnModelLayers, *arguments: Tensor) -> object:
+    """Calls the layers of the model one after another."""
+    call = Call(*layers.arguments(arguments, {}))
+    layers.calls.all = [call]
+    first, *blocks, last = layers.modules
+    hidden = first.begin(call) if isinstance(first, Ends) else first(call)
+    for block in blocks:
+        hidden = block(hidden)
+    return last(hidden)
+
+
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compute_what_the_model_does(name):
+    model, batch = make(name), micro_batch(name, 0)
+    layers = split(name, model)
+    expected = loss_of(name, model, batch)
+    loss = loss_of(name, lambda *arguments: in_layers(layers, *arguments), batch)
+    assert torch.equal(loss, expected)
+    wanted = gradients_of(model, expected)
+    for parameter, gradient in gradients_of(model, loss).items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_is_in_a_layer_under_its_own_name(name):
+    model = make(name)
+    layers = split(name, model)
+    found = {key: value for layer in layers.modules for key, value in layer.named_parameters(remove_duplicate=False)}
+    assert found.keys() == {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    assert all(value is model.get_parameter(key) for key, value in found.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_get_what_they_do_where_nothing_ahead_of_them_is(name):
+    """As on a rank that has only blocks."""
+    model = make(name)
+    layers = split(name, model)
+    call = Call(*layers.arguments(micro_batch(name, 0)[: 1 if name == "a classifier" else 2], {}))
+    first, block = layers.modules[:2]
+    for parameter in first.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    told = block._split.block_arguments(call)
+    assert len(told) == 3 and all(each.positional == () for each in told)
+
+
+def test_in_training_the_loss_is_the_only_tensor_of_the_output():
+    layers, loss = layers_of(make("a tied GPT")), torch.tensor(1.0)
+    logits, told = layers.training_output(loss)
+    assert told is loss
+    with pytest.raises(NotInTraining, match="has only the loss, not its other tensors, .*; set it to 'all'"):
+        logits.argmax(-1)
+    with pytest.raises(NotInTraining):
+        torch.softmax(logits, -1)
+
+
+class Twice(TiedGpt):
+    """Reads what it computed ahead of the blocks behind them, too."""
+
+    def forward(self, idx, targets=None):
+        logits, loss = super().forward(idx, targets)
+        return logits, loss if loss is None else loss + self.transformer["wpe"].weight.pow(2).mean()
+
+
+class ReadsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.scale).sum()
+
+
+class NoList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(x).sum()
+
+
+TOKENS = {"x": [[0.5, 1.0, 2.0, 3.0]]}
+REFUSED = {
+    "a model without blocks": (NoList, {}, "NoList has no list of blocks"),
+    "a parameter that is read twice": (ReadsTwice, {"dummy_inputs": TOKENS}, "its parameter 'scale' is read ahead of"),
+    "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
+    "inputs without numbers": (ReadsTwice, {"dummy_inputs": {"x": {"size": 1}}}, r"dummy_inputs.x is \{'size': 1\}"),
+    "a model without a loss": (MODELS["a classifier"], {"dummy_inputs": IMAGES}, "returned 0 numbers with a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused(name):
+    make, settings, sentence = REFUSED[name]
+    with pytest.raises(ConfigError, match=sentence):
+        layers_of(make(), **settings)
+
+
+def test_another_output_than_for_the_dummy_inputs_is_refused():
+    layers = layers_of(make("a tied GPT"))
+    output = in_layers(layers, micro_batch("a tied GPT", 0)[0])
+    with pytest.raises(ConfigError, match="something else than for its dummy inputs"):
+        layers.loss_of(output)
