@@ -32,10 +32,6 @@ python -m pytest $in_two_processes "$@" || failed=$?
 if [ -n "$more" ]; then
     # shellcheck disable=SC2086
     python -m pytest $in_two_processes -m "slow and not timing" $part "$@" || failed=$?
-    if [ -n "$part" ]; then
-        # What a first GPU runs must always work.
-        python -m pytest -m slow -k does_every_parts_work tests/benchmarks/test_gpu_day.py "$@" || failed=$?
-    fi
     python -m pytest -m timing "$@" || failed=$?
     # A job that ends badly is printed, and can be repeated by itself.
     python -m testing.chaos --minutes $minutes --seed 1 || failed=$?

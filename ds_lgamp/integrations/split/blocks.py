@@ -1,7 +1,7 @@
 """Finds the blocks of a model: the list of modules that its forward calls one after another."""
 
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from torch import nn
 
@@ -29,35 +29,42 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(model: nn.Module, planned: Collection[str] = ()) -> Blocks:
-    """Returns the blocks of ``model``: a list with a ``planned`` name; without one, the list that holds most of the
-    parameters of all lists. Looks for an nn.ModuleList first, then for an nn.ModuleDict, then for an nn.Sequential.
+    """Returns the blocks of ``model``: a list with a ``planned`` name, or else the list with most parameters. A list is
+    an nn.ModuleList that is in no other one, or an nn.ModuleDict or nn.Sequential of modules of one class.
 
-    Raises ConfigError if there is no such list.
+    Raises ConfigError if there is no list.
     """
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"deepspeed.initialize got a model that torch.compile has wrapped, which hides its layers from a {BLOCK} "
             "block; pass the model itself, and call engine.compile(), or set torch_compile=True in TrainingArguments"
         )
-    for kind in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
-        lists = _outermost(model, kind)
-        for path, module in lists.items():
-            if path.rpartition(".")[2] in planned and len(module):
-                return Blocks(path, module)
-        everything = sum(map(_elements, lists.values()))
-        for path, module in lists.items():
-            if 2 * _elements(module) > everything:
-                return Blocks(path, module)
-    raise ConfigError(
-        f"{type(model).__name__} has no list of blocks that holds most of its parameters, so a {BLOCK} block cannot "
-        "split it; write it as a PipelineModule or an nn.Sequential, or remove the block"
-    )
+    lists = [each for each in _lists(model) if each.named]
+    if not any(_elements(each.container) for each in lists):
+        raise ConfigError(
+            f"{type(model).__name__} has no list of blocks, so a {BLOCK} block cannot split it; write it as a "
+            "PipelineModule or an nn.Sequential, or remove the block"
+        )
+    for each in lists:
+        if each.path.rpartition(".")[2] in planned:
+            return each
+    return max(lists, key=lambda each: _elements(each.container))
 
 
-def _outermost(model: nn.Module, kind: Any) -> dict[str, Any]:
-    """Returns the lists of a ``kind`` that are in no other one, by name."""
-    lists = {path: module for path, module in model.named_modules() if isinstance(module, kind) and path}
-    return {path: module for path, module in lists.items() if not any(path.startswith(f"{p}.") for p in lists)}
+def _lists(model: nn.Module) -> Iterator[Blocks]:
+    seen: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in seen):
+            seen.append(path)
+            yield Blocks(path, module)
+        elif isinstance(module, nn.ModuleDict | nn.Sequential) and path and _is_alike(module):
+            yield Blocks(path, module)
+
+
+def _is_alike(module: nn.Module) -> bool:
+    """Whether a module contains several others, all of one class."""
+    children = list(module.children())
+    return len(children) > 1 and len({type(child) for child in children}) == 1
 
 
 def _elements(module: nn.Module) -> int:

@@ -53,7 +53,7 @@ def survey(model: nn.Module, blocks: Blocks, dummy: Arguments, random_sources: S
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{blocks.path}': its forward failed with "
                 f"{type(error).__name__} on {_shown(dummy)}: {error}; set {BLOCK}.dummy_inputs to arguments that it "
-                "takes"
+                "takes, unless its blocks change the shape of hidden states, which no split model may"
             ) from error
     return walk.result(output)
 
@@ -203,7 +203,7 @@ class _Walk:
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
                 raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
             if self._visited == 0:
-                self._note_result(stock(*positional, **named))
+                self._note_result(stock(*positional, **named), hidden)
             self._visited += 1
             if self._visited == len(self._blocks.named):
                 hidden = hidden.detach().requires_grad_()
@@ -212,10 +212,13 @@ class _Walk:
 
         return forward
 
-    def _note_result(self, result: Any) -> None:
+    def _note_result(self, result: Any, hidden: Any) -> None:
         if isinstance(result, tuple):
             self._returned = len(result)
             self._others = tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(_Untouched), result[1:])
+            result = result[0]
+        if not isinstance(result, Tensor) or not isinstance(hidden, Tensor) or result.shape != hidden.shape:
+            raise self.refusal("its blocks return something else than tensors of the shape that they get")
 
     def refusal(self, reason: str) -> ConfigError:
         return ConfigError(

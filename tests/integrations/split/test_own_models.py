@@ -112,10 +112,17 @@ class NoList(nn.Module):
         return self.one(x).sum()
 
 
+class Shrinking(ReadsTwice):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 2), nn.Linear(2, 4)])
+
+
 TOKENS = {"x": [[0.5, 1.0, 2.0, 3.0]]}
 REFUSED = {
     "a model without blocks": (NoList, {}, "NoList has no list of blocks"),
     "a parameter that is read twice": (ReadsTwice, {"dummy_inputs": TOKENS}, "its parameter 'scale' is read ahead of"),
+    "blocks that change the shape": (Shrinking, {"dummy_inputs": TOKENS}, "something else than tensors of the shape t"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
     "inputs without numbers": (ReadsTwice, {"dummy_inputs": {"x": {"size": 1}}}, r"dummy_inputs.x is \{'size': 1\}"),
     "a model without a loss": (MODELS["a classifier"], {"dummy_inputs": IMAGES}, "returned 0 numbers with a gradient"),

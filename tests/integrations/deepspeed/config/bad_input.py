@@ -387,7 +387,7 @@ def sgd(parameters):
 MODULES = {
     "a plain module": (
         lambda: nn.Linear(6, 6),
-        "Linear has no list of blocks that holds most of its parameters, so a ds_lgamp block cannot split it; write it",
+        "Linear has no list of blocks, so a ds_lgamp block cannot split it; write it as a PipelineModule or",
     ),
     "a module with a schedule of its own": (
         lambda: pipeline(linears(8), DualPipeVModule),
