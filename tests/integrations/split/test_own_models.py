@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.plain.layers import layers_of as plain_layers_of
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import Ends
 from ds_lgamp.integrations.split.output import NotInTraining
@@ -134,6 +135,16 @@ def test_what_cannot_be_split_is_refused(name):
     make, settings, sentence = REFUSED[name]
     with pytest.raises(ConfigError, match=sentence):
         layers_of(make(), **settings)
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_not_run_without_it():
+    with pytest.raises(ConfigError, match="Doubled has no list of blocks"):
+        plain_layers_of(Doubled(nn.Linear(4, 4), nn.MSELoss()), (), LgampConfig())
 
 
 def test_another_output_than_for_the_dummy_inputs_is_refused():

@@ -1,1 +1,1 @@
-"""The engine of plain scripts: transformers or nn.Sequential, ``engine(batch)``, ``backward`` and ``step``."""
+"""The engine of plain scripts: any model but a PipelineModule, ``engine(batch)``, ``backward`` and ``step``."""

@@ -1,7 +1,7 @@
 """The layers of a plain model, as its engine knows them, and those of an nn.Sequential."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -105,7 +105,7 @@ class Compiled(nn.Module):
 
 def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> Layers:
     """Returns the layers of ``model``. Raises ConfigError if it cannot be split, or returns no loss and should."""
-    if isinstance(model, nn.Sequential):
+    if _is_sequence(model):
         if settings.dummy_inputs is not None:
             raise ConfigError(f"{BLOCK}.dummy_inputs is set, but an nn.Sequential says what its layers are; remove it")
         if settings.outputs == "loss":
@@ -114,6 +114,11 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
     if is_model(model):
         return ModelLayers(model, random_sources, settings)
     return OwnModelLayers(model, random_sources, settings)
+
+
+def _is_sequence(model: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether ``model`` is an nn.Sequential, and no subclass that computes something else."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 
 def _refuse_without_loss(model: nn.Sequential) -> None:
@@ -130,7 +135,7 @@ def _refuse_without_loss(model: nn.Sequential) -> None:
 
 def needed_to_split(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first."""
-    if isinstance(model, nn.Sequential):
+    if _is_sequence(model):
         return model.parameters()
     first, *blocks = find_blocks(model, planned_names(model)).named.values()
     others = {id(parameter) for block in blocks for parameter in block.parameters()}
