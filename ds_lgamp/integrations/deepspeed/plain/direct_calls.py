@@ -12,17 +12,28 @@ from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
 _ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
 
 
-def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> None:
+def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> Callable[[], None]:
     """Lets the ``engine`` evaluate when ``model`` is called and its layers are ``is_spread`` over ranks.
 
     Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
-    a model that is spread, because the engine keeps no keys and values.
+    a model that is spread, because the engine keeps no keys and values. Returns a function that raises ConfigError if
+    the model has another ``forward`` by then.
     """
     replace_method(
         model, "forward", lambda stock: _forward(_without_hooks(engine, model) if is_spread else stock, model)
     )
     if is_spread and hasattr(model, "generate"):
         replace_method(model, "generate", lambda _: _refuse_generate)
+    guided = model.forward
+
+    def check() -> None:
+        if model.forward is not guided:
+            raise ConfigError(
+                f"the forward of the {type(model).__name__} was replaced after deepspeed.initialize, as Lightning's "
+                f"Trainer does, but with a {BLOCK} block the engine computes the one that it had; replace it earlier"
+            )
+
+    return check
 
 
 def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:

@@ -96,7 +96,7 @@ class ModelEngine(LgampEngine):
         """Whether the current batch computes gradients of the script's arguments, below all that trains."""
         agree_at_the_end()
         state.give_state(self)
-        guide_direct_calls(self, user_model, state.is_spread(self))
+        self._check_forward = guide_direct_calls(self, user_model, state.is_spread(self))
 
     @property
     def placed(self) -> PlacedModule:
@@ -118,6 +118,7 @@ class ModelEngine(LgampEngine):
 
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
+        self._check_forward()
         self._refuse_call()
         cast = input_dtype(self._config)
         if cast is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
@@ -43,9 +44,16 @@ def train_and_read(name: str, stage: int, block: dict[str, Any], folder: str) ->
         "assign": refusal(lambda: model.load_state_dict(whole, assign=True)),
         "generate": refusal(lambda: model.generate(torch.ones(1, 3, dtype=torch.long))),
         "direct": refusal(lambda: model(**micro_batch(0, 0, 0))),
+        "forward": refusal(lambda: with_another_forward(engine)),
         "alone": refusal(model.state_dict if dist.get_rank() == 0 else lambda: train(engine, 1)),
     }
     return seen
+
+
+def with_another_forward(engine: Any) -> None:
+    """Calls the engine as Lightning's Trainer does, which lets the model's forward be another method meanwhile."""
+    with patch.object(engine.module, "forward", lambda batch, _number: engine.module.training_step(batch)):
+        engine(micro_batch(0, 0, 0), 0)
 
 
 def saved_with_a_whole_module(stage: int, folder: str) -> dict[str, torch.Tensor]:

@@ -164,7 +164,7 @@ def test_blocks_are_compiled_where_the_program_calls_them():
 def test_mistakes_are_named_on_every_rank():
     errors, others = run_on_ranks(2, calls.faults, 2)
     for what, words in {
-        "plain module": "list its layers in a PipelineModule or an nn.Sequential",
+        "plain module": "write it as a PipelineModule or an nn.Sequential",
         "without a loss": "the last module of the nn.Sequential is Linear, which returns no loss; set ds_lgamp.outputs",
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",

@@ -67,6 +67,7 @@ def test_a_loaded_state_is_trained_on(seen):
         ("assign", "load_state_dict has assign=True"),
         ("generate", "model.generate is called"),
         ("direct", "the model is called directly in training"),
+        ("forward", "was replaced after deepspeed.initialize"),
         ("alone", "rank 0 reads the state of the whole model"),
     ],
 )
