@@ -186,8 +186,8 @@ class SplitForward:
         if self._visited:
             raise ConfigError(_SKIPPED)
         raise ConfigError(
-            f"with these arguments '{path}' runs ahead of the model's blocks, which it does not with token ids alone; "
-            f"with a {BLOCK} block, pass arguments for text only"
+            f"with these arguments '{path}' is used ahead of the model's blocks, but not with the dummy inputs; "
+            f"set {BLOCK}.dummy_inputs to arguments such as the script's"
         )
 
     def _refuse_behind(self, path: str) -> None:

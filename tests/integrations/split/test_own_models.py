@@ -11,7 +11,17 @@ from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import Ends
 from ds_lgamp.integrations.split.output import NotInTraining
 from ds_lgamp.integrations.split.own_model import OwnModelLayers
-from tests.integrations.split.own_models import BLOCKS, IMAGES, MODELS, TiedGpt, loss_of, make, micro_batch
+from tests.integrations.split.own_models import (
+    BLOCKS,
+    IMAGES,
+    MODELS,
+    PositionsGpt,
+    TiedGpt,
+    cross_entropy,
+    loss_of,
+    make,
+    micro_batch,
+)
 
 
 def layers_of(model: nn.Module, **settings: object) -> OwnModelLayers:
@@ -135,6 +145,24 @@ def test_what_cannot_be_split_is_refused(name):
     make, settings, sentence = REFUSED[name]
     with pytest.raises(ConfigError, match=sentence):
         layers_of(make(), **settings)
+
+
+class Scaled(PositionsGpt):
+    """Asked for it, it uses ahead of the blocks a parameter that it otherwise uses behind them."""
+
+    def forward(self, tokens, labels, early=False):
+        hidden = self.embedding(tokens) * (self.temperature if early else 1)
+        return cross_entropy(self.head(self.blocks(hidden)) * (1 if early else self.temperature), labels)
+
+
+def test_a_parameter_that_other_arguments_use_ahead_of_the_blocks_is_refused():
+    model, batch = Scaled(), micro_batch("a GPT with positions", 0)
+    sentence = "'temperature' is used ahead of the model's blocks, .*; set ds_lgamp.dummy_inputs to arguments such as"
+    with pytest.raises(ConfigError, match=sentence):
+        in_layers(layers_of(model), *batch, True)
+    tokens = torch.zeros(1, 4, dtype=torch.int64).tolist()
+    layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "early": True})
+    assert torch.equal(in_layers(layers, *batch, True), model(*batch, True))
 
 
 class Doubled(nn.Sequential):
