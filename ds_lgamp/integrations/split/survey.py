@@ -101,7 +101,7 @@ class _Walk:
                 self._owners.setdefault(id(parameter), []).append(path)
         self._ahead: list[str] = []
         self._results: list[Tensor] = []
-        """What modules ahead of the blocks returned, and trained parameters that were read there."""
+        """What modules ahead of the blocks returned, and parameters of no module that were read there."""
         self._running: str | None = None
         """The one of them that is called."""
         self._read_ahead: list[str] = []
@@ -116,15 +116,19 @@ class _Walk:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with torch.enable_grad(), ExitStack() as stack:
-            stack.enter_context(_Reads(self._read))
-            modules = {path: part for path, part in self._parts.items() if isinstance(part, nn.Module)}
-            for path, module in modules.items():
-                before = module.register_forward_pre_hook(lambda *_, path=path: self._starts(path))
-                after = module.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
+            for path, part in self._parts.items():
+                if isinstance(part, nn.Parameter):
+                    # Whatever depends on a frozen one must be seen, too.
+                    stack.callback(part.requires_grad_, part.requires_grad)
+                    part.requires_grad_()
+                    continue
+                before = part.register_forward_pre_hook(lambda *_, path=path: self._starts(path))
+                after = part.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             for block in self._blocks.named.values():
                 stack.enter_context(with_forward(block, self._instead_of(block)))
+            stack.enter_context(_Reads(self._read))
             yield
 
     def check_parameters(self) -> None:
@@ -171,8 +175,7 @@ class _Walk:
             self._read_ahead.append(owners[0])
         elif path not in self._ahead:
             self._ahead.append(path)
-            if parameter.requires_grad:
-                self._results.append(parameter)
+            self._results.append(parameter)
 
     def _saw(self, path: str, result: Any) -> None:
         if self._running == path:

@@ -123,6 +123,17 @@ class NoList(nn.Module):
         return self.one(x).sum()
 
 
+class ReturnsPositions(PositionsGpt):
+    """Its output depends on what was computed ahead of the blocks from a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions.requires_grad_(False)
+
+    def forward(self, tokens, labels):
+        return super().forward(tokens, labels), self.positions.mean(0)
+
+
 class Shrinking(ReadsTwice):
     def __init__(self):
         super().__init__()
@@ -133,6 +144,11 @@ TOKENS = {"x": [[0.5, 1.0, 2.0, 3.0]]}
 REFUSED = {
     "a model without blocks": (NoList, {}, "NoList has no list of blocks"),
     "a parameter that is read twice": (ReadsTwice, {"dummy_inputs": TOKENS}, "its parameter 'scale' is read ahead of"),
+    "an output from ahead of the blocks": (
+        ReturnsPositions,
+        {"outputs": "all"},
+        "'positions' is read ahead of the blo",
+    ),
     "blocks that change the shape": (Shrinking, {"dummy_inputs": TOKENS}, "something else than tensors of the shape t"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
     "inputs without numbers": (ReadsTwice, {"dummy_inputs": {"x": {"size": 1}}}, r"dummy_inputs.x is \{'size': 1\}"),
