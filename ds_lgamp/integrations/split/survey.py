@@ -151,6 +151,8 @@ class _Walk:
         than through hidden states."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
+        # What follows reads parameters for itself.
+        self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and self._results:
             ones = [torch.ones_like(each) for each in outputs]

@@ -148,7 +148,7 @@ REFUSED = {
     "an output from ahead of the blocks": (
         ReturnsPositions,
         {"outputs": "all"},
-        "'positions' is read ahead of the blo",
+        "computes with what modules ahead of them returned",
     ),
     "blocks that change the shape": (Shrinking, {"dummy_inputs": TOKENS}, "something else than tensors of the shape t"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
