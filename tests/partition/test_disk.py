@@ -2,7 +2,6 @@
 behind."""
 
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -101,7 +100,6 @@ def test_the_space_of_a_tensor_is_used_again(disk):
         one.fill_(1), other.fill_(2)
         assert one.unique().tolist() == [1]
         del one, other
-        gc.collect()
     assert disk.bytes_taken == 2 * room(4 * ELEMENTS)
 
 
@@ -109,14 +107,12 @@ def test_a_shorter_tensor_takes_the_smallest_space_that_is_free(disk):
     """As inputs of changing lengths do."""
     homes = [disk.empty(blocks * BLOCK, torch.uint8) for blocks in (6, 3, 4)]
     del homes
-    gc.collect()
     taken = disk.bytes_taken
     for _ in range(3):
         one, other = disk.empty(3 * BLOCK, torch.uint8), disk.empty(2 * BLOCK, torch.uint8)
         one.fill_(1), other.fill_(2)
         assert one.unique().tolist() == [1]
         del one, other
-        gc.collect()
     assert disk.bytes_taken == taken
     whole = disk.empty(6 * BLOCK, torch.uint8).fill_(3)
     assert disk.bytes_taken == taken and whole.unique().tolist() == [3]
@@ -152,7 +148,6 @@ def pages_in_memory(home):
 
 
 def test_the_space_returns_when_nobody_has_the_tensors(tmp_path):
-    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     disk = Disk(tmp_path)
     homes = [disk.empty(ELEMENTS, torch.float32) for _ in range(20)]
@@ -160,11 +155,9 @@ def test_the_space_returns_when_nobody_has_the_tensors(tmp_path):
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) <= before + 2, "a tensor keeps no descriptor"
     del disk
-    gc.collect()
     homes[0].fill_(3)
     assert homes[0].unique().tolist() == [3], "a tensor outlives the disk"
     del homes
-    gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
