@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments
 
-_LABELS = ("label", "labels", "target", "targets")
+_LABELS = ("label", "labels", "target", "targets", "y")
 
 
 def given_inputs(given: Mapping[str, Any]) -> dict[str, Any]:

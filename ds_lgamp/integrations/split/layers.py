@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.call import Arguments, Call, Calls, Tree
+from ds_lgamp.integrations.split.call import Call, Calls, Tree
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, parameters_of, part_of
-from ds_lgamp.integrations.split.survey import survey
+from ds_lgamp.integrations.split.survey import Survey
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -61,26 +61,22 @@ class SplitLayers:
     Args:
         model: the model.
         blocks: its blocks.
-        dummy: arguments of a small call, which shows what works ahead of the blocks and what behind them.
+        shown: what a small call of it showed.
         random_sources: generators that the model may draw from.
         differentiated: returns what of an output has gradients.
-
-    Raises ConfigError if the model cannot be split.
     """
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Blocks,
-        dummy: Arguments,
+        shown: Survey,
         random_sources: Sequence[RandomSource],
         differentiated: Callable[[Any], Any],
     ) -> None:
-        shown = survey(model, blocks, dummy, random_sources)
         ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
         self._blocks = list(blocks.named.values())
-        self.shown = shown
         shares = shown.read_behind or _share(ahead, behind)
         held = {**ahead, **behind} if shares else behind
         split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, differentiated)

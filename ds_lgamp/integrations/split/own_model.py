@@ -12,6 +12,7 @@ from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.output import NotReturned
+from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -31,10 +32,13 @@ class OwnModelLayers(SplitLayers):
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> None:
         given = settings.dummy_inputs
         dummy = inputs_of(model) if given is None else ((), given_inputs(given))
-        only_loss = settings.outputs == "loss"
-        super().__init__(model, find_blocks(model), dummy, random_sources, self._loss_in if only_loss else _all)
-        self._leaves, self._structure = tree_flatten(self.shown.output)
-        self._place = _place_of_loss(type(model).__name__, self._leaves) if only_loss else None
+        blocks, only_loss = find_blocks(model), settings.outputs == "loss"
+        shown = survey(model, blocks, dummy, random_sources)
+        leaves, self._structure = tree_flatten(shown.output)
+        self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
+        self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        """What the model returns beside its loss, where only that comes back."""
+        super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else _all)
 
     @staticmethod
     def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
@@ -58,9 +62,7 @@ class OwnModelLayers(SplitLayers):
 
     def training_output(self, loss: Tensor) -> Any:
         """Returns what the model would return, with the ``loss`` as its only tensor."""
-        leaves = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        assert self._place is not None, "the model returns its loss"
-        leaves[self._place] = loss
+        leaves = [loss if place == self._place else other for place, other in enumerate(self._others)]
         return tree_unflatten(leaves, self._structure)
 
 

@@ -11,6 +11,7 @@ from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs
 from ds_lgamp.integrations.split.layers import SplitLayers
+from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.transformers.attention import attending_anywhere
 from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
 from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
@@ -40,14 +41,10 @@ class ModelLayers(SplitLayers):
         self._names = list(signature(model.forward).parameters)
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
+        blocks = find_blocks(model, planned_names(model))
         with attending_anywhere(model_of(model)):
-            super().__init__(
-                model,
-                find_blocks(model, planned_names(model)),
-                ((), {**dummy, **self._without_cache}),
-                random_sources,
-                _loss_in if settings.outputs == "loss" else _all,
-            )
+            shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources)
+        super().__init__(model, blocks, shown, random_sources, _loss_in if settings.outputs == "loss" else _all)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for

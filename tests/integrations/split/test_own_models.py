@@ -1,5 +1,7 @@
 """Models of one's own, split at their blocks, compute what they compute whole."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,13 @@ def test_blocks_get_what_they_do_where_nothing_ahead_of_them_is(name):
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     told = block._split.block_arguments(call)
     assert len(told) == 3 and all(each.positional == () for each in told)
+
+
+def test_the_small_forward_leaves_nothing_in_memory():
+    model, outputs = make("a tied GPT"), []
+    model.register_forward_hook(lambda _module, _arguments, output: outputs.append(weakref.ref(output[0])))
+    layers = layers_of(model)
+    assert outputs[0]() is None and len(layers.modules) == 5
 
 
 def test_in_training_the_loss_is_the_only_tensor_of_the_output():
