@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import ds_lgamp
 from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.scripts import trains_with_trainer
-from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, STEPS, configuration
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, STEPS, configuration, loss_of, made
 from tests.integrations.transformers.models import make, micro_batch
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -105,6 +106,26 @@ def train_with_accelerate(name: str, stage: int, block: dict[str, Any], folder: 
         folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
     )
     return losses, again
+
+
+def train_own_model_with_accelerate(name: str, stage: int, block: dict[str, Any]) -> list[float]:
+    """Returns the sums of this rank's losses by step."""
+    prepare()
+    plugin = DeepSpeedPlugin(hf_ds_config=configuration(stage, block))
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
+    model = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with quiet():
+        model, optimizer = accelerator.prepare(model, optimizer)
+    losses = [0.0] * STEPS
+    for step, number in product(range(STEPS), range(MICRO_BATCHES)):
+        with accelerator.accumulate(model):
+            loss = loss_of(name, model, step, dist.get_rank(), number)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[step] += loss.item()
+    return losses
 
 
 def _data() -> list[dict[str, torch.Tensor]]:

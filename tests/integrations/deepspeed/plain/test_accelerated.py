@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from testing.launching import torchrun
 from testing.ranks import run_on_ranks
 from testing.scripts.trains_with_trainer import tiny
-from tests.integrations.deepspeed.plain.accelerated import train_with_accelerate
+from tests.integrations.deepspeed.plain.accelerated import train_own_model_with_accelerate, train_with_accelerate
 from tests.integrations.deepspeed.plain.training import train_alone
+from tests.integrations.split import own_models
 from tests.slow import slow_except
 
 EVALUATED = "--eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --load_best_model_at_end true"
@@ -94,6 +95,7 @@ def test_a_trainer_in_fp16_scales_its_loss_as_stock_deepspeed_does(tmp_path):
             assert logged(history, key) == pytest.approx(logged(histories["stock"], key), rel=5e-3), (name, key)
 
 
+OWN = [("a tied GPT", 2), ("a tied GPT", 1), ("a classifier", 2)]
 LOOPS = [("Llama", 2, 2), ("GPT-2", 1, 3), ("GPT-2", 2, 3)]
 
 
@@ -105,6 +107,14 @@ def test_losses_of_accelerates_loop_are_those_of_one_process(tmp_path, name, pip
         assert losses == pytest.approx(wanted.losses, rel=1e-6)
         assert again == losses[-1:]
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "pipeline"), slow_except([("a tied GPT", 2)], OWN, several=True))
+def test_accelerate_trains_models_of_ones_own(name, pipeline):
+    block = {"pipeline_ranks": pipeline, **own_models.BLOCKS.get(name, {})}
+    ranks = run_on_ranks(2, train_own_model_with_accelerate, name, 3, block)
+    for losses, wanted in zip(ranks, train_alone(name, 2)):
+        assert losses == pytest.approx(wanted.losses, rel=1e-6)
 
 
 def train(folder: Path, runs: list[Any]) -> dict[str, list[dict[str, float]]]:
