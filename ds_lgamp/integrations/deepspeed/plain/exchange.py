@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 from ds_lgamp.integrations.deepspeed.engine.data import to_device
 from ds_lgamp.partition.agreement import everyone
 
-_ALIGNMENT = 8
-"""In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
+_ALIGNMENT = 16
+"""In bytes. Every tensor of a message starts at a multiple. GPU kernels load as many at once, and some fail where a
+tensor begins elsewhere."""
 
 
 @dataclass

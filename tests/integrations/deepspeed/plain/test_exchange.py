@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.partition.agreement import everyone
@@ -35,6 +35,20 @@ def test_every_rank_gets_the_values_of_all_and_its_own_of_another():
         assert_equal(gathered, [value_of(each) for each in range(RANKS)])
         assert nothing == [["no tensor", each] for each in range(RANKS)]
         assert_equal(scattered, value_of(10 + rank))
+
+
+def places_of_received():
+    """Returns by how many bytes each tensor from another rank begins behind a multiple of 16."""
+    exchange, rank = Exchange(dist.group.WORLD, dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    values = [value_of(each) for each in range(RANKS)] if rank == 0 else None
+    received = exchange.gather(value_of(rank)), exchange.scatter(values, 0), exchange.collect(value_of(rank), 1)
+    return [leaf.data_ptr() % 16 for leaf in tree_leaves(received) if torch.is_tensor(leaf) and leaf.numel() > 1]
+
+
+def test_kernels_may_load_16_bytes_at_once_from_every_received_tensor():
+    """Some kernels of GPUs fail where a tensor begins elsewhere."""
+    for places in run_on_ranks(RANKS, places_of_received):
+        assert places and not any(places)
 
 
 def backends_of_descriptions():
