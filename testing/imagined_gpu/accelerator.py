@@ -45,7 +45,7 @@ class ImaginedAccelerator(CUDA_Accelerator):
     max_memory_allocated = memory_allocated
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return pinned(tensor)
+        return tensor if hasattr(tensor, "is_page_locked") else pinned(tensor)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return is_on_device(tensor)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.versions import Versions
@@ -129,11 +128,11 @@ def integer_elements(inputs: Any) -> int:
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Returns ``value`` with its tensors on ``device`` and the floating-point ones in ``dtype``. Lists become tuples,
     as everywhere in a pipeline. A copy from the host starts in page-locked memory. From any other memory, the host
-    would wait until the device has done all earlier work."""
+    would wait until the device has done all earlier work. It is no memory of the script, which may use that again."""
     if torch.is_tensor(value):
-        from_host = value.device.type == "cpu"
-        # Pinned memory keeps strides, and a copy of strided memory starts elsewhere.
-        start = get_accelerator().pin_memory(value.contiguous()) if from_host else value
+        start, from_host = value, value.device.type == "cpu"
+        if from_host and device.type != "cpu":
+            start = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value)
         return start.to(device, dtype=dtype if value.is_floating_point() else None, non_blocking=from_host)
     if isinstance(value, (list, tuple)):
         return tuple(to_device(member, device, dtype) for member in value)

@@ -13,6 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_lgamp.integrations.deepspeed.engine.data import to_device
 from testing.deepspeed_rank import prepare_rank
+from testing.imagined_gpu import accelerator as imagined_gpu
+from testing.imagined_gpu import border
+from testing.imagined_gpu.accelerator import BACKEND
+from testing.imagined_gpu.device import AVAILABLE, DEVICE
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import batches, build, engine_of, linears
 
@@ -102,11 +106,27 @@ def test_a_step_waits_for_the_device_only_where_the_host_decides_to_skip_it(call
     assert [rank[name] for rank in calls] == [expected] * 4
 
 
-def test_a_micro_batch_moves_to_its_device_while_the_host_goes_on():
-    calls = Counter()
-    with Copies(calls):
-        (moved,) = to_device([torch.ones(2)], torch.device("meta"))
-    assert moved.device.type == "meta" and not calls
+def moved_to_an_imagined_gpu():
+    """Moves tensors of a script in page-locked and in other memory. Returns whether a copy to the device reads them."""
+    read = []
+
+    def noted(source, *arguments):
+        read.extend(source is each for each in given)
+        check_move(source, *arguments)
+
+    check_move = border._check_move
+    with border.imagine(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(border, "_check_move", noted)
+        given = [border.pinned(torch.ones(2)), torch.ones(4)[::2]]
+        with DEVICE.step():
+            moved = to_device(given, torch.device("gpu:0"))
+    return [str(each.device) for each in moved], read
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this torch has no devices that Python describes")
+def test_a_micro_batch_moves_while_the_host_goes_on_and_the_script_uses_its_tensors_again():
+    (found,) = run_on_ranks(1, moved_to_an_imagined_gpu, before_init=imagined_gpu.prepare_rank, backend=BACKEND)
+    assert found == (["gpu:0"] * 2, [False] * 4)
 
 
 @pytest.mark.parametrize(
