@@ -263,6 +263,7 @@ class Executor:
         _, chunk, micro_batch = action
         batch = self._batch
         with self._doing("send"):
+            self.links.prepare(self.program, self.row)
             result = batch.results.pop((Kind.FORWARD, chunk, micro_batch))
             answered = batch.training and chunk >= batch.first_trained
             self.links.send_activations(chunk, micro_batch, result, answered)
@@ -272,6 +273,7 @@ class Executor:
 
     def send_backward(self, action: Action) -> None:
         with self._doing("send"):
+            self.links.prepare(self.program, self.row)
             self.links.send_gradients(self._batch.results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
 
     def receive_backward(self, action: Action) -> None:

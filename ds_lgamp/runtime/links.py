@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.launches import Flight, launched
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 _HEADER_ELEMENTS = 128
@@ -213,8 +214,16 @@ class Incoming:
         self.dynamic, self.on_arrival = dynamic, on_arrival
         self._specs: dict[tuple[int, int], MessageSpec] = {}
         self._line: deque[tuple[int, int]] = deque()
+        self._prepared: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """Memory of messages whose receives are posted next."""
         self._posted: dict[tuple[int, int], tuple[dist.Work, list[torch.Tensor]]] = {}
         self._header: tuple[dist.Work, torch.Tensor] | None = None
+
+    def prepare(self, chunk: int, micro_batch: int) -> None:
+        """Takes the memory of a message that is posted next, if its shapes are known."""
+        spec = self._specs.get(self._key(chunk, micro_batch))
+        if spec is not None:
+            self._prepared[chunk, micro_batch] = allocate(spec, self.device)
 
     def post(self, chunk: int, micro_batch: int) -> None:
         self._line.append((chunk, micro_batch))
@@ -258,8 +267,9 @@ class Incoming:
                     header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
                     self._header = _receive(header, self.headers), header
                 return
-            message, tensors = allocate(spec, self.device)
-            self._posted[self._line.popleft()] = _receive(message, self.endpoint), tensors
+            place = self._line.popleft()
+            message, tensors = self._prepared.pop(place) if place in self._prepared else allocate(spec, self.device)
+            self._posted[place] = _receive(message, self.endpoint), tensors
 
     def _read_header(self) -> None:
         assert self.headers is not None and self._header is not None, "a known message does not wait in line"
@@ -295,6 +305,7 @@ class Links:
         advice: str = RESET,
     ) -> None:
         self._dynamic = dynamic
+        self._on_arrival = on_arrival
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
         self._activations_in = Incoming(activations_in, device, headers_in, dynamic, on_arrival)
@@ -306,6 +317,24 @@ class Links:
     def neighbours(self) -> tuple[int, int]:
         """The global ranks before and after this one in the ring."""
         return self._activations_in.endpoint.peer, self._activations_out.endpoint.peer
+
+    def prepare(self, program: Sequence[Action], row: int) -> None:
+        """Takes the memory of what is received between the send in this ``row`` of the program, which comes next, and
+        the next compute.
+
+        A device that runs out of memory waits for all that runs on it before it takes back what it can. A send runs
+        until its message is received. Two ranks that send to each other, and need memory ahead of their receives, would
+        wait for each other.
+        """
+        if not self._on_arrival:
+            return
+        for later in range(row + 1, len(program)):
+            following = program[later]
+            if following.kind in RECEIVES:
+                activations = following.kind is Kind.RECV_FORWARD
+                (self._activations_in if activations else self._gradients_in).prepare(*following[1:])
+            elif following.kind in COMPUTE or following.kind is Kind.RETURN:
+                return
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
         self._activations_in.post(chunk, micro_batch)
