@@ -11,6 +11,8 @@
   complete. A wait for a later work does not stand in for its own.
 - A work's inputs and outputs must exist and stay as they are until it is executed. The simulation keeps nothing alive.
   What was freed or written meanwhile is a :class:`Fault` that names the work. The next call of the rank raises it.
+- They must do so until the wait for the work, if somebody waits for it, also where it is executed long before: a wait
+  for another work has not told that.
 - A wait without progress raises :class:`Fault` and lists what stands in line.
 
 NCCL is more lenient in three points. It opens a communicator of its own for two ranks that send to each other in a

@@ -198,15 +198,20 @@ class Work(dist.Work):
         self.wait()
 
     def _arrive(self) -> None:
-        """Fills the outputs, as far as they still exist."""
+        """Fills the outputs. Raises Fault if the memory of the work was not left alone until now."""
         if self._failure is not None:
             raise RuntimeError(f"{self._line.name}: {self.name} failed: {self._failure}") from self._failure
         if not self._arrived:
             self._arrived = True
+            # Who waits only now did not know that it was executed.
+            for memory in (*self._inputs, *self._outputs):
+                complaint = memory.complaint()
+                if complaint:
+                    raise Fault(f"{self._line.name}: nobody had waited for {self.name} when its {complaint}")
             for memory, values in zip(self._outputs, self._values):
                 alias = memory.alias()
-                if alias is not None:
-                    alias.copy_(values)
+                assert alias is not None, "it has no complaint"
+                alias.copy_(values)
 
 
 class Line:

@@ -142,6 +142,18 @@ def harmed(group, rank, harm):
     return complaint(simnccl.synchronize)
 
 
+def harmed_after_another_wait(group, harm):
+    """A work is executed, but the rank has only waited for another one when it harms the memory."""
+    total, other = torch.ones(2), torch.ones(2)
+    work = dist.all_reduce(total, group=group, async_op=True)
+    dist.all_reduce(other, group=group)
+    if harm == "written":
+        total[0] = 2
+    else:
+        total.untyped_storage().resize_(0)
+    return complaint(work.wait)
+
+
 def dropped_when_executed(group):
     """The sender waited for an answer, the receiver for a later message of the same communicator."""
     answers = dist.new_group([0, 1])
@@ -192,6 +204,7 @@ CASES = [
     launch_before_the_peer_is_there,
     late_work,
     *(partial(harmed, rank=rank, harm=harm) for rank in (0, 1) for harm in ("written", "freed", "emptied")),
+    *(partial(harmed_after_another_wait, harm=harm) for harm in ("written", "emptied")),
     dropped_when_executed,
     tensors_nccl_does_not_carry,
     # These leave works behind that never end.
@@ -273,6 +286,13 @@ def test_a_late_work_is_executed_when_the_host_waits(results):
 )
 def test_memory_that_a_work_uses_is_left_alone(results, rank, harm, text):
     assert results[f"harmed {rank} {harm}"][rank].endswith(text + ("written" if harm == "written" else "freed"))
+
+
+@pytest.mark.parametrize("harm", ["written", "emptied"])
+def test_memory_is_left_alone_until_the_wait_for_its_own_work(results, harm):
+    for text in results[f"harmed_after_another_wait {harm}"]:
+        assert "nobody had waited for all_reduce of [2] float32 when its input [2] float32 was " in text
+        assert text.endswith("written" if harm == "written" else "freed")
 
 
 def test_memory_may_be_dropped_when_the_work_is_executed(results):
