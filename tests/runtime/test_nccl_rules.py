@@ -249,7 +249,7 @@ def waits() -> list[Wait]:
 
 def awaited(call: ast.Call) -> ast.expr | None:
     """Returns what a call waits for; None if it is no wait."""
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "wait":
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("wait", "done"):
         return call.func.value
     return call.args[0] if isinstance(call.func, ast.Name) and call.func.id == "_wait" else None
 
