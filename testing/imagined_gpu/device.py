@@ -90,6 +90,9 @@ class Device:
     def memory_allocated(self, device: Any = None) -> int:
         return 1 << 30
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def current_device(self) -> int:
         return 0
 
