@@ -29,7 +29,7 @@ _PATIENCE = 10.0
 
 def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
     """From now on, a rank that fails leaves at once, so that the launcher ends the job. A rank that is done calls
-    ``finish`` and waits for its collectives, so that it most likely ends without an abort.
+    ``finish``, which may fail too, and waits for its collectives, so that it most likely ends without an abort.
 
     Args:
         finish: waits for everything that the engines of this rank have begun.
@@ -37,7 +37,9 @@ def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
     """
 
     def end() -> None:
-        finish()
+        # Python would go on to end with the status of the script, which knows nothing of a last save that failed.
+        with failures_end_the_process():
+            finish()
         await_gloo_threads()
 
     _leave_at_unhandled_errors(undo)

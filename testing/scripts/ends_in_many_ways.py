@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_lgamp
+from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.engine.ending import first_at_the_end
 
 folder, *ways = sys.argv[1:]
 way = None
@@ -56,6 +58,13 @@ if way is not None:
         raise KeyboardInterrupt
     if way == "exit":
         sys.exit(3)
+    if way == "failed save":
+
+        def finish() -> None:
+            raise CheckpointError("step3 could not be saved")
+
+        first_at_the_end(finish)
+        sys.exit()
     try:
         raise ArithmeticError("the script is in trouble")
     except ArithmeticError:

@@ -29,6 +29,7 @@ WAYS = {
     "uninstalled": (1, TRACEBACK, True),
     "interrupted": (-2, "KeyboardInterrupt", True),
     "exit": (3, "", True),
+    "failed save": (1, "CheckpointError: step3 could not be saved", False),
 }
 
 
@@ -42,7 +43,7 @@ def ended(tmp_path_factory, request):
     return folder
 
 
-@pytest.mark.parametrize("way", slow_except(["raise", "alone"], list(WAYS)))
+@pytest.mark.parametrize("way", slow_except(["raise", "alone", "failed save"], list(WAYS)))
 def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, way):
     status, message, orderly = WAYS[way]
     output = (ended / way).read_text()
