@@ -299,10 +299,10 @@ def build_partition(
     ) -> list[Unit]:
         made = parameters if materialise is None else materialise(parameters)
         kinds = (
-            (name, [entry for entry in made if entry.parameter.requires_grad], tie_group),
-            (f"{name} frozen", [entry for entry in made if not entry.parameter.requires_grad], None),
+            (name, [entry for entry in made if entry.parameter.requires_grad]),
+            (f"{name} frozen", [entry for entry in made if not entry.parameter.requires_grad]),
         )
-        units = [Unit(kind, members, policy, tied, group) for kind, members, group in kinds if members]
+        units = [Unit(kind, members, policy, tied, tie_group) for kind, members in kinds if members]
         if materialise is not None:
             for unit in units:
                 unit.storage.release()

@@ -6,9 +6,12 @@ import torch.distributed as dist
 
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.live_states import publish_alone
+from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain.states import adapted
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
 
@@ -17,10 +20,10 @@ CASES = [(1, 0), (2, 3)]
 STOPPED, STEPS = 2, 4
 
 
-def engine_of(pipeline_ranks, stage, folder):
+def engine_of(pipeline_ranks, stage, folder, model=None):
     torch.manual_seed(1)
     block = {"pipeline_ranks": pipeline_ranks, "live_checkpoint": str(folder / "live")}
-    return initialize(make("GPT-2"), configuration(stage, block))
+    return initialize(make("GPT-2") if model is None else model, configuration(stage, block))
 
 
 def train(engine, until):
@@ -67,6 +70,27 @@ def come_back_from_stock(folder):
     with pytest.raises(CheckpointError) as error:
         engine_of(1, 0, folder).load_checkpoint(str(checkpoints))
     return str(error.value), (checkpoints / "latest").read_text()
+
+
+def publish_an_adapter(folder):
+    """Publishes in one process what two pipeline ranks have left. Both have the embedding, which is the head as well
+    and does not train. Returns the names of the parameters there, and whether the embedding is that of the run."""
+    prepare_rank()
+    ds_lgamp.install()
+    model = adapted("GPT-2")
+    embedding = model.get_base_model().transformer.wte.weight.detach().clone()
+    train(engine_of(2, 3, folder, model), STOPPED)
+    dist.barrier()
+    if dist.get_rank() > 0:
+        return None
+    published = read_whole(publish_alone(folder / "live", lambda tag: folder / tag)).parameters
+    (name,) = (name for name in published if name.endswith("wte.weight"))
+    return len(published), torch.equal(published[name], embedding)
+
+
+def test_a_frozen_embedding_of_two_pipeline_ranks_is_published_once(tmp_path):
+    parameters = sum(1 for _ in adapted("GPT-2").parameters())
+    assert run_on_ranks(2, publish_an_adapter, tmp_path)[0] == (parameters, True)
 
 
 def test_no_state_takes_the_place_of_a_later_checkpoint_of_stock_deepspeed(tmp_path):
