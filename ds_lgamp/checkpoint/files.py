@@ -17,6 +17,8 @@ from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
 
 _LOST = (errno.EIO, errno.EUCLEAN, errno.EISDIR, errno.ENOTDIR)
 """Errors of a disk that has lost data, or another kind of file where it was."""
+_NOT_FOR_FOLDERS = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+"""Errors of file systems, such as mounted buckets, that sync files and no folders."""
 
 
 def save_into(file: IO[bytes], content: Any) -> None:
@@ -100,9 +102,12 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in ``folder`` are on the disk."""
+    """Waits until the names in ``folder`` are on the disk, where its file system can do that for a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise
     finally:
         os.close(descriptor)

@@ -66,11 +66,19 @@ def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
 def discard(tensors: Path) -> None:
     """Removes the tensors of a failed save unless they are already published. Removes the checkpoint's folder if it is
     then empty."""
-    # Removes tensors only if they are known not to belong to the checkpoint.
+    # Where state.json cannot be read at the moment, nobody knows, and they stay.
     with suppress(OSError):
-        if _published_tensors(tensors.parent) != tensors.name:
+        if not _is_named(tensors):
             shutil.rmtree(tensors, ignore_errors=True)
             _remove_if_empty(tensors.parent)
+
+
+def _is_named(tensors: Path) -> bool:
+    """Whether state.json names ``tensors``, even if it is damaged. Raises OSError where it cannot be read."""
+    try:
+        return tensors.name in (tensors.parent / STATE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
 
 
 def write_latest(directory: Path, tag: str) -> None:

@@ -1,7 +1,9 @@
 """Checkpoints appear, are replaced and disappear as a whole."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,35 @@ def test_what_is_published_is_not_discarded(tmp_path):
     folder = written(tmp_path / "tag")
     discard(tensors_folder(folder))
     assert content(read_whole(folder)) == content(example())
+
+
+def test_what_may_be_published_is_not_discarded_while_nobody_can_tell(tmp_path, monkeypatch):
+    folder = written(tmp_path / "tag")
+
+    def fails(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        discard(tensors_folder(folder))
+    assert content(read_whole(folder)) == content(example())
+
+
+def test_a_file_system_that_cannot_sync_folders_keeps_checkpoints_all_the_same(tmp_path, monkeypatch):
+    sync, code = os.fsync, errno.EINVAL
+
+    def fails_for_folders(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_for_folders)
+    written(tmp_path / "tag")
+    write_latest(tmp_path, "tag")
+    assert content(read_whole(tmp_path / (read_latest(tmp_path) or ""))) == content(example())
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        write_latest(tmp_path, "tag")
 
 
 def test_of_a_first_save_that_fails_nothing_stays(tmp_path):
