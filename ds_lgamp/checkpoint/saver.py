@@ -1,10 +1,13 @@
 """Writes and reads checkpoints on all ranks together; can write while they train."""
 
 import logging
+import math
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,6 +32,8 @@ REST = 9
 """Rest time per busy time of the writing thread. It then uses a tenth of a core and of the memory bandwidth."""
 _LOOK = 1.0
 """Seconds after which a thread that rests looks whether a rank fails."""
+_PATIENCE = 60.0
+"""Seconds to wait for a disk without a word."""
 _savers: list["Saver"] = []
 """Savers that are writing, in the order they began."""
 
@@ -155,7 +160,8 @@ class Saver:
 
         def write() -> None:
             writer = ChecksummedWriter(destination, publish, self._rest if self._asynchronous else None)
-            dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
+            with _told_of_stuck_disks(writer, destination):
+                dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
 
         steps = {
             "could not be saved": write,
@@ -190,6 +196,32 @@ class Saver:
             folders.write_latest(directory, tag)
         if self._keep_last is not None:
             folders.keep_last(directory, tag, self._keep_last)
+
+
+@contextmanager
+def _told_of_stuck_disks(writer: ChecksummedWriter, folder: Path) -> Iterator[None]:
+    """Says so while this rank waits for its disk. Nobody can end such a wait: the system may not even let the process
+    die."""
+    over, name = threading.Event(), f"rank {dist.get_rank()} on {socket.gethostname()}"
+
+    def watch() -> None:
+        patience = _PATIENCE
+        while not over.wait(patience / 4):
+            waited = time.monotonic() - (writer.at_disk or math.inf)
+            if waited >= patience:
+                logger.warning(
+                    f"{name} has waited {waited:.0f} s for its disk to take its part of {folder}, and others wait for "
+                    "it; if that lasts, look at that disk"
+                )
+                patience *= 2
+
+    # From Python 3.12 on, none starts once the interpreter shuts down.
+    with suppress(RuntimeError):
+        threading.Thread(target=watch, name=f"{THREADS} watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _nothing() -> None:

@@ -71,8 +71,31 @@ class ChecksummedWriter(FileSystemWriter):
     ) -> None:
         super().__init__(folder)
         self._finished, self._rest = finished, rest
+        self.at_disk: float | None = None
+        """Since when the disk has been at work on a piece, by time.monotonic; None while it has nothing to do."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._at_disk():
+            results = self._written(plan, planner)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @contextmanager
+    def _at_disk(self) -> Iterator[None]:
+        self.at_disk = time.monotonic()
+        try:
+            yield
+        finally:
+            self.at_disk = None
+
+    def _after_piece(self, seconds: float) -> None:
+        self.at_disk = None
+        if self._rest is not None:
+            self._rest(seconds)
+        self.at_disk = time.monotonic()
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results: list[WriteResult] = []
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
@@ -80,18 +103,20 @@ class ChecksummedWriter(FileSystemWriter):
                 for item in plan.items:
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
-                    offset, sink = file.tell(), _ChecksummedFile(file, self._rest)
+                    offset, sink = file.tell(), _ChecksummedFile(file, self._after_piece)
                     _save(data.detach().cpu(), sink)
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
                     results.append(WriteResult(item.index, length, _Written(place, sink.hasher.hexdigest())))
                 sync(file)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the indices. Runs on the first rank when all ranks have written."""
+        with self._at_disk():
+            self._write_indices(metadata, results)
+
+    def _write_indices(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [(result.index, result.storage_data) for rank in results for result in rank]
         places = [
             [dataclasses.replace(result, storage_data=result.storage_data.place) for result in rank] for rank in results
@@ -131,9 +156,9 @@ def _require_files(folder: Path, places: Sequence[_StorageInfo]) -> None:
 class _ChecksummedFile(io.RawIOBase):
     """The file object that torch.save writes to. It computes the checksum."""
 
-    def __init__(self, file: io.BufferedWriter, rest: Callable[[float], None] | None) -> None:
+    def __init__(self, file: io.BufferedWriter, after_piece: Callable[[float], None]) -> None:
         super().__init__()
-        self._file, self._rest = file, rest
+        self._file, self._after_piece = file, after_piece
         self.hasher = Hasher()
 
     def writable(self) -> bool:
@@ -144,8 +169,7 @@ class _ChecksummedFile(io.RawIOBase):
             begun, piece = time.perf_counter(), data[first : first + _PIECE]
             self.hasher.update(piece)
             self._file.write(piece)
-            if self._rest is not None:
-                self._rest(time.perf_counter() - begun)
+            self._after_piece(time.perf_counter() - begun)
         return len(data)
 
 

@@ -279,6 +279,33 @@ def test_an_unedited_script_leaves_whole_checkpoints_and_live_states_only_if_it_
     assert bool(list((tmp_path / "live").iterdir())) == (end == "raise")
 
 
+def save_to_a_stuck_disk(directory, asynchronous):
+    """Returns what each rank says while the disk of rank 1 takes nothing for a while."""
+    sync, saver, said = os.fsync, Saver(asynchronous, keep_last=None), []
+
+    def stuck(descriptor):
+        if dist.get_rank() == 1:
+            time.sleep(SLOW)
+        sync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver_module.logger, "warning", said.append)
+        patch.setattr(saver_module, "_PATIENCE", SLOW / 4)
+        patch.setattr(os, "fsync", stuck)
+        save(saver, directory, 1)
+        saver.wait()
+    return said
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_waits_for_its_disk_says_so(tmp_path, asynchronous):
+    first, second = run_on_ranks(2, save_to_a_stuck_disk, tmp_path, asynchronous)
+    assert first == [] and 1 <= len(second) <= 3
+    for said in second:
+        assert re.match(rf"rank 1 on {HOST} has waited \d s for its disk to take its part of {tmp_path}/step1/", said)
+    assert number_of(tmp_path / "step1") == 1
+
+
 def test_two_savers_in_one_directory_take_turns(tmp_path):
     assert run_on_ranks(2, save_in_turns, tmp_path) == [(["latest", "step2"], 5)] * 2
 
