@@ -242,7 +242,9 @@ def read_blobs(path: Path, header: Header) -> dict[str, list[FlatShard]]:
     data = path.with_suffix(".bin")
     with open_data(data) as file:
         size = os.fstat(file.fileno()).st_size
-    memory = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    memory = (
+        torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0, device="cpu")
+    )
     found: dict[str, list[FlatShard]] = {}
     for blob in header.blobs:
         own = memory[blob.position : blob.position + blob.length]

@@ -132,7 +132,8 @@ def check_state(path: Path, state: Any) -> None:
 
 
 def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
-    """Decodes a rank's random states and client state from the tensor ``name`` of the checkpoint ``folder``.
+    """Decodes a rank's random states, extra states of layers and client state from the tensor ``name`` of the
+    checkpoint ``folder``.
 
     Raises CheckpointError if the tensor does not hold them.
     """
@@ -144,6 +145,8 @@ def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
         raise _distrusted(folder, f"{name} holds neither random states nor a client state")
     return content
 
+    if not isinstance(content.setdefault("extra_states", {}), dict):
+        raise _distrusted(folder, f"{name} holds no extra states of layers")
 
 def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:
     """Raises CheckpointError if ``tensors`` do not match the list in ``state``, read from ``path``."""

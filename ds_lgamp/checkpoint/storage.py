@@ -240,7 +240,7 @@ class VerifyingReader(FileSystemReader):
     def whole(self, name: str) -> torch.Tensor:
         """Reads the tensor ``name``. Raises CheckpointError if its file is missing or damaged."""
         entry = self.tensors[name]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for part in self.index.tensors[name].parts:
             target = whole[tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.sizes))]
             with open_data(self.folder / part.file) as file, reading(self.folder / part.file):
@@ -262,7 +262,7 @@ class VerifyingReader(FileSystemReader):
         if target.numel() == prod(part.sizes) and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
             self._fill(file, name, part, target.view(-1))
         else:
-            values = torch.empty(part.sizes, dtype=dtype)
+            values = torch.empty(part.sizes, dtype=dtype, device="cpu")
             self._fill(file, name, part, values.view(-1))
             target.copy_(values[tuple(chosen)])
 

@@ -160,7 +160,7 @@ class Loading:
         if self._host is not None and self._host.on_disk.optimizer:
             values = self._host.optimizer_room(segment.end - segment.start, dtype).zero_()
         else:
-            values = torch.zeros(segment.shard.shape, dtype=dtype)
+            values = torch.zeros(segment.shard.shape, dtype=dtype, device="cpu")
         self._add(kind, iter(ranges), values, segment.start)
         return values
 

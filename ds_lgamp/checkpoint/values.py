@@ -211,7 +211,7 @@ def _tensor_fields(tensor: torch.Tensor) -> dict[str, Any]:
 def _decode_tensor(value: dict[str, Any]) -> torch.Tensor:
     dtype = _decode_dtype(value["dtype"])
     data = bytearray(base64.b64decode(value["data"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(value["shape"])
 
 

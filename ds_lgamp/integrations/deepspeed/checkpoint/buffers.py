@@ -47,7 +47,8 @@ def buffers_to_read(
         own = name_of_own(name, ranks_of(run))
         written = own if has_own and own in sizes else name_of_first(name)
         if written in sizes:
-            buffers[written] = FlatShard(tensor.shape, 0, torch.empty(tensor.numel(), dtype=tensor.dtype))
+            values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            buffers[written] = FlatShard(tensor.shape, 0, values)
     return buffers
 
 

@@ -1,5 +1,7 @@
 """Describes a run in state.json: what is no tensor and alike on all ranks. state.py checks it when it is read."""
 
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import deepspeed
@@ -17,6 +19,8 @@ from ds_lgamp.integrations.deepspeed.model.module import global_names
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.version import __version__
 
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 def describe(run: Run) -> dict[str, Any]:
     """Returns the content of state.json, without what all ranks have to gather. Raises CheckpointError if the optimizer
@@ -76,7 +80,17 @@ def encoded(name: str, value: Any) -> Any:
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
-    return {"class": type(scheduler).__name__, "state": encoded("lr_scheduler", scheduler.state_dict())}
+    return {"class": type(scheduler).__name__, "state": encoded("lr_scheduler", scheduler_state(scheduler))}
+
+
+def scheduler_state(scheduler: Any) -> Any:
+    """Returns the state of ``scheduler`` without functions. They are code, which the scheduler that loads it has
+    itself. torch's own schedulers leave theirs out, but torch takes every attribute of other classes for their
+    state."""
+    state = scheduler.state_dict()
+    if not isinstance(state, dict):
+        return state
+    return {key: value for key, value in state.items() if not isinstance(value, _FUNCTIONS)}
 
 
 def _layers(run: Run) -> dict[str, Any]:

@@ -17,12 +17,17 @@ from ds_lgamp.checkpoint.units import Loading
 from ds_lgamp.checkpoint.values import decode
 from ds_lgamp.integrations.deepspeed.checkpoint.buffers import buffers_to_read, commit_buffers
 from ds_lgamp.integrations.deepspeed.checkpoint.data_position import seek_data
-from ds_lgamp.integrations.deepspeed.checkpoint.description import describe_layout, describe_parameters
+from ds_lgamp.integrations.deepspeed.checkpoint.description import (
+    describe_layout,
+    describe_parameters,
+    scheduler_state,
+)
 from ds_lgamp.integrations.deepspeed.checkpoint.fields import COUNTERS, PULLED, TOP_LEVEL, write_fields
 from ds_lgamp.integrations.deepspeed.checkpoint.fitting import Parts, check_fit
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
     decode_rank_state,
     rank_state_to_read,
+    write_extra_states,
     write_random_states,
 )
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
@@ -121,6 +126,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     def commit() -> None:
         loading.commit_weights()
         commit_buffers(run.placed, buffers)
+        write_extra_states(run.placed, mine["extra_states"])
         if parts.optimizer:
             written = state["optimizer"]
             loading.commit_optimizer(run.optimizer.optimizer, decode(written["groups"]), written["scalars"])
@@ -143,7 +149,7 @@ def _open(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
 def _load_scheduler(folder: Path, scheduler: Any, state: dict[str, Any]) -> None:
     """Loads the ``state`` of the scheduler. Only the scheduler can tell that a state does not fit, half-way: then all
     ranks restore it and raise CheckpointError."""
-    before = deepcopy(scheduler.state_dict())
+    before = deepcopy(scheduler_state(scheduler))
     try:
         everywhere(partial(scheduler.load_state_dict, state))
     except CheckpointError as error:

@@ -1,4 +1,5 @@
-"""The random states and client state of one rank, which a checkpoint keeps as JSON text in a tensor of bytes."""
+"""The random states, extra states and client state of one rank, which a checkpoint keeps as JSON text in a tensor of
+bytes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from ds_lgamp.checkpoint.units import rank_name
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.integrations.deepspeed.checkpoint.description import encoded
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, with_extra_state
 from ds_lgamp.runtime.random_state import RandomSource, read_states
 
 
@@ -24,15 +26,21 @@ def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, 
 
 
 def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns ``random`` and ``client_state`` of this rank, encoded. Raises CheckpointError as
+    """Returns ``random``, ``extra_states`` and ``client_state`` of this rank, encoded. Raises CheckpointError as
     :func:`rank_state_to_write` does."""
     sources = run.random_sources
     random = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
-    return {"random": random, "client_state": encoded("client_state", dict(client_state))}
+    states = {name: part.get_extra_state() for name, part in with_extra_state(run.placed)}
+    return {
+        "random": random,
+        "extra_states": {name: encoded(name, state) for name, state in states.items() if state is not None},
+        "client_state": encoded("client_state", dict(client_state)),
+    }
 
 
 def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> dict[str, FlatShard]:
-    """Returns memory for the text of this rank, by its name in the checkpoint.
+    """Returns memory for the text of this rank, by its name in the checkpoint, and behind it, if layers have extra
+    state, for those of all pipeline ranks there.
 
     Ranks beyond those of the checkpoint's ``layout`` take the text of a rank that had the same numbers modulo the
     numbers of ranks there. So what all ranks drew alike they draw alike from then on.
@@ -46,14 +54,30 @@ def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, 
     if name not in sizes:
         # One process wrote the checkpoint for all ranks.
         name = rank_name(0, 0, 0)
-    return {name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8))}
+    names = [name]
+    if any(with_extra_state(run.placed)):
+        others = (rank_name(rank, 0, 0) for rank in range(layout["pipeline_ranks"]))
+        names += (other for other in others if other in sizes)
+    return {
+        name: FlatShard(sizes[name], 0, torch.empty(sizes[name], dtype=torch.uint8, device="cpu")) for name in names
+    }
 
 
 def decode_rank_state(folder: Path, text: Mapping[str, FlatShard]) -> dict[str, Any]:
-    """Returns ``random``, states by generator, and ``client_state`` of this rank. Raises CheckpointError if the text
-    holds something else."""
-    ((name, shard),) = text.items()
-    return decode_text(folder, name, shard.values)
+    """Returns ``random``, states by generator, and ``client_state`` of this rank, and ``extra_states`` of all layers.
+    Raises CheckpointError if a text holds something else."""
+    own, *others = (decode_text(folder, name, shard.values) for name, shard in text.items())
+    extra_states: dict[str, Any] = {}
+    for each in (*others, own):
+        extra_states |= each["extra_states"]
+    return {**own, "extra_states": extra_states}
+
+
+def write_extra_states(module: PlacedModule, states: Mapping[str, Any]) -> None:
+    """Gives the layers of this rank their extra ``states``. One without a state stays as it is."""
+    for name, part in with_extra_state(module):
+        if name in states:
+            part.set_extra_state(states[name])
 
 
 def write_random_states(sources: Sequence[RandomSource], states: Mapping[str, Any]) -> None:

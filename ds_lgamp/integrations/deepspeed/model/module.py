@@ -346,15 +346,18 @@ def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tens
                     yield f"{path}.{name}", tensor
 
 
+def with_extra_state(module: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the parts of this rank's layers that have an extra state, by its global name."""
+    for prefix, layer in built_layers(module).items():
+        for path, part in layer.named_modules(prefix=prefix):
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{path}.{_EXTRA_STATE_KEY_SUFFIX}", part
+
+
 def empty_extra_states(module: PipelineModule) -> list[str]:
     """Returns the global names of the empty extra states of this rank's layers. Megatron-core's linear layers have such
     entries and raise an error if a state lacks them."""
-    return [
-        f"{path}.{_EXTRA_STATE_KEY_SUFFIX}"
-        for prefix, layer in built_layers(module).items()
-        for path, part in layer.named_modules(prefix=prefix)
-        if type(part).get_extra_state is not nn.Module.get_extra_state and part.get_extra_state() is None
-    ]
+    return [name for name, part in with_extra_state(module) if part.get_extra_state() is None]
 
 
 def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:

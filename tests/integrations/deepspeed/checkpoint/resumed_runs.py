@@ -284,6 +284,80 @@ def own_buffers(folder):
     return found
 
 
+def with_another_default_device(folder):
+    """Returns the weights that a run saves, and those that one loads whose script makes its tensors elsewhere."""
+    saved, resumed = (engine_of(*LAYOUTS["zero 3, stored activations"]) for _ in range(2))
+    steps(saved, 1)
+    with torch.device("meta"):
+        saved.save_checkpoint(folder)
+        resumed.load_checkpoint(folder)
+    return end_state(saved), end_state(resumed)
+
+
+class Remembering(nn.Linear):
+    """Has an extra state."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.seen = 0
+
+    def forward(self, inputs):
+        self.seen += inputs.shape[0]
+        return super().forward(inputs)
+
+    def get_extra_state(self):
+        return {"seen": torch.tensor(self.seen)}
+
+    def set_extra_state(self, state):
+        self.seen = int(state["seen"])
+
+
+def extra_states(folder):
+    """Returns the extra states of this rank's layers where they were saved, and where they are loaded: on as many
+    pipeline ranks, and on twice as many."""
+    ds_lgamp.install()
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "optimizer": ADAM}
+    found = []
+    for pipeline_ranks in (2, 2, 4):
+        with quiet():
+            layers = [LayerSpec(Remembering, 6, 6) for _ in range(4)]
+            module = PipelineModule(layers, num_stages=pipeline_ranks, loss_fn=mean_square)
+            block = {"layers_per_chunk": 1, "recompute": "none"}
+            engine = deepspeed.initialize(
+                model=module, model_parameters=list(module.parameters()), config={**config, "ds_lgamp": block}
+            )[0]
+        if found:
+            engine.load_checkpoint(folder, load_module_only=pipeline_ranks == 4)
+        else:
+            steps(engine, 3)
+            engine.save_checkpoint(folder)
+        found.append([layer.seen for layer in module.forward_funcs])
+    return found
+
+
+class Curve(torch.optim.lr_scheduler.LRScheduler):
+    """Has a function, which torch counts among its state."""
+
+    def __init__(self, optimizer, curve):
+        self.curve = curve
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [rate * self.curve(self.last_epoch) for rate in self.base_lrs]
+
+
+def curves(folder):
+    """Returns the learning rates of a run after its save, and of one that loads it."""
+    engines = [engine_of(*LAYOUTS["zero 0"], scheduler=False) for _ in range(2)]
+    for engine in engines:
+        engine.lr_scheduler = Curve(engine.optimizer.optimizer, lambda step: 1 / (1 + step))
+    saved, resumed = engines
+    steps(saved, 2)
+    saved.save_checkpoint(folder)
+    resumed.load_checkpoint(folder)
+    return [[rate for _, _, rate, _ in steps(engine, 2)] for engine in engines]
+
+
 class WarmupLR:
     """Shares only its name with the checkpoint's scheduler."""
 
@@ -372,6 +446,9 @@ def run_all(folder, layouts):
     results["newest whole"] = newest_whole(str(Path(folder) / "newest whole"))
     results["stock is last"] = stock_is_last(str(Path(folder) / "stock is last"))
     results["fewer layers"] = fewer_layers(str(Path(folder) / "fewer layers"))
+    results["default device"] = with_another_default_device(str(Path(folder) / "default device"))
+    results["extra states"] = extra_states(str(Path(folder) / "extra states"))
+    results["curves"] = curves(str(Path(folder) / "curves"))
     results["own buffers"] = own_buffers(str(Path(folder) / "own buffers"))
     results["refusals"] = refusals(folder)
     return results

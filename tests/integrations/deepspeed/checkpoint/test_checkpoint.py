@@ -51,6 +51,23 @@ def test_every_copy_of_a_buffer_is_kept(results):
         assert all(loaded == written for written, loaded in rank["own buffers"])
 
 
+def test_the_default_device_of_a_script_does_not_matter(results):
+    for rank in results:
+        saved, loaded = rank["default device"]
+        assert loaded == saved
+
+
+def test_layers_get_their_extra_state_at_any_layout(results):
+    for rank in results:
+        assert rank["extra states"] == [[24, 24], [24, 24], [24]]
+
+
+def test_a_function_in_the_state_of_a_scheduler_is_that_of_the_run_that_loads(results):
+    for rank in results:
+        uninterrupted, resumed = rank["curves"]
+        assert resumed == uninterrupted and uninterrupted[1] < uninterrupted[0]
+
+
 def test_ranks_with_the_same_weights_share_their_writing(results):
     """Ranks 0 and 1 are the first pipeline rank, 2 and 3 the second."""
     for first, second in (results[:2], results[2:]):
