@@ -33,6 +33,8 @@ _TAG = "type"
 _ARRAY_KINDS = "biufcmMSU"
 """Kinds of NumPy arrays: booleans, numbers, times and text."""
 _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
+_PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__, list: list}
+"""By built-in type, what makes a plain value of one of a subclass, such as torch.__version__."""
 _FACTORIES: dict[str | None, type | None] = {
     None: None,
     **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)},
@@ -59,8 +61,8 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """Decodes what :func:`encode` returned.
 
-    Tensors are on the CPU. Dictionaries of other classes become plain ones. If a class is not imported, its objects
-    become a :class:`Record` and its named tuples become tuples.
+    Tensors are on the CPU. Strings, numbers, lists and dictionaries of other classes become plain ones. If
+    a class is not imported, its objects become a :class:`Record` and its named tuples become tuples.
 
     Raises UnsupportedValue for anything that :func:`encode` does not return.
     """
@@ -94,6 +96,9 @@ def _encode(value: Any) -> Any:
     if is_dataclass(kind):
         _refuse_if(complaint_about(kind), kind)
         return {_TAG: "dataclass", "class": name_of(kind), "value": _encode_mapping(attributes_of(value))}
+    for base in _PLAIN:
+        if isinstance(value, base):
+            return _encode(_PLAIN[base](value))
     raise UnsupportedValue(
         f"a value of type {kind.__module__}.{kind.__qualname__}; use numbers, strings, tensors, lists and dictionaries"
     )

@@ -206,6 +206,10 @@ def test_values_like_these_come_back_as_plain_ones():
     pair = namedtuple("pair", "first second")
     value = [pair(1, 2), UserDict(a=1), defaultdict(lambda: 1, {2: 1}), torch.nn.Parameter(torch.ones(2))]
     assert same(decode(encode(value)), [(1, 2), {"a": 1}, {2: 1}, torch.ones(2)])
+    kinds = (type("Text", (str,), {"__str__": repr}), type("Whole", (int,), {}), type("Real", (float,), {}))
+    made = [kind(plain) for kind, plain in zip(kinds, ("a", 3, float("inf")))]
+    value = [torch.__version__, *made, type("Rows", (list,), {})([1])]
+    assert same(decode(encode(value)), [str(torch.__version__), "a", 3, float("inf"), [1]])
 
 
 def test_states_of_generators_come_back_as_they_take_them():
