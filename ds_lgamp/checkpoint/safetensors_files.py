@@ -19,12 +19,17 @@ from ds_lgamp.version import __version__
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS_KEY = "ds_lgamp.buffers"
 """Metadata key of a file; lists which of its tensors are buffers."""
+_NAMES_KEY = "ds_lgamp.names"
+"""Metadata key of a file; by name in the file, the names in a checkpoint that differ."""
 
 
 class _Planned(NamedTuple):
     """A tensor to write."""
 
     name: str
+    """Name in the file."""
+    own_name: str
+    """Name in a run, with that of the layer."""
     key: str | None
     """Name in the checkpoint; None for a tensor without elements, which the checkpoint does not store."""
     shape: list[int]
@@ -64,24 +69,26 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
     """Reads a safetensors file, or a folder with model.safetensors or an index, as a checkpoint without optimizer
     state.
 
-    Tensor names must be those of the model's layers. Tensors become buffers if :func:`write_safetensors` marked them or
-    if they are not floating-point.
+    Tensor names must be those of the model's layers, or those with which :func:`write_safetensors` replaced them.
+    Tensors become buffers if it marked them or if they are not floating-point.
 
     Raises CheckpointError if a file is missing, is no safetensors file, or has no weights.
     """
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
+    of_model = False
     for path, listed in _files(source).items():
-        tensors, marked = _read(path)
+        tensors, marked, own_names = _read(path)
+        of_model |= bool(own_names)
         if listed is not None and listed != tensors.keys():
             name = min(listed ^ tensors.keys())
             raise CheckpointError(f"{source / INDEX} and {path.name} disagree about {name}; restore both")
         for name, tensor in tensors.items():
             kind = buffers if name in marked or not tensor.is_floating_point() else parameters
-            kind[name] = tensor
+            kind[own_names.get(name, name)] = tensor
     if not parameters:
         raise CheckpointError(f"{source} has no weights; name a file or folder with weights")
-    return _weights_only(dict(sorted(parameters.items(), key=_place)), buffers)
+    return _weights_only(dict(sorted(parameters.items(), key=_place)), buffers, of_model)
 
 
 def _library() -> Any:
@@ -93,13 +100,22 @@ def _library() -> Any:
 
 
 def _plan(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtype) -> Iterator[_Planned]:
+    of_model = state["layers"].get("names_of_model", False)
     for name, described in state["parameters"].items():
         key = f"{PARAMETERS}/{name}"
-        yield _Planned(name, key if key in reader.tensors else None, described["shape"], dtype)
+        shown = _without_layer(name) if of_model else name
+        yield _Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
     prefix = f"{BUFFERS}/0/"
     for key, entry in reader.tensors.items():
         if key.startswith(prefix):
-            yield _Planned(key.removeprefix(prefix), key, list(entry.size), entry.properties.dtype)
+            name = key.removeprefix(prefix)
+            shown = _without_layer(name) if of_model else name
+            yield _Planned(shown, name, key, list(entry.size), entry.properties.dtype)
+
+
+def _without_layer(name: str) -> str:
+    """Returns the name inside the layer or tied module."""
+    return name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
 
 
 def _shards(planned: Iterator[_Planned], shard_bytes: int) -> list[list[_Planned]]:
@@ -137,7 +153,11 @@ def _write_file(path: Path, shard: list[_Planned], reader: VerifyingReader) -> N
     }
     marked = [tensor.name for tensor in shard if tensor.key is not None and tensor.key.startswith(f"{BUFFERS}/")]
     # Some readers require the format key, which names the framework.
-    _library().torch.save_file(tensors, path, metadata={"format": "pt", _BUFFERS_KEY: json.dumps(marked)})
+    metadata = {"format": "pt", _BUFFERS_KEY: json.dumps(marked)}
+    names = {tensor.name: tensor.own_name for tensor in shard if tensor.name != tensor.own_name}
+    if names:
+        metadata[_NAMES_KEY] = json.dumps(names)
+    _library().torch.save_file(tensors, path, metadata=metadata)
     with open(path, "rb") as file:
         sync(file)
 
@@ -160,22 +180,26 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Returns the tensors of a file, and the names of those marked as buffers."""
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str]]:
+    """Returns the tensors of a file, the names of those marked as buffers, and the names in a run that differ."""
     library = _library()
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a .safetensors file or a folder with {SINGLE} or {INDEX}")
     try:
         with library.safe_open(path, framework="pt", device="cpu") as content:
             tensors = {name: content.get_tensor(name) for name in content.keys()}
-            marked = json.loads((content.metadata() or {}).get(_BUFFERS_KEY, "[]"))
+            metadata = content.metadata() or {}
+        marked = json.loads(metadata.get(_BUFFERS_KEY, "[]"))
+        own_names = json.loads(metadata.get(_NAMES_KEY, "{}"))
         if not isinstance(marked, list) or not all(isinstance(name, str) for name in marked):
             raise ValueError(f"{_BUFFERS_KEY} is not a list of names")
+        if not isinstance(own_names, dict) or not all(isinstance(name, str) for name in own_names.values()):
+            raise ValueError(f"{_NAMES_KEY} does not map names to names")
     # The library raises various types for a file of another format.
     except Exception as error:
         first = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} cannot be read as a safetensors file ({first}); restore it") from None
-    return tensors, set(marked)
+    return tensors, set(marked), own_names
 
 
 def _place(entry: tuple[str, Any]) -> tuple[int, str]:
@@ -184,7 +208,9 @@ def _place(entry: tuple[str, Any]) -> tuple[int, str]:
     return (int(layer) if layer.isdecimal() else -1), entry[0]
 
 
-def _weights_only(parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> WholeCheckpoint:
+def _weights_only(
+    parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor], of_model: bool
+) -> WholeCheckpoint:
     layers = max(_place(entry)[0] for entry in parameters.items()) + 1
     state = {
         "versions": {"ds_lgamp": __version__, "torch": str(torch.__version__)},
@@ -198,7 +224,13 @@ def _weights_only(parameters: Mapping[str, torch.Tensor], buffers: dict[str, tor
             "placement": [0],
             "data_type": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
         },
-        "layers": {"types": None, "tied": {}, "partition_method": None, "extra_states": []},
+        "layers": {
+            "types": None,
+            "tied": {},
+            "partition_method": None,
+            "extra_states": [],
+            "names_of_model": of_model,
+        },
         "parameters": {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
         "optimizer": None,
         "lr_scheduler": None,

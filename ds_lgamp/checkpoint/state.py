@@ -48,6 +48,8 @@ class Layers(_Strict):
     tied: dict[str, list[Count]]
     partition_method: str | None
     extra_states: list[str]
+    names_of_model: bool = False
+    """Whether names inside layers are those that the whole model has, as in models of transformers."""
 
 
 class Parameter(_Strict):
@@ -143,10 +145,10 @@ def decode_text(folder: Path, name: str, text: torch.Tensor) -> dict[str, Any]:
         raise _distrusted(folder, f"{name} holds {error}") from None
     if not isinstance(content, dict) or not all(isinstance(content.get(k), dict) for k in ("random", "client_state")):
         raise _distrusted(folder, f"{name} holds neither random states nor a client state")
-    return content
-
     if not isinstance(content.setdefault("extra_states", {}), dict):
         raise _distrusted(folder, f"{name} holds no extra states of layers")
+    return content
+
 
 def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:
     """Raises CheckpointError if ``tensors`` do not match the list in ``state``, read from ``path``."""

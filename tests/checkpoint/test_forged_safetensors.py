@@ -32,6 +32,8 @@ def safetensors_file(header, data=b""):
         safetensors_file(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}', bytes(4)),
         safetensors_file(b'{"__metadata__": {"ds_lgamp.buffers": "[3]"}}'),
         safetensors_file(b'{"__metadata__": {"ds_lgamp.buffers": "no json"}}'),
+        safetensors_file(b'{"__metadata__": {"ds_lgamp.names": "[]"}}'),
+        safetensors_file(b'{"__metadata__": {"ds_lgamp.names": "{\\"a\\": 3}"}}'),
         pickle.dumps(Attack(Path("marker"))),
     ],
     ids=lambda data: repr(data[:70]),

@@ -12,7 +12,7 @@ import torch
 
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.checkpoint.whole import read_whole, write_whole
 from ds_lgamp.cli.main import main
 from testing.checkpoints import content, example, flip, flip_in, items_file, written
 
@@ -166,6 +166,29 @@ def test_exported_weights_are_imported_as_they_were(command, run, tmp_path, argu
     assert list(whole.parameters)[0] == "tied_modules.embed.weight" and list(whole.parameters)[-1] == "10.weight"
     status, output, _ = command("info", tmp_path / "new")
     assert status == 0 and "optimizer    none, weights only\n" in output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--max-shard-size", "1e-7"]])
+def test_a_model_of_transformers_is_exported_by_its_own_names_and_imported_by_those_of_its_layers(
+    command, tmp_path, arguments
+):
+    names = ("tied_modules.ends.model.embed.weight", "1.model.blocks.0.weight", "2.model.blocks.1.weight")
+    whole = example()
+    whole.state["layers"]["names_of_model"] = True
+    whole.state["parameters"] = {name: {"shape": [30], "group": None} for name in names}
+    parameters = {name: torch.randn(30) for name in names}
+    buffers = {"1.model.blocks.0.mask": torch.ones(2)}
+    write_whole(tmp_path / "run", whole._replace(parameters=parameters, buffers=buffers, moments={}))
+    assert command("export", tmp_path / "run", tmp_path / "weights", *arguments)[0] == 0
+    found = {}
+    for file in (tmp_path / "weights").glob("*.safetensors"):
+        found |= safetensors.torch.load_file(file)
+    own = dict(zip(["model.embed.weight", "model.blocks.0.weight", "model.blocks.1.weight"], parameters.values()))
+    assert same(found, {**own, "model.blocks.0.mask": torch.ones(2)})
+    assert command("import", tmp_path / "weights", tmp_path / "new" / "tag")[0] == 0
+    imported = read_whole(tmp_path / "new" / "tag")
+    assert same(imported.parameters, parameters) and same(imported.buffers, buffers)
+    assert imported.state["layers"]["names_of_model"]
 
 
 def test_weights_of_others_are_imported(command, tmp_path):

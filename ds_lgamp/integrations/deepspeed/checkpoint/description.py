@@ -15,12 +15,13 @@ from ds_lgamp.integrations.deepspeed.checkpoint.fields import COUNTERS, PULLED, 
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
 from ds_lgamp.integrations.deepspeed.model.layout import layer_types
-from ds_lgamp.integrations.deepspeed.model.module import global_names
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names
+from ds_lgamp.integrations.transformers.call import Tree
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.version import __version__
 
-
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+
 
 def describe(run: Run) -> dict[str, Any]:
     """Returns the content of state.json, without what all ranks have to gather. Raises CheckpointError if the optimizer
@@ -94,10 +95,16 @@ def scheduler_state(scheduler: Any) -> Any:
 
 
 def _layers(run: Run) -> dict[str, Any]:
-    """Returns what the parameters do not show: the types of layers, which of them use a tied module, and how DeepSpeed
-    cuts them."""
+    """Returns what the parameters do not show: the types of layers, which of them use a tied module, how DeepSpeed cuts
+    them, and whose names their parameters have."""
     tied: dict[str, list[int]] = {}
     for layer, spec in enumerate(run.placed._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             tied.setdefault(spec.key, []).append(layer)
-    return {"types": layer_types(run.placed), "tied": tied, "partition_method": run.partition_method}
+    return {
+        "types": layer_types(run.placed),
+        "tied": tied,
+        "partition_method": run.partition_method,
+        # The first rank has the first layer.
+        "names_of_model": any(isinstance(layer, Tree) for layer in built_layers(run.placed).values()),
+    }

@@ -90,6 +90,11 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
         raise CheckpointError(f"{folder} exists; remove it or name another folder")
     if whole.state["optimizer"] is None:
         raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs; take one that a run saved")
+    if whole.state["layers"].get("names_of_model", False):
+        raise CheckpointError(
+            "the checkpoint is of a model of transformers, of which stock DeepSpeed loads no layers; export its "
+            "weights without --format, for from_pretrained"
+        )
     refuse_whole_tensors(whole.state["optimizer"]["class"], {})
     if min(pipeline_ranks, data_ranks) < 1:
         raise CheckpointError(f"the layout is {pipeline_ranks} pipeline x {data_ranks} data ranks; use at least 1 x 1")

@@ -267,11 +267,20 @@ NOT_WRITTEN = [
     (None, {"stage": 2}, "the stage is 2"),
     (None, {"data_ranks": 0}, "the layout is 2 pipeline x 0 data ranks"),
     (of_bf16, {"stage": 0}, "the stage is 0 and the weights are bfloat16"),
+def of_transformers(whole):
+    whole.state["layers"]["names_of_model"] = True
+
+
     (without_optimizer, {}, "no optimizer state"),
     (lambda whole: whole.client_state.update(global_steps=3), {}, "client_state has global_steps"),
     (lambda whole: whole.moments["exp_avg"].pop("1.bias"), {}, "1.bias has no exp_avg"),
 ]
 
+    (
+        of_transformers,
+        {},
+        "is of a model of transformers, of which stock DeepSpeed loads no layers; export its weights",
+    ),
 
 @pytest.mark.parametrize(("change", "arguments", "message"), NOT_WRITTEN)
 def test_what_cannot_be_written_is_refused(tmp_path, change, arguments, message):

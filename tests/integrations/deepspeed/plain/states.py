@@ -28,6 +28,7 @@ def train_and_read(name: str, stage: int, block: dict[str, Any], folder: str) ->
     engine = trained(make(name), stage, block)
     model = engine.module
     seen: dict[str, Any] = {"weights": own_weights(model)}
+    engine.save_checkpoint(f"{folder}/checkpoints", tag="trained")
     state = model.state_dict()
     seen["state"] = {key: value.clone() for key, value in state.items()}
     places = [value.data_ptr() for value in state.values()]

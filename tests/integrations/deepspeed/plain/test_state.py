@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ds_lgamp.checkpoint.safetensors_files import write_safetensors
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.states import (
     adapted,
@@ -51,6 +52,15 @@ def test_from_pretrained_loads_what_was_trained(seen):
     assert all(torch.equal(loaded[key], value) for key, value in ranks[0]["state"].items())
     weights = torch.load(folder / "weights.bin")
     assert all(torch.equal(weights[key], value) for key, value in ranks[0]["state"].items())
+
+
+def test_from_pretrained_loads_what_is_exported_from_a_checkpoint(seen, tmp_path):
+    ranks, name, folder = seen
+    weights = tmp_path / "weights"
+    write_safetensors(folder / "checkpoints" / "trained", weights, torch.float32, 10**9)
+    make(name).config.save_pretrained(weights)
+    loaded = AutoModelForCausalLM.from_pretrained(weights).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in ranks[0]["state"].items())
 
 
 def test_a_loaded_state_is_trained_on(seen):
