@@ -25,6 +25,9 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import StockLayers,
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, JSON_NAMES, Kernels, choose_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import scaler_state
 
+_OF_NO_PIPELINE = (
+    "so no PipelineModule was saved; load it without a block, or start from its weights alone (zero_to_fp32.py there)"
+)
 _OPTIONS_OF_FUSED_ADAM = {"lr", "bias_correction", "betas", "eps", "weight_decay"}
 
 
@@ -119,11 +122,11 @@ def _read(folder: Path) -> WholeCheckpoint:
 
 def _rank_files(folder: Path) -> list[dict[str, Any]]:
     """Returns the content of every pipeline rank's file. Raises CheckpointError if this reader does not support it."""
+    if any(folder.glob(f"zero_pp_rank_*_{rank_file(0)}")):
+        raise CheckpointError(f"{folder} is of stage 3, {_OF_NO_PIPELINE}")
     first = load_file(folder / rank_file(0))
     if first["module"] is not None:
-        raise CheckpointError(
-            f"{folder / rank_file(0)} holds a whole model, so no PipelineModule was saved; load it without a block"
-        )
+        raise CheckpointError(f"{folder / rank_file(0)} holds a whole model, {_OF_NO_PIPELINE}")
     if first["checkpoint_parallel_dimensions"]["tp_degree"] != 1:
         raise CheckpointError(f"{folder} was written with tensor parallelism; save it without tensor parallelism")
     if first.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):

@@ -371,7 +371,7 @@ _DATA_AND_CHECKPOINTS = (
         _OWN_FORMAT,
     ),
     Key("checkpoint.use_node_local_storage", REFUSED, "all ranks write to one folder; remove it", (False,)),
-    Key("checkpoint.load_universal", REFUSED, _SO_FAR, (False,)),
+    Key("checkpoint.load_universal", REFUSED, "checkpoints load at any layout without it; remove it", (False,)),
     Key("checkpoint.writer.*", REFUSED, f"{_OWN_FORMAT}; remove it"),
     Key("datastates_ckpt", REFUSED, f"{_OWN_FORMAT}; remove it", (False,)),
     *_keys(

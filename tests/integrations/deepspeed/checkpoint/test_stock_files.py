@@ -229,6 +229,10 @@ REFUSED = [
         "no complete checkpoint of a DeepSpeed pipeline .KeyError",
     ),
     (change_rank(module={"weight": torch.ones(2)}), "holds a whole model, so no PipelineModule was saved"),
+    (
+        lambda folder: (folder / RANK).rename(folder / f"zero_pp_rank_0_{RANK}"),
+        "is of stage 3, so no PipelineModule was",
+    ),
     (change_rank(checkpoint_parallel_dimensions={"tp_degree": 2}), "was written with tensor parallelism"),
     (
         change_rank(ds_config={"zero_optimization": {"round_robin_gradients": True}}),
@@ -263,24 +267,24 @@ def of_bf16(whole):
     whole.state["layout"]["data_type"] = "bfloat16"
 
 
-NOT_WRITTEN = [
-    (None, {"stage": 2}, "the stage is 2"),
-    (None, {"data_ranks": 0}, "the layout is 2 pipeline x 0 data ranks"),
-    (of_bf16, {"stage": 0}, "the stage is 0 and the weights are bfloat16"),
 def of_transformers(whole):
     whole.state["layers"]["names_of_model"] = True
 
 
+NOT_WRITTEN = [
+    (None, {"stage": 2}, "the stage is 2"),
+    (None, {"data_ranks": 0}, "the layout is 2 pipeline x 0 data ranks"),
+    (of_bf16, {"stage": 0}, "the stage is 0 and the weights are bfloat16"),
     (without_optimizer, {}, "no optimizer state"),
-    (lambda whole: whole.client_state.update(global_steps=3), {}, "client_state has global_steps"),
-    (lambda whole: whole.moments["exp_avg"].pop("1.bias"), {}, "1.bias has no exp_avg"),
-]
-
     (
         of_transformers,
         {},
         "is of a model of transformers, of which stock DeepSpeed loads no layers; export its weights",
     ),
+    (lambda whole: whole.client_state.update(global_steps=3), {}, "client_state has global_steps"),
+    (lambda whole: whole.moments["exp_avg"].pop("1.bias"), {}, "1.bias has no exp_avg"),
+]
+
 
 @pytest.mark.parametrize(("change", "arguments", "message"), NOT_WRITTEN)
 def test_what_cannot_be_written_is_refused(tmp_path, change, arguments, message):
