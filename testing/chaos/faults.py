@@ -17,7 +17,7 @@ class Fault(NamedTuple):
     """From the fault; None if the job must succeed."""
     says: str
     """What must be printed, as a pattern. ``{rank}`` is the rank with the fault, ``{other}`` the one at the other end
-    of its link."""
+    of its link. "" if nobody is to blame."""
     places: tuple[str, ...]
     """Where a rank may meet it."""
 
@@ -38,6 +38,7 @@ FAULTS = {
     "segfault": Fault(DEATH, DIED, AT_ANY_MOMENT),
     "SIGKILL": Fault(DEATH, DIED, AT_ANY_MOMENT),
     "SIGTERM": Fault(DEATH, DIED, AT_ANY_MOMENT),
+    "all killed": Fault(DEATH, "", AT_ANY_MOMENT),
     "SIGSTOP": Fault(STALL, SILENT, AT_ANY_MOMENT),
     "interpreter held": Fault(STALL, SILENT, AT_ANY_MOMENT),
     "sleep": Fault(STALL, STANDS, IN_BATCH),

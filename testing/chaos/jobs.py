@@ -1,7 +1,7 @@
 """Random trainings, and what happens to them."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from testing.chaos.faults import DOORS, FAULTS, HANG_TIMEOUT, STEPS
@@ -28,6 +28,8 @@ class Job(NamedTuple):
     place: str
     delay: float
     """Seconds, for a fault at any moment."""
+    again: Sequence[int] | None = None
+    """Pipeline ranks, data-parallel ranks and ZeRO stage of the second start; None if they are the same."""
     steps: int = STEPS
     hang_timeout: float = HANG_TIMEOUT
 
@@ -51,9 +53,21 @@ class Job(NamedTuple):
         return (*model, *layout) if self.door == "transformers" else model
 
     @property
+    def resumed(self) -> "Job":
+        """The second start."""
+        if self.again is None:
+            return self
+        pipeline_ranks, data_ranks, stage = self.again
+        return self._replace(pipeline_ranks=pipeline_ranks, data_ranks=data_ranks, zero_stage=stage)
+
+    @property
     def goes_on(self) -> bool:
         """Whether the job saves checkpoints from which it can go on."""
         return "save" in DOORS[self.door]
+
+
+_RANKS = (1, 2), (2, 1), (2, 2), (1, 3)
+"""Pipeline and data-parallel ranks."""
 
 
 def random_job(draw: random.Random, without: Collection[str] = ()) -> Job:
@@ -61,8 +75,9 @@ def random_job(draw: random.Random, without: Collection[str] = ()) -> Job:
     door = draw.choice([*DOORS, "pipeline"])
     met = {fault: _places(door, fault) for fault in FAULTS if fault not in without}
     fault = draw.choice([fault for fault, places in met.items() if places])
-    pipeline_ranks, data_ranks = draw.choice([(1, 2), (2, 1), (2, 2), (1, 3)])
+    pipeline_ranks, data_ranks = draw.choice(_RANKS)
     stages = (0, 2, 3) if door == "megatron" else (0, 1, 2, 3)
+    again = *draw.choice([*_RANKS, (1, 1)]), draw.choice(stages)
     return Job(
         door=door,
         pipeline_ranks=pipeline_ranks,
@@ -78,6 +93,8 @@ def random_job(draw: random.Random, without: Collection[str] = ()) -> Job:
         step=draw.randrange(3, STEPS - 1),
         place=draw.choice(met[fault]),
         delay=round(draw.uniform(0, 0.5), 3),
+        # Where dropout draws, another layout has other losses.
+        again=again if door in ("pipeline", "plain") else None,
     )
 
 

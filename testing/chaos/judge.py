@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ def judge(job: Job, folder: Path, curves: Curves) -> Judged:
     if job.goes_on:
         found += lost(checkpoints)
         if job.fault == "corrupt checkpoint":
-            damaged = damage(checkpoints)
+            damaged = damage(checkpoints, DAMAGES[job.step % len(DAMAGES)])
         found += _of_restart(job, folder, curves.setdefault(job.alike, {}))
         found += lost(checkpoints, damaged)
     return Judged(end.met, found)
@@ -84,7 +84,7 @@ def of_end(job: Job, end: End) -> Iterator[Complaint]:
             yield Complaint(LATE, f"{end.seconds:.1f} s after the fault, {end.starved:.1f} starved\n{end.output}")
         if not re.search(fault.says.format(rank=job.rank, other=job.other), end.output):
             yield Complaint(UNNAMED, end.output)
-    guilty = {job.rank, job.other} if job.fault == "dead link" else {job.rank} if fails else set()
+    guilty = {job.rank, job.other} if job.fault == "dead link" else {job.rank} if fails and fault.says else set()
     if not named(end.output) <= guilty:
         yield Complaint(WRONG, f"{sorted(named(end.output))}\n{end.output}")
     if end.left:
@@ -117,21 +117,43 @@ def lost(checkpoints: Path, damaged: str | None = None) -> Iterator[Complaint]:
                 yield Complaint(LOST, str(error))
 
 
-def damage(checkpoints: Path) -> str:
-    """Flips a byte of the last checkpoint, and returns its name."""
+def damage(checkpoints: Path, harm: Callable[[Path], None]) -> str:
+    """Does ``harm`` to the last checkpoint, and returns its name."""
     last = read_latest(checkpoints)
     assert last is not None, "the job has saved"
-    file = next((checkpoints / last).glob("tensors-*/__0_0.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    harm(checkpoints / last)
     return last
 
 
+def _flipped(checkpoint: Path) -> None:
+    file = _numbers(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _cut(checkpoint: Path) -> None:
+    file = _numbers(checkpoint)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _numbers(checkpoint: Path) -> Path:
+    return next(checkpoint.glob("tensors-*/__0_0.distcp"))
+
+
+DAMAGES: Sequence[Callable[[Path], None]] = (
+    _flipped,
+    _cut,
+    lambda checkpoint: _numbers(checkpoint).unlink(),
+    lambda checkpoint: (checkpoint / STATE).unlink(),
+)
+"""What can happen to the files of a checkpoint."""
+
+
 def _of_restart(job: Job, folder: Path, known: dict[int, float]) -> Iterator[Complaint]:
-    """Starts the job again, undisturbed, for two steps more. Yields what is wrong."""
+    """Starts the job again, undisturbed, for two steps more, maybe at another layout. Yields what is wrong."""
     steps = 2 + max([job.steps, *(step for step, _ in _losses(folder))])
-    again = start(job._replace(steps=steps), folder, disturbed=False)
+    again = start(job.resumed._replace(steps=steps), folder, disturbed=False)
     if again.status != 0:
         yield Complaint(HANG if again.status is None else RESTART, f"status {again.status}\n{again.output}")
         return

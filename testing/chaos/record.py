@@ -47,7 +47,7 @@ def page_block(path: Path = RECORDED) -> str:
     for fault in FAULTS:
         count, wrong = jobs[fault].total(), complaints[fault]
         misnamed = wrong[UNNAMED] + wrong[WRONG]
-        named = "" if FAULTS[fault].seconds is None else f"{count - misnamed} of {count}"
+        named = f"{count - misnamed} of {count}" if FAULTS[fault].says else ""
         others = ", ".join(f"{kind}: {number}" for kind, number in wrong.items() if kind not in (UNNAMED, WRONG))
         rows.append([fault, *(f"{jobs[fault][door]}" for door in DOORS), named, others])
     return f"{_summary(runs)}\n\n{table(['fault', *DOORS, 'named rightly', 'else wrong'], rows, numbers_from=1)}"
@@ -56,7 +56,7 @@ def page_block(path: Path = RECORDED) -> str:
 def _summary(runs: list[Run]) -> str:
     jobs, complaints = _sum(run.jobs for run in runs), _sum(run.complaints for run in runs)
     total = sum(counted.total() for counted in jobs.values())
-    to_name = sum(counted.total() for fault, counted in jobs.items() if FAULTS[fault].seconds is not None)
+    to_name = sum(counted.total() for fault, counted in jobs.items() if FAULTS[fault].says)
     kinds: Counter[str] = sum(complaints.values(), Counter())
     named = to_name - kinds[UNNAMED] - kinds[WRONG]
     minutes = sum(run.minutes for run in runs)

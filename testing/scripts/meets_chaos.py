@@ -28,6 +28,16 @@ def dies_of(number: int) -> None:
     time.sleep(FOR_EVER)
 
 
+def kills_all(folder: Path) -> None:
+    """Ends all ranks at once, as the end of a job's time or of its nodes does: none sees another one die."""
+    ranks = [int(file.read_text()) for file in folder.glob("rank *")]
+    others = [rank for rank in ranks if rank != os.getpid()]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for rank in others:
+            os.kill(rank, number)
+    dies_of(signal.SIGKILL)
+
+
 def raises() -> None:
     raise ArithmeticError("chaos")
 
@@ -68,6 +78,7 @@ class Trained:
             "segfault": lambda: ctypes.string_at(0),
             "SIGKILL": lambda: dies_of(signal.SIGKILL),
             "SIGTERM": lambda: dies_of(signal.SIGTERM),
+            "all killed": lambda: kills_all(self.folder),
             "SIGSTOP": lambda: dies_of(signal.SIGSTOP),
             "interpreter held": holds_the_interpreter,
             "sleep": lambda: time.sleep(FOR_EVER),

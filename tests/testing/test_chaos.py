@@ -25,7 +25,7 @@ from testing.namespaces import NetworkUnavailable
 JOB = Job(
     **{"door": "pipeline", "pipeline_ranks": 2, "data_ranks": 1, "zero_stage": 1, "schedule": "layered"},
     **{"micro_batches": 2, "layers": 4, "save_every": 1, "asynchronous_save": True},
-    **{"fault": "SIGKILL", "rank": 1, "step": 3, "place": "forward", "delay": 0.0},
+    **{"fault": "SIGKILL", "rank": 1, "step": 3, "place": "forward", "delay": 0.0, "again": (1, 2, 3)},
 )
 DIED = f"ds_lgamp: rank 1 on {HOST} died; this rank, 0 on {HOST}, ends in F0.0 of step 3\n"
 GOOD = End(status=1, seconds=4.0, output=DIED, met=True)
@@ -39,6 +39,8 @@ def test_a_job_that_ends_in_time_and_names_the_right_rank_is_well():
     assert kinds(GOOD) == []
     assert kinds(End(0, 20.0, "", met=True), fault="pause") == []
     assert kinds(End(0, 20.0, "", met=False)) == [], "a fault that did not happen must not end the job"
+    assert kinds(GOOD._replace(output=""), fault="all killed") == []
+    assert kinds(GOOD, fault="all killed") == [WRONG], "no rank has outlived the others"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,8 @@ def test_the_jobs_of_a_seed_are_always_the_same_and_have_everything():
     assert {job.place for job in first} == {place for fault in FAULTS.values() for place in fault.places}
     assert all(job.rank < job.ranks and job.other < job.ranks and job.other != job.rank for job in first)
     assert all(job.goes_on or job.place not in ("save", "load") for job in first)
+    assert all(job.resumed.alike == job.alike for job in first)
+    assert {job.resumed.ranks for job in first} == {1, 2, 3, 4}
     assert "exit" not in {random_job(random.Random(seed), without=["exit"]).fault for seed in range(100)}
 
 

@@ -15,7 +15,7 @@ from ds_lgamp.checkpoint.verify import verify
 from ds_lgamp.checkpoint.whole import write_whole
 from testing import ROOT
 from testing.chaos.faults import FAULTS
-from testing.chaos.judge import damage
+from testing.chaos.judge import DAMAGES, damage
 from testing.checkpoints import example
 
 MEETS = """
@@ -109,11 +109,21 @@ def test_other_threads_run_only_while_the_main_thread_sleeps_by_itself(fault, st
         process.communicate()
 
 
-def test_a_corrupt_checkpoint_is_the_newest_and_does_not_load(tmp_path):
+def test_all_ranks_are_killed_at_once(tmp_path):
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for rank, process in enumerate(others, 1):
+        (tmp_path / f"rank {rank}").write_text(str(process.pid))
+    process = started(tmp_path, "all killed")
+    process.communicate(timeout=60)
+    assert [each.wait(60) for each in (process, *others)] == [-signal.SIGKILL] * 3
+
+
+@pytest.mark.parametrize("harm", DAMAGES)
+def test_a_corrupt_checkpoint_is_the_newest_and_does_not_load(harm, tmp_path):
     for tag in ("global_step3", "global_step4"):
         write_whole(tmp_path / tag, example())
         write_latest(tmp_path, tag)
-    assert damage(tmp_path) == "global_step4"
+    assert damage(tmp_path, harm) == "global_step4"
     verify(tmp_path / "global_step3")
     with pytest.raises(CheckpointError):
         verify(tmp_path / "global_step4")
