@@ -1,6 +1,6 @@
 """Megatron-core's optimizer on this rank's shards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as stock
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, param_group_identifier_keys
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
@@ -121,7 +121,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         state = {"state": {}, **state_dict.get("optimizer", state_dict)}
-        saved = self._filter_and_reorder_param_groups(self.param_groups, state["param_groups"])
+        saved = self._saved_groups(state["param_groups"])
         step = state["state"].get("common_step")
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.SGD)):
             # Adam of apex and of Transformer Engine has the step in its groups, as the distributed optimizer's files.
@@ -132,6 +132,13 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         if step is None and isinstance(self.optimizer, torch.optim.Adam):
             return  # It was saved before the first step.
         self._state.load(state["state"], step)
+
+    def _saved_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a checkpoint has ``saved`` of every group. Megatron-core finds it by keys that do not include rates, and
+        so gives all groups the rates of the last. Groups of equal settings have the same order."""
+        if list(map(_key_of, saved)) == list(map(_key_of, self.param_groups)):
+            return saved
+        return self._filter_and_reorder_param_groups(self.param_groups, saved)
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Raises ConfigError: other formats than ``torch_dist`` are refused."""
@@ -176,6 +183,11 @@ def _build(config: Any, models: Sequence[ShardedChunk], overrides: Any, zero_sta
     built = stock._get_megatron_optimizer_based_on_param_groups(config, models, groups)
     scaler = getattr(built, "grad_scaler", None)
     return ShardedOptimizer(built.optimizer, config, scaler, built.init_state_fn, partition)
+
+
+def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """By what Megatron-core finds a group in a checkpoint. Some loops write ``pre_`` ahead of a name."""
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in param_group_identifier_keys)
 
 
 def _names_of_states(config: Any) -> tuple[str, ...]:

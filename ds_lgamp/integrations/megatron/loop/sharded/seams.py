@@ -16,6 +16,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "prepare_grads",
         "step_with_ready_grads",
     ),
+    f"{_OPTIMIZER}.optimizer": ("param_group_identifier_keys",),
     "megatron.core.distributed.DistributedDataParallel": (
         "broadcast_params",
         "finish_grad_sync",

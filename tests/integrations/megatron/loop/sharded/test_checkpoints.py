@@ -101,6 +101,21 @@ def test_at_the_same_layout_it_goes_on_to_the_bit(kind, found):
     assert found[kind, "the same layout"] == found[kind, None]
 
 
+def test_groups_that_differ_in_their_rates_alone_keep_them(tmp_path):
+    run_on_ranks(1, save_and_load_rates, str(tmp_path / "saved"), before_init=prepare_process)
+
+
+def save_and_load_rates(folder):
+    place = Place(1, 2, "layered", zero_stage=3, tied=False, options=(("decoupled_lr", 0.1), ("weight_decay", 0.5)))
+    training, other = Training(place), Training(place)
+    training.train()
+    save(training, folder)
+    load(other, folder)
+    rates = [[(group["max_lr"], group["lr"]) for group in each.optimizer.param_groups] for each in (training, other)]
+    assert rates[0] == rates[1] and len(set(rates[0])) == 2
+    assert trained(other) == trained(training)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_are_loaded_into_whole_chunks_only(stage, kind):
