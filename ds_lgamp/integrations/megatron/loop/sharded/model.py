@@ -73,18 +73,20 @@ class ShardedChunk(DistributedDataParallel):
         return complete
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Gives the optimizer's shards their gradients, after all reductions."""
+        """Gives the optimizer's shards their gradients, after all reductions: averages over the data-parallel ranks,
+        or sums if losses are means over tokens, as in Megatron-core."""
         for unit in self.units:
             unit.finish_gradient()
+        if self.config.calculate_per_token_loss:
+            self.scale_gradients(self.dp_cp_group.size())
         if self.ddp_config.check_for_nan_in_grad:
             self._check_gradients()
 
     def scale_gradients(self, scaling_factor: Any) -> None:
-        """Multiplies the gradients by a factor. Megatron-core calls it if losses are means over tokens: the gradients
-        are then sums over the data-parallel ranks, which the partition has averaged."""
+        """Multiplies the gradients by a factor, such as one by the number of tokens."""
         for unit in self.units:
             assert unit.reduction.shard_gradient is not None, "the gradient is final"
-            unit.reduction.shard_gradient.mul_(scaling_factor * self.dp_cp_group.size())
+            unit.reduction.shard_gradient.mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Drops gradients that no step has used, as of a batch that is run again."""

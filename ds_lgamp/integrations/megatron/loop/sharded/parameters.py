@@ -100,6 +100,11 @@ def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, config: 
     sliced = marked.partition_dim if getattr(marked, "tensor_model_parallel", False) else None
     of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
     partial = of_heads or (config.sequence_parallel and getattr(marked, "sequence_parallel", False))
+    if parameter.requires_grad and getattr(marked, "average_gradients_across_tp_domain", False):
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        # The partition only sums what tensor-parallel ranks compute.
+        parameter.register_hook(lambda gradient: gradient / ranks)
+        partial = True
     return UnitParameter(name, parameter, group, sliced, partial)
 
 
