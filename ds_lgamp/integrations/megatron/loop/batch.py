@@ -1,6 +1,6 @@
 """One batch, as Megatron-core's loop describes it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.config: Any = get_model_config(self.models[0])
-        self.device = next(parameter.device for model in self.models for parameter in model.parameters())
+        self.device = device_of(self.models)
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
         """How many tokens count in the loss, if the loss function reports it."""
         self._finalizes = not self.forward_only and self.config.finalize_model_grads_func is not None
@@ -86,6 +86,14 @@ class Batch:
                 pg_collection=self.groups,
                 force_all_reduce=self.force_all_reduce,
             )
+
+
+def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
+    """The device of a rank's chunks; Megatron-core's if none of them has parameters."""
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device(torch.cuda.current_device())
 
 
 def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:

@@ -27,6 +27,9 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
+_OF_SHAPES = ("hidden_size", "sequence_parallel", "pipeline_dtype", "variable_seq_lengths")
+"""The fields of the model's configuration that determine the shapes of tensors."""
+
 
 class ForwardBackward:
     """Runs batches as the block says, with the interface of Megatron-core's schedules.
@@ -93,7 +96,7 @@ class ForwardBackward:
         timers = batch.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=batch.config.barrier_with_L1_time)
-        self._run(batch, (seq_length, micro_batch_size, decoder_seq_length))
+        self._run(batch, (seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn is None))
         if timers is not None:
             timers("forward-backward").stop()
         return batch.reports
@@ -103,7 +106,9 @@ class ForwardBackward:
         if self._trace is not None:
             self._trace.close()
 
-    def _run(self, batch: Batch, shapes: tuple[Any, ...]) -> None:
+    def _run(self, batch: Batch, sizes: tuple[Any, ...]) -> None:
+        # Models of a loop of one's own may take turns in a pipeline.
+        shapes = *sizes, *(getattr(batch.config, field) for field in _OF_SHAPES)
         spec, program = self._program(
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )

@@ -22,6 +22,7 @@ from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
 
+Data = DistributedData | ShardedData
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
 """The advice in errors about shapes that change unexpectedly."""
 
@@ -45,13 +46,11 @@ class Pipeline:
         hosts = None if alone else host_group()
         self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
         self._shapes, self._patience, self._trace = shapes, patience, trace
-        self._data: DistributedData | ShardedData = DistributedData()
-        if partition_of(first.models) is not None:
-            self._data = ShardedData()
+        self._whole, self._sharded = DistributedData(), ShardedData()
         self._timing = MegatronTiming()
         self._batch: Batch | None = None
-        self._executors: dict[int, Executor] = {}
-        """By the number of chunks per rank."""
+        self._executors: dict[tuple[int, Data], Executor] = {}
+        """By the number of chunks per rank, and by who holds their parameters."""
 
     def run(
         self, batch: Batch, spec: ProgramSpec, program: Sequence[Action], shapes: Any, iteration: Callable[[], int]
@@ -67,8 +66,8 @@ class Pipeline:
         Raises ActionError, which names rank and action, if an action fails.
         """
         if shapes != self._shapes:
-            self._links.reset()
-        executor = self._executor_of(batch)
+            self._links.reset(batch.config.variable_seq_lengths)
+        executor, data = self._executor_of(batch), self._data_of(batch)
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
@@ -77,20 +76,27 @@ class Pipeline:
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:
                     self._trace.begin(iteration(), executor, lambda: spec)
-                self._data.begin(batch)
+                data.begin(batch)
                 executor.run(program)
-                self._data.end()
+                data.end()
         finally:
             self._batch = self._timing.timers = None
-            self._data.forget()
+            data.forget()
+
+    def _data_of(self, batch: Batch) -> Data:
+        """Who holds the parameters of ``batch``. A script may evaluate whole models, such as a teacher, beside sharded
+        ones."""
+        return self._whole if partition_of(batch.models) is None else self._sharded
 
     def _executor_of(self, batch: Batch) -> Executor:
-        if len(batch.models) not in self._executors:
-            executor = self._executors[len(batch.models)] = Executor(
+        data = self._data_of(batch)
+        kind = len(batch.models), data
+        if kind not in self._executors:
+            executor = self._executors[kind] = Executor(
                 batch.placement,
                 batch.rank,
                 {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
-                self._data,
+                data,
                 self._links,
                 loss_function=None,
                 step=self._finish_gradients,
@@ -98,11 +104,11 @@ class Pipeline:
                 recompute=False,
                 loss_gradient=self._loss_gradient,
                 timing=self._timing,
-                owns=self._data.owns if isinstance(self._data, ShardedData) else None,
+                owns=data.owns if isinstance(data, ShardedData) else None,
                 alike=dist.get_process_group_ranks(batch.groups.dp_cp),
             )
             executor.trace = self._trace
-        return self._executors[len(batch.models)]
+        return self._executors[kind]
 
     def _running(self) -> Batch:
         assert self._batch is not None, "chunks compute while a batch runs"
@@ -110,8 +116,8 @@ class Pipeline:
 
     def _finish_gradients(self) -> None:
         """Finishes the gradients, but leaves the optimizer's step to Megatron-core's loop."""
-        self._data.end()
         batch = self._running()
+        self._data_of(batch).end()
         # At stages 0 and 1 this is where Megatron-core waits for its reductions.
         with self._executor_of(batch).timing.time("reduce"):
             batch.finalize()

@@ -2,7 +2,6 @@
 
 import torch
 
-from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -17,10 +16,8 @@ class ShardedData(Partition):
 
     def begin(self, batch: Batch) -> None:
         self._partition = partition_of(batch.models)
-        if self._partition is None:
-            raise ConfigError("the models of this batch are whole, but those of earlier ones were sharded; shard them")
         if not batch.forward_only:
-            self._partition.refuse_thawed()
+            self._running.refuse_thawed()
 
     def end(self) -> None:
         """Does nothing: the program has awaited every reduction."""

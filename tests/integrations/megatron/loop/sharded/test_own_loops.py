@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from testing.ranks import run_on_ranks
@@ -18,6 +19,44 @@ def steps(training):
 
 def assert_alike(found, expected):
     assert found == [pytest.approx(step, rel=1e-5) for step in expected]
+
+
+def test_whole_models_may_be_evaluated_beside_sharded_ones_that_train():
+    run_on_ranks(2, train_beside_a_teacher, before_init=prepare_process)
+
+
+def train_beside_a_teacher():
+    place = SHARDED._replace(pipeline_ranks=2, zero_stage=2)
+    training = Training(place)
+    students, training.place = training.models, place._replace(zero_stage=0)
+    teachers = training.build(place.chunks_per_rank)
+    losses = []
+    found = []
+    for _ in range(2):
+        training.models = teachers
+        with torch.no_grad():
+            losses.append(training.run_batch(0, forward_only=True))
+        training.models = students
+        found.append(steps(training))
+    uninterrupted = Training(place)
+    assert_alike(found[0] + found[1], steps(uninterrupted) + steps(uninterrupted))
+    assert losses[0] == losses[1] == pytest.approx(found[0][0][0], rel=1e-5)
+
+
+def test_models_of_several_sizes_take_turns_in_a_pipeline():
+    run_on_ranks(2, take_turns, before_init=prepare_process)
+
+
+def take_turns():
+    place = Place(2, 2, "layered")
+    small = Training(place)
+    large = Training(place._replace(options=(("hidden_size", 48), ("variable_seq_lengths", True))))
+    # One schedule runs both.
+    small.forward_backward = large.forward_backward
+    for _ in range(2):
+        for training in (small, large):
+            with torch.no_grad():
+                assert training.run_batch(0, forward_only=True) == training.run_batch(0, forward_only=True)
 
 
 def test_a_script_scales_gradients_by_what_it_says():
