@@ -19,7 +19,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, 0),
         "a third copy of its embedding has not been tried; remove it",
     ),
-    "context_parallel_size": ((1,), "it has not been tried with stages 2 and 3; remove it"),
     "num_distributed_optimizer_instances": ((1,), "all data-parallel ranks share a chunk's shards; remove it"),
     "gradient_accumulation_fusion": (
         (False,),

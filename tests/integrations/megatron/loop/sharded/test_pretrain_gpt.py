@@ -123,7 +123,6 @@ def test_the_parts_of_llama_train_and_continue(tmp_path):
     [
         (1, "", "--gradient-accumulation-fusion is True .*; give --no-gradient-accumulation-fusion"),
         (1, "--num-experts 2", "--num-experts is 2 beside zero_optimization.stage 2 or 3: .*; remove it"),
-        (2, "--context-parallel-size 2", "--context-parallel-size is 2 beside zero_optimization.stage 2 or 3: .*"),
         (1, "--mtp-num-layers 1", "--mtp-num-layers is 1 beside zero_optimization.stage 2 or 3: .*; remove it"),
     ],
 )

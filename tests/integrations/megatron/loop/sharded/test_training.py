@@ -31,6 +31,7 @@ SMALL = {
     "no data parallelism": place(2, 2, 1),
     "tensors": place(1, 2, 1, others={"tensor_ranks": 2}, qk_layernorm=True),
     "sequences": place(1, 2, 1, others={"tensor_ranks": 2}, sequence_parallel=True),
+    "context": place(1, 2, 1, context_parallel_size=2),
     "bf16": place(1, 4, 2, others=UNTIED, **precision("bf16", grad_reduce_in_fp32=True)),
     "T5": place(1, 1, 2, others={"model": "T5Model"}),
 }
