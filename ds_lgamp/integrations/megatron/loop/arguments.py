@@ -160,7 +160,7 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
         args.pipeline_model_parallel_layout = layout
         validate()
     if job.zero_stage > 1:
-        refuse_beside_sharding(args)
+        refuse_beside_sharding(args, arguments=True)
     _refuse_disagreement(args, job)
     _check_batches(args, job)
     if chunks > ranks and args.ddp_bucket_size is None and args.ddp_num_buckets is None:

@@ -27,6 +27,11 @@ def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
             f"mtp_num_layers is {settings.mtp_num_layers}, whose chunk on the only pipeline rank would train an "
             "embedding of its own; use more pipeline ranks, or set chunks_per_rank to 1"
         )
+    if chunks_on_one_rank and getattr(settings, "has_cond_embedder", False):
+        raise ConfigError(
+            "has_cond_embedder is True, whose embedders in the chunks of the only pipeline rank would differ after the "
+            "first step; use more pipeline ranks, or set chunks_per_rank to 1"
+        )
 
 
 def refuse_unsupported(batch: Batch) -> None:

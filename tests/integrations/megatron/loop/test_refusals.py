@@ -36,7 +36,9 @@ def test_settings_of_data_parallelism_are_refused_without_megatron_lms_arguments
     refuse_unsupported(batch_of(together, defer_embedding_wgrad_compute=False))
 
 
-@pytest.mark.parametrize(("setting", "value"), [("mtp_num_layers", 1), ("perform_rl_step", True)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("mtp_num_layers", 1), ("perform_rl_step", True), ("has_cond_embedder", True)]
+)
 def test_what_needs_one_model_on_a_rank_is_refused_where_its_only_rank_has_chunks(setting, value):
     settings = Namespace(**{setting: value})
     refuse_settings(settings, chunks_on_one_rank=False)

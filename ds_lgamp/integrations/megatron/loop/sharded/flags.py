@@ -52,19 +52,25 @@ def prepare_sharding(args: Namespace) -> None:
 
     Raises ConfigError for multi-token prediction: what other stages need for it would be of no use here.
     """
-    _refuse(args, "mtp_num_layers")
+    _refuse(args, "mtp_num_layers", arguments=True)
     for name in IMPLIED:
         setattr(args, name, False)
 
 
-def refuse_beside_sharding(args: Namespace) -> None:
-    """Raises ConfigError for a flag that stages 2 and 3 cannot honour, once Megatron-LM has filled in its defaults."""
+def refuse_beside_sharding(settings: Any, arguments: bool = False) -> None:
+    """Raises ConfigError for a flag that stages 2 and 3 cannot honour.
+
+    Args:
+        settings: one of Megatron-core's configurations, or Megatron-LM's arguments, once it has filled in its defaults.
+        arguments: whether ``settings`` are Megatron-LM's arguments.
+    """
     for name in REFUSED:
-        _refuse(args, name)
+        _refuse(settings, name, arguments)
 
 
-def _refuse(args: Namespace, name: str) -> None:
+def _refuse(settings: Any, name: str, arguments: bool) -> None:
     harmless, note = REFUSED[name]
-    value = getattr(args, name, harmless[0])
+    value = getattr(settings, name, harmless[0])
     if value not in harmless:
-        raise ConfigError(f"{option_of(name)} is {value!r} beside zero_optimization.stage 2 or 3: {note}")
+        shown = option_of(name) if arguments else name
+        raise ConfigError(f"{shown} is {value!r} beside zero_optimization.stage 2 or 3: {note}")

@@ -6,8 +6,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 
@@ -19,22 +19,35 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 class ShardedChunk(DistributedDataParallel):
     """Wraps one chunk of a rank. It has no buffers and no hooks: the program gathers and reduces.
 
-    Its class is a subclass because Megatron-core's functions look for DistributedDataParallel. Nothing is partitioned
-    before :meth:`shard`, because the groups of the optimizer decide in which order parameters lie.
+    Its class is a subclass because Megatron-core's functions look for DistributedDataParallel, whose arguments it
+    takes. Nothing is partitioned before :meth:`shard`, because the groups of the optimizer decide in which order
+    parameters lie.
 
     Args:
         config: the TransformerConfig.
         ddp_config: the dtype of gradients, and how they are checked.
         module: the chunk.
+        disable_bucketing: without effect, as a chunk has no buckets.
+        pg_collection: the process groups; None for those of ``parallel_state``.
     """
 
-    def __init__(self, config: Any, ddp_config: DistributedDataParallelConfig, module: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
         # Leaves out the constructor of DistributedDataParallel, which makes buffers for all gradients.
         super(DistributedDataParallel, self).__init__(config=config, module=module)
         self.ddp_config = ddp_config
-        self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "tp", "pp", "embd"])
+        self.groups = pg_collection
+        self.dp_cp_group, self.tp_group = pg_collection.dp_cp, pg_collection.tp
         self.force_all_reduce = False
+        self.overlap_param_gather_with_optimizer_step = False
         # Inherited methods find no bucket, such as the one that frees buffers before a checkpoint of release 0.19.
         self.bucket_groups: list[Any] = []
         self.expert_parallel_bucket_groups: list[Any] = []
@@ -87,6 +100,12 @@ class ShardedChunk(DistributedDataParallel):
         for unit in self.units:
             assert unit.reduction.shard_gradient is not None, "the gradient is final"
             unit.reduction.shard_gradient.mul_(scaling_factor)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Does nothing: the program gathers."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Does nothing: there is no hook, and :func:`whole` completes the weights."""
 
     def zero_grad_buffer(self) -> None:
         """Drops gradients that no step has used, as of a batch that is run again."""

@@ -1,6 +1,7 @@
 """Megatron-core's optimizer on this rank's shards."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -12,6 +13,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, param_group_identifier_keys
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.flags import refuse_flags
+from ds_lgamp.integrations.megatron.loop.sharded.flags import refuse_beside_sharding
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 from ds_lgamp.integrations.megatron.loop.sharded.optimizer_state import MASTER, MASTER_OF_DISTRIBUTED, OptimizerState
 from ds_lgamp.integrations.megatron.loop.sharded.parameters import shard
@@ -28,7 +31,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
     clipping and the order of a step.
 
     Args:
-        optimizer: its groups hold the shards.
+        optimizer: its groups hold the shards; None if no rank trains anything.
         config: Megatron-core's OptimizerConfig.
         grad_scaler: the scale of the loss; None if it is 1.
         init_state_fn: makes the optimizer's state before the first step.
@@ -37,7 +40,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         config: Any,
         grad_scaler: Any,
         init_state_fn: Callable[..., None] | None,
@@ -45,7 +48,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
     ) -> None:
         super().__init__(optimizer, config, grad_scaler, init_state_fn)
         self.partition = partition
-        self.is_stub_optimizer = False
+        self.is_stub_optimizer = optimizer is None
         self._state = OptimizerState(partition, optimizer, _names_of_states(config))
         # Every element of the gradient counts once over all ranks.
         self.grad_stats_parallel_group = dist.group.WORLD
@@ -173,14 +176,23 @@ def sharding(build: Callable[..., Any], zero_stage: int) -> Callable[..., Any]:
 
 
 def _build(config: Any, models: Sequence[ShardedChunk], overrides: Any, zero_stage: int) -> ShardedOptimizer:
-    """Partitions the ``models``, and lets Megatron-core build its torch optimizer and loss scale for the shards."""
+    """Partitions the ``models``, and lets Megatron-core build its torch optimizer and loss scale for the shards.
+
+    Raises ConfigError if the configurations ask for what shards cannot honour.
+    """
+    refuse_flags(config)
+    for settings in (config, models[0].config, models[0].ddp_config):
+        refuse_beside_sharding(settings)
     groups = stock._get_param_groups(models, config, overrides)
     partition = shard(models, groups, zero_stage)
     for group in groups:
         group["params"] = []
     for segment in partition.segments():
         groups[segment.group]["params"].append(segment.shard)
-    built = stock._get_megatron_optimizer_based_on_param_groups(config, models, groups)
+    # Megatron-core's distributed optimizer would need its buffers. The partition does what it is for.
+    plain = copy(config)
+    plain.use_distributed_optimizer = False
+    built = stock._get_megatron_optimizer_based_on_param_groups(plain, models, groups)
     scaler = getattr(built, "grad_scaler", None)
     return ShardedOptimizer(built.optimizer, config, scaler, built.init_state_fn, partition)
 

@@ -42,7 +42,7 @@ class OptimizerState:
         names: the names of the optimizer's tensors, such as ``exp_avg``.
     """
 
-    def __init__(self, partition: ZeroPartition, optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> None:
+    def __init__(self, partition: ZeroPartition, optimizer: Any, names: tuple[str, ...]) -> None:
         self._partition, self._optimizer, self._names = partition, optimizer, names
 
     def sharded(self, model: Mapping[str, Any], is_loading: bool, master: str = MASTER) -> dict[str, Any]:

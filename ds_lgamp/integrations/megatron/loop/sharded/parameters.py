@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.loop.batch import device_of
 from ds_lgamp.integrations.megatron.loop.sharded.flags import EXPERTS
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 from ds_lgamp.partition.flat_storage import UnitParameter
@@ -27,34 +27,40 @@ def shard(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, Any]], z
         groups: the optimizer's groups of whole parameters.
         zero_stage: 2 or 3.
 
-    Raises ConfigError if a model has experts.
+    Raises ConfigError if a model has experts, or parameters that chunks or pipeline ranks have in common.
     """
     for model in models:
         _refuse_experts(model)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline = models[0].groups.pp
+    if pipeline.size() > 1 and getattr(models[0].config, "has_cond_embedder", False):
+        raise ConfigError(
+            "has_cond_embedder is True beside zero_optimization.stage 2 or 3, which do not sum the gradients of these "
+            "embedders over pipeline ranks; set stage 1"
+        )
     numbers = range(pipeline.rank(), pipeline.size() * len(models), pipeline.size())
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     chunks: dict[int, list[UnitParameter]] = {number: [] for number in numbers}
     embedding = _tied_embedding(models, pipeline.size())
+    _refuse_common(models, embedding)
     tied: list[UnitParameter] = []
     users: list[int] = []
     for number, model in zip(numbers, models):
         for name, parameter in unwrap_model(model).named_parameters():
-            entry = _entry(f"{number}.{name}", parameter, group_of.get(id(parameter)), model.config)
+            entry = _entry(f"{number}.{name}", parameter, group_of.get(id(parameter)), model)
             if parameter is embedding:
-                tied, users = [entry], [number]
+                tied, users = tied or [entry], users or [number]
             else:
                 chunks[number].append(entry)
     tie_group = None
     if pipeline.size() > 1:
-        tie_group = parallel_state.get_embedding_group(check_initialized=False)
+        tie_group = models[0].groups.embd
     elif tied:
         users.append(numbers[-1])
     partition = build_partition(
         chunks,
         [TiedParameters(EMBEDDING, tied, users, tie_group)] if tied else [],
         _policy(models[0], zero_stage),
-        next(parameter.device for model in models for parameter in model.parameters()),
+        device_of(models),
     )
     partition.release_all()
     _hand_out(partition, dict(zip(numbers, models)))
@@ -66,6 +72,20 @@ def _refuse_experts(model: ShardedChunk) -> None:
     # So Megatron-core marks parameters that data-parallel ranks do not have in common.
     if experts is not None or not all(getattr(parameter, "allreduce", True) for parameter in model.parameters()):
         raise ConfigError(f"num_moe_experts is {experts} beside zero_optimization.stage 2 or 3: {EXPERTS}")
+
+
+def _refuse_common(models: Sequence[ShardedChunk], embedding: torch.nn.Parameter | None) -> None:
+    """Raises ConfigError if two chunks have a parameter in common, other than the tied ``embedding``. Each would have a
+    copy that the other does not see."""
+    owners: dict[torch.nn.Parameter, int] = {}
+    for number, model in enumerate(models):
+        for name, parameter in unwrap_model(model).named_parameters():
+            owner = owners.setdefault(parameter, number)
+            if owner != number and parameter is not embedding:
+                raise ConfigError(
+                    f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but stages 2 and 3 "
+                    "partition each chunk by itself; put modules that share parameters into one chunk"
+                )
 
 
 def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> None:
@@ -92,16 +112,16 @@ def _tied_embedding(models: Sequence[ShardedChunk], pipeline_ranks: int) -> torc
     return next(marked, None)
 
 
-def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, config: Any) -> UnitParameter:
+def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, model: ShardedChunk) -> UnitParameter:
     """Describes how tensor-parallel ranks share a parameter, as ``finalize_model_grads`` of Megatron-core sees it."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    config, ranks = model.config, model.tp_group.size()
+    if ranks == 1:
         return UnitParameter(name, parameter, group)
     marked: Any = parameter
     sliced = marked.partition_dim if getattr(marked, "tensor_model_parallel", False) else None
     of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
     partial = of_heads or (config.sequence_parallel and getattr(marked, "sequence_parallel", False))
     if parameter.requires_grad and getattr(marked, "average_gradients_across_tp_domain", False):
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
         # The partition only sums what tensor-parallel ranks compute.
         parameter.register_hook(lambda gradient: gradient / ranks)
         partial = True

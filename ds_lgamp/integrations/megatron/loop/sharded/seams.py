@@ -19,10 +19,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_OPTIMIZER}.optimizer": ("param_group_identifier_keys",),
     "megatron.core.distributed.DistributedDataParallel": (
         "broadcast_params",
+        "disable_forward_pre_hook",
+        "enable_forward_pre_hook",
         "finish_grad_sync",
         "scale_gradients",
         "zero_grad_buffer",
     ),
+    "megatron.core.process_groups_config.ProcessGroupCollection": ("use_mpu_process_groups",),
     "megatron.core.rerun_state_machine": ("get_rerun_state_machine",),
 }
 """The names that must exist in each module or class."""

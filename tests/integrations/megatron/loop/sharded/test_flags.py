@@ -25,7 +25,7 @@ from tests.integrations.megatron.training_loop import prepare_process
 def test_refusals_name_flag_value_and_fix(name):
     harmless, note = REFUSED[name]
     with pytest.raises(ConfigError) as refusal:
-        refuse_beside_sharding(Namespace(**{name: 987}))
+        refuse_beside_sharding(Namespace(**{name: 987}), arguments=True)
     assert str(refusal.value) == f"{option_of(name)} is 987 beside zero_optimization.stage 2 or 3: {note}"
     assert re.search("; (remove it|use|give|set) ?", note)
     for value in harmless:

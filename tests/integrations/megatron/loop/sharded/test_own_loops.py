@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.config import ConfigError
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process
 
@@ -19,6 +20,32 @@ def steps(training):
 
 def assert_alike(found, expected):
     assert found == [pytest.approx(step, rel=1e-5) for step in expected]
+
+
+def test_settings_for_the_distributed_optimizer_may_stay():
+    run_on_ranks(1, train_with_its_settings, before_init=prepare_process)
+
+
+def train_with_its_settings():
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert_alike(steps(Training(SHARDED._replace(options=tuple(options.items())))), steps(Training(WHOLE)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("optimizer_cpu_offload", True, "^optimizer_cpu_offload is True: optimizer states stay on the device; remove"),
+        ("check_for_large_grads", True, "^check_for_large_grads is True beside zero_optimization.stage 2 or 3: it"),
+        ("gradient_accumulation_fusion", True, "^gradient_accumulation_fusion is True beside zero_optimization.stage"),
+    ],
+)
+def test_what_shards_cannot_honour_is_refused_without_megatron_lms_arguments(setting, value, said):
+    run_on_ranks(1, build_with, setting, value, said, before_init=prepare_process)
+
+
+def build_with(setting, value, said):
+    with pytest.raises(ConfigError, match=said):
+        Training(SHARDED._replace(options=((setting, value),)))
 
 
 def test_whole_models_may_be_evaluated_beside_sharded_ones_that_train():
@@ -112,3 +139,106 @@ class AveragingNorms(Training):
                     parameter.average_gradients_across_tp_domain = True
                     parameter.register_hook(lambda gradient: gradient * (1 + dist.get_rank()))
         return models
+
+
+def test_the_wrapper_takes_what_megatron_cores_takes():
+    run_on_ranks(1, wrap_and_call, before_init=prepare_process)
+
+
+def wrap_and_call():
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+
+    training = Training(SHARDED)
+    first = training.models[0]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    again = ShardedChunk(first.config, first.ddp_config, first.module, disable_bucketing=True, pg_collection=groups)
+    assert again.dp_cp_group is first.dp_cp_group and again.tp_group is first.tp_group
+    for model in training.models:
+        model.enable_forward_pre_hook()
+        model.start_param_sync()
+        model.disable_forward_pre_hook(param_sync=False)
+    assert_alike(steps(training), steps(Training(WHOLE)))
+
+
+def test_a_rank_may_have_nothing_to_train():
+    run_on_ranks(1, train_frozen_chunks, before_init=prepare_process)
+
+
+def train_frozen_chunks():
+    class Frozen(Training):
+        def build(self, virtual):
+            models = super().build(virtual)
+            for model in models:
+                model.requires_grad_(False)
+            return models
+
+    training = Frozen(SHARDED)
+    assert training.optimizer.step() == (True, 0.0, None)
+
+
+def test_a_parameter_of_two_chunks_is_refused():
+    run_on_ranks(1, share_a_norm, before_init=prepare_process)
+
+
+def share_a_norm():
+    class Sharing(Training):
+        def build(self, virtual):
+            models = super().build(virtual)
+            first, last = (model.module.decoder for model in models)
+            last.layers[0].input_layernorm = first.layers[0].input_layernorm
+            return models
+
+    with pytest.raises(ConfigError, match="of chunk 1 on this rank is also a parameter of chunk 0, .*; put modules"):
+        Sharing(SHARDED)
+
+
+def test_embedders_on_all_pipeline_ranks_are_refused():
+    run_on_ranks(2, condition, before_init=prepare_process)
+
+
+def condition():
+    class Conditioned(Training):
+        def config_of(self, virtual):
+            config = super().config_of(virtual)
+            config.has_cond_embedder = True
+            return config
+
+    with pytest.raises(
+        ConfigError, match="^has_cond_embedder is True beside zero_optimization.stage 2 or 3, .*; set s"
+    ):
+        Conditioned(SHARDED._replace(pipeline_ranks=2))
+
+
+def test_a_pipeline_rank_may_have_no_parameters():
+    run_on_ranks(2, train_below_a_bare_head, before_init=prepare_process)
+
+
+def train_below_a_bare_head():
+    stock, whole, sharded = (
+        steps(BelowABareHead(Place(2, 1, schedule, tied=False, zero_stage=stage)))
+        for schedule, stage in ((STOCK, 0), ("1f1b", 0), ("1f1b", 3))
+    )
+    assert_alike(whole, stock)
+    assert_alike(sharded, stock)
+
+
+class BelowABareHead(Training):
+    """The second pipeline rank only makes a loss of the first one's result."""
+
+    def build(self, virtual):
+        models = super().build(virtual)
+        if dist.get_rank() == 1:
+            return [type(models[0])(self.config, models[0].ddp_config, BareHead())]
+        return models
+
+
+class BareHead(torch.nn.Module):
+    model_type, pre_process, share_embeddings_and_output_weights = "any", False, False
+
+    def set_input_tensor(self, inputs):
+        (self.hidden,) = inputs
+
+    def forward(self, *_, **__):
+        return self.hidden.square().mean(dim=2).T
