@@ -92,8 +92,8 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
         raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs; take one that a run saved")
     if whole.state["layers"].get("names_of_model", False):
         raise CheckpointError(
-            "the checkpoint is of a model of transformers, of which stock DeepSpeed loads no layers; export its "
-            "weights without --format, for from_pretrained"
+            "the checkpoint is of a model that is no PipelineModule, of which stock DeepSpeed loads no layers; export its "
+            "weights without --format, which the model itself loads"
         )
     refuse_whole_tensors(whole.state["optimizer"]["class"], {})
     if min(pipeline_ranks, data_ranks) < 1:
