@@ -92,7 +92,7 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
         raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs; take one that a run saved")
     if whole.state["layers"].get("names_of_model", False):
         raise CheckpointError(
-            "the checkpoint is of a model that is no PipelineModule, of which stock DeepSpeed loads no layers; export its "
+            "the checkpoint is of a plain model, of which stock DeepSpeed loads no layers; export its "
             "weights without --format, which the model itself loads"
         )
     refuse_whole_tensors(whole.state["optimizer"]["class"], {})

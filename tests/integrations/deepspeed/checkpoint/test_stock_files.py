@@ -279,7 +279,7 @@ NOT_WRITTEN = [
     (
         of_transformers,
         {},
-        "is of a model of transformers, of which stock DeepSpeed loads no layers; export its weights",
+        "is of a plain model, of which stock DeepSpeed loads no layers; export its weights",
     ),
     (lambda whole: whole.client_state.update(global_steps=3), {}, "client_state has global_steps"),
     (lambda whole: whole.moments["exp_avg"].pop("1.bias"), {}, "1.bias has no exp_avg"),
