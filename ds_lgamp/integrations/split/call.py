@@ -18,6 +18,16 @@ class BlockArguments(NamedTuple):
     named: Mapping[str, Any]
 
 
+def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, BlockArguments]:
+    """Returns the hidden states among the arguments of a block, and the others. They are the first one, or have the
+    name that they have in transformers."""
+    if positional:
+        return positional[0], BlockArguments(positional[1:], named)
+    name = "hidden_states" if "hidden_states" in named else next(iter(named), None)
+    others = {key: value for key, value in named.items() if key != name}
+    return named.get(name) if name is not None else None, BlockArguments((), others)
+
+
 class Call:
     """The arguments of one call of the model, and what its blocks get on this rank.
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ds_lgamp.integrations.split.call import BlockArguments
+from ds_lgamp.integrations.split.call import BlockArguments, apart
 
 
 class _StandIn(nn.Module):
@@ -46,11 +46,7 @@ class Visited(_StandIn):
         self._visit = visit
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        if positional:
-            hidden, positional = positional[0], positional[1:]
-        else:
-            hidden = named.pop("hidden_states")
-        return self._visit(hidden, BlockArguments(positional, named))
+        return self._visit(*apart(positional, named))
 
 
 class Absent(_StandIn):

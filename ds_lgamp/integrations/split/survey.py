@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.call import Arguments, run_uncompiled
+from ds_lgamp.integrations.split.call import Arguments, apart, run_uncompiled
 from ds_lgamp.integrations.split.parts import Part, parameters_of
 from ds_lgamp.integrations.split.stand_ins import with_forward
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
@@ -197,12 +197,12 @@ class _Walk:
         stock = block.forward
 
         def forward(*positional: Any, **named: Any) -> Any:
-            hidden: Any = positional[0] if positional else named.get("hidden_states")
+            hidden, beside = apart(positional, named)
             if named.get("past_key_values") is not None:
                 raise self.refusal("its blocks get a cache of keys and values")
             if self._visited and hidden is not self._passed:
                 raise self.refusal("its forward computes between blocks")
-            others = [*positional[1:], *(value for name, value in named.items() if name != "hidden_states")]
+            others = [*beside.positional, *beside.named.values()]
             if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
                 raise self.refusal("a block passes more than hidden states to the next one")
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):

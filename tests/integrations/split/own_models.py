@@ -67,7 +67,7 @@ class PositionsGpt(nn.Module):
 
 
 class RotaryGpt(nn.Module):
-    """Its blocks lie in an nn.ModuleDict and get a buffer. It returns a dictionary."""
+    """Its blocks lie in an nn.ModuleDict and get a buffer, all by name. It returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class RotaryGpt(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
         hidden = self.embedding(tokens)
         for layer in self.layers.values():
-            hidden = layer(hidden, rotation=self.rotation[: tokens.shape[1]])
+            hidden = layer(hidden=hidden, rotation=self.rotation[: tokens.shape[1]])
         logits = self.head(hidden)
         return {"logits": logits, "ce": cross_entropy(logits, labels)}
 
