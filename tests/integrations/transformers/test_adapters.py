@@ -80,5 +80,5 @@ def test_images_for_a_composite_model_are_refused():
     batch = micro_batch(0, 0, 0)
     batch["input_ids"][:, 1:5] = 3
     types = (batch["input_ids"] == 3).long()
-    with pytest.raises(ConfigError, match="'model.vision_tower' runs ahead of the model's blocks"):
+    with pytest.raises(ConfigError, match="'model.vision_tower' is used ahead of the model's blocks"):
         in_layers(composite(), {**batch, "token_type_ids": types, "pixel_values": torch.randn(2, 3, 8, 8)})
