@@ -220,9 +220,9 @@ class Incoming:
         self._header: tuple[dist.Work, torch.Tensor] | None = None
 
     def prepare(self, chunk: int, micro_batch: int) -> None:
-        """Takes the memory of a message that is posted next, if its shapes are known."""
+        """Takes the memory of a message that is posted next, if its shapes are known and an earlier send has not."""
         spec = self._specs.get(self._key(chunk, micro_batch))
-        if spec is not None:
+        if spec is not None and (chunk, micro_batch) not in self._prepared:
             self._prepared[chunk, micro_batch] = allocate(spec, self.device)
 
     def post(self, chunk: int, micro_batch: int) -> None:
@@ -254,6 +254,7 @@ class Incoming:
         """Forgets the shapes of messages."""
         self.dynamic = dynamic
         self._specs.clear()
+        self._prepared.clear()
 
     def _key(self, chunk: int, micro_batch: int) -> tuple[int, int]:
         return chunk, micro_batch if self.dynamic else 0

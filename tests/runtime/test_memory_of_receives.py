@@ -5,6 +5,7 @@ ever, each for the receive of the other one.
 """
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime import links
@@ -60,3 +61,16 @@ def test_messages_have_their_memory_ahead_of_the_send_before_their_receive(chunk
         for word in noted:
             assert not (waits and word == MEMORY)
             waits = word == SEND or (waits and word == RECEIVE)
+
+
+def test_memory_is_taken_once_and_goes_with_the_shapes(monkeypatch):
+    taken = []
+    monkeypatch.setattr(links, "allocate", lambda *given: taken.append(given))
+    incoming = links.Incoming(links.Endpoint(0, None, 0), torch.device("cpu"), None, False, True)
+    incoming.expect(0, 0, [torch.zeros(2)])
+    # Ahead of two sends that follow each other.
+    incoming.prepare(0, 0)
+    incoming.prepare(0, 0)
+    assert len(taken) == len(incoming._prepared) == 1
+    incoming.reset(False)
+    assert not incoming._prepared

@@ -56,7 +56,7 @@ class SplitForward:
         held: those of them that the last layer holds.
         returned: how many members the tuple has that a block returns; 0 if a block returns a tensor.
         random_sources: generators that the model may draw from.
-        differentiated: returns what of an output has gradients.
+        loss_in: returns the loss in an output, if nothing else there has gradients.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SplitForward:
         held: Mapping[str, Part],
         returned: int,
         random_sources: Sequence[RandomSource],
-        differentiated: Callable[[Any], Any],
+        loss_in: Callable[[Any], Any] | None,
     ) -> None:
         self._model, self._forward = model, model.forward
         self._blocks = list(blocks.named.values())
@@ -79,7 +79,7 @@ class SplitForward:
         ]
         self._zeros = {path: self._zeros_for(path, part) for path, part in ahead.items()}
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in behind.items()]
-        self._buffers, self._differentiated = ContainingBuffers(model, blocks), differentiated
+        self._buffers, self._loss_in = ContainingBuffers(model, blocks), loss_in
         self._loss_graph = LossGraph(model, held.values())
         self._visit: Visit = _not_running
         self._visited = 0
@@ -127,7 +127,7 @@ class SplitForward:
         with self._visiting(replace), self._noting_uses(looks) as zeros, replacing(self._ahead()):
             output = run_uncompiled(self._model, *call.positional, **call.named)
         if looks:
-            self._loss_graph.check(self._differentiated(output), made_by, zeros)
+            self._loss_graph.check(output if self._loss_in is None else self._loss_in(output), made_by, zeros)
         return output
 
     def _zeros_for(self, path: str, part: Part) -> Zeros | ZeroParameter:

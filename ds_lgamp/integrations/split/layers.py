@@ -63,7 +63,7 @@ class SplitLayers:
         blocks: its blocks.
         shown: what a small call of it showed.
         random_sources: generators that the model may draw from.
-        differentiated: returns what of an output has gradients.
+        loss_in: returns the loss in an output, if nothing else there has gradients.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class SplitLayers:
         blocks: Blocks,
         shown: Survey,
         random_sources: Sequence[RandomSource],
-        differentiated: Callable[[Any], Any],
+        loss_in: Callable[[Any], Any] | None,
     ) -> None:
         ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
         self._blocks = list(blocks.named.values())
         shares = shown.read_behind or _share(ahead, behind)
         held = {**ahead, **behind} if shares else behind
-        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, differentiated)
+        split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, loss_in)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())

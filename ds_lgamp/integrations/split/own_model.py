@@ -38,7 +38,7 @@ class OwnModelLayers(SplitLayers):
         self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
         self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         """What the model returns beside its loss, where only that comes back."""
-        super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else _all)
+        super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None)
 
     @staticmethod
     def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
@@ -64,10 +64,6 @@ class OwnModelLayers(SplitLayers):
         """Returns what the model would return, with the ``loss`` as its only tensor."""
         leaves = [loss if place == self._place else other for place, other in enumerate(self._others)]
         return tree_unflatten(leaves, self._structure)
-
-
-def _all(output: Any) -> Any:
-    return output
 
 
 def _place_of_loss(name: str, leaves: Sequence[Any]) -> int:

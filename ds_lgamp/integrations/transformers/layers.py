@@ -44,7 +44,7 @@ class ModelLayers(SplitLayers):
         blocks = find_blocks(model, planned_names(model))
         with attending_anywhere(model_of(model)):
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources)
-        super().__init__(model, blocks, shown, random_sources, _loss_in if settings.outputs == "loss" else _all)
+        super().__init__(model, blocks, shown, random_sources, _loss_in if settings.outputs == "loss" else None)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
@@ -77,10 +77,6 @@ class ModelLayers(SplitLayers):
         from ds_lgamp.integrations.transformers.output import TrainingOutput
 
         return TrainingOutput(loss=loss)
-
-
-def _all(output: Any) -> Any:
-    return output
 
 
 def _loss_in(output: Any) -> Any:
