@@ -113,8 +113,6 @@ def _rank_main(
     from testing import simnccl
 
     torch.set_num_threads(1)
-    # Connects ranks when they first talk in a group. DeepSpeed makes many groups that never do.
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     if backend == "simnccl":
         simnccl.register()
     try:
