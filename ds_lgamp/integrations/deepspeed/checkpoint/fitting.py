@@ -96,8 +96,14 @@ def _check_optimizer(run: Run, folder: Path, state: dict[str, Any], own: dict[st
     if there != here:
         raise CheckpointError(f"{folder} has {there} parameter groups, not {here}; build them as they were, {fix}")
     for name, entry in own.items():
-        # A parameter that the checkpoint lacks, where that is allowed, begins without moments.
-        group = state["parameters"].get(name, entry)["group"]
+        if name not in state["parameters"]:
+            # Parameters of a group count their steps together, so a new one cannot begin at the first.
+            if entry["group"] is not None:
+                raise CheckpointError(
+                    f"{folder} has no optimizer state of {name}, which trains here; pass load_optimizer_states=False"
+                )
+            continue
+        group = state["parameters"][name]["group"]
         if group != entry["group"]:
             raise CheckpointError(
                 f"{folder} has {name} in parameter group {group}, but this run in {entry['group']} (None: it does not "
