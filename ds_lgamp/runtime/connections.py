@@ -106,12 +106,13 @@ class Lifeline:
         Args:
             refused: whether the others are about to refuse the same, and need not be told why.
 
-        Returns the sentence that names the other rank; "" if there is none, or if it was said already.
+        Returns the sentence that names the other rank, or one that left before; "" if there is none, or if it was said
+        already.
         """
         if self._judged.wait(_NEWS):
             return self._last_words()
         self._spread(_REFUSAL if refused else _VERDICT, f"{self._own.name} failed ({cause})")
-        return ""
+        return self._sentence() if self.stalls.departed() else ""
 
     def announce(self, cause: str) -> None:
         """Tells the others that this rank fails, but completes a checkpoint with them first."""
@@ -324,4 +325,5 @@ class Lifeline:
         return "" if said else self._sentence()
 
     def _sentence(self) -> str:
-        return f"ds_lgamp: {self._verdict}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"
+        reasons = filter(None, (self._verdict, self.stalls.departed()))
+        return f"ds_lgamp: {'; '.join(reasons)}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"

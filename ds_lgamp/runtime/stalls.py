@@ -75,6 +75,10 @@ class StallTalk:
     def note_goodbye(self, member: Member) -> None:
         self._left[member.rank] = time.monotonic(), time.strftime("%H:%M:%S")
 
+    def departed(self) -> str:
+        """Returns which rank left first, and when; "" if this rank knows of none."""
+        return next((f"rank {rank} {self._farewell(rank)}" for rank in self._left), "")
+
     def finish(self) -> None:
         """Judges nobody any more."""
         here.on_new_limit = None
@@ -114,8 +118,10 @@ class StallTalk:
     def _gone(self, rank: int, now: float) -> Silent:
         if rank not in self._left:
             return Silent("has no lifeline, so nothing is known about it", math.inf)
-        left, text = self._left[rank]
-        return Silent(f"left at {text}: its script or its default process group ended", now - left)
+        return Silent(self._farewell(rank), now - self._left[rank][0])
+
+    def _farewell(self, rank: int) -> str:
+        return f"left at {self._left[rank][1]}: its script or its default process group ended"
 
     def _tell(self, said: Said | None) -> None:
         if said is None:

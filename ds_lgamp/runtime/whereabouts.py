@@ -105,6 +105,9 @@ class Whereabouts:
             yield
             if ends:
                 executor.begun.add(training)
+        except Exception:
+            self.label = f"{label}, which failed"
+            raise
         finally:
             self.place, self.limit = Place.SCRIPT, limit
 

@@ -119,6 +119,43 @@ def test_a_rank_that_ends_well_ends_no_other_and_a_later_death_does(tmp_path):
         assert_ended(ranks, tmp_path, died(3), [2, 4])
 
 
+def a_failure_follows_a_goodbye(folder, clock):
+    """Rank 1 leaves. Rank 2 then fails, as a collective of gloo does where a connection ends."""
+    if begin(folder) == 1:
+        end_well(clock, phase=0)
+    reach(clock, 1)
+    if dist.get_rank() == 2:
+        os.write(2, lifeline.fail("RuntimeError: Connection closed by peer").encode())
+        os._exit(1)
+    wait_for_ever()
+
+
+def test_a_rank_that_left_is_named_where_another_fails_because_of_it(tmp_path):
+    clock = shared_number()
+    with started_ranks(3, a_failure_follows_a_goodbye, tmp_path, clock) as (ranks, _):
+        ranks[1].join()
+        clock.value = 1
+        assert_ended(ranks[:1], tmp_path, [f"rank 2 on {HOST} failed (RuntimeError: Connection closed by peer)"], [0])
+    assert "; rank 1 left at " in (tmp_path / "0").read_text()
+
+
+def the_first_leaves_and_a_failure_follows(folder, clock):
+    if begin(folder) == 0:
+        end_well(clock, phase=0)
+    reach(clock, 1)
+    os.write(2, lifeline.fail("RuntimeError: Connection closed by peer").encode())
+    os._exit(1)
+
+
+def test_a_rank_that_fails_because_the_first_left_names_that_one(tmp_path):
+    clock = shared_number()
+    with started_ranks(2, the_first_leaves_and_a_failure_follows, tmp_path, clock) as (ranks, _):
+        ranks[0].join()
+        clock.value = 1
+        ranks[1].join()
+    assert (tmp_path / "1").read_text().startswith("ds_lgamp: rank 0 left at ")
+
+
 class WaitsForEver:
     """A dataset whose loader never returns. A file tells the process of the loader."""
 

@@ -196,11 +196,11 @@ def test_an_engine_that_is_gone_is_not_kept_alive():
     assert Observer(1, "host", whereabouts).look(0.0, closely=True).done == {}
 
 
-def test_a_batch_that_fails_does_not_count_as_the_first():
+def test_a_batch_that_fails_does_not_count_as_the_first_and_is_said_to_have_failed():
     whereabouts, executor = Whereabouts(), running("F1.0", "")
-    with pytest.raises(ArithmeticError), whereabouts.in_batch(executor, "", True, LIMIT):
+    with pytest.raises(ArithmeticError), whereabouts.in_batch(executor, "step 5", True, LIMIT):
         raise ArithmeticError
-    assert not executor.begun and whereabouts.place is Place.SCRIPT
+    assert not executor.begun and str(whereabouts) == "outside of a batch after step 5, which failed"
 
 
 def calls_of_torch():
