@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import linecache
 import os
 import platform
 from collections.abc import Hashable
@@ -64,8 +65,8 @@ def version_of(package: str) -> str | None:
 
 
 def code_of(made_of: Any) -> str:
-    """Returns a digest of the source of a class or function; "" where Python has no source, and for torch's own, which
-    its version describes."""
+    """Returns a digest of the source of a function, or of the name of a class and all its file; "" where Python has no
+    source, and for torch's own, which its version describes."""
     if (getattr(made_of, "__module__", None) or "").partition(".")[0] == "torch":
         return ""
     return _digest_of_source(made_of) if isinstance(made_of, Hashable) else ""
@@ -74,6 +75,18 @@ def code_of(made_of: Any) -> str:
 @lru_cache(maxsize=1024)
 def _digest_of_source(made_of: Any) -> str:
     try:
-        return hashlib.sha256(inspect.getsource(made_of).encode()).hexdigest()[:8]
+        if isinstance(made_of, type):
+            # To find a class in a file, inspect would parse all of it, for each of its classes anew.
+            return _digest(made_of.__qualname__ + _digest_of_file(inspect.getfile(made_of)))
+        return _digest(inspect.getsource(made_of))
     except (OSError, SyntaxError, TypeError):
         return ""
+
+
+@lru_cache(maxsize=1024)
+def _digest_of_file(file: str) -> str:
+    return _digest("".join(linecache.getlines(file)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
