@@ -22,6 +22,8 @@ fi
 ruff check .
 ruff format --check .
 python -m mypy
+# Ranks would otherwise compile the tests they import, each anew.
+unset PYTHONDONTWRITEBYTECODE
 # One process runs all tests of a file, because they share the ranks that its fixtures start. Files run in the order of
 # their names: ordered by their number of tests, a few long ones would come last, when one process has nothing to do.
 in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
