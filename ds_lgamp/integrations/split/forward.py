@@ -84,6 +84,8 @@ class SplitForward:
         self._visit: Visit = _not_running
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
+        self._passed: Tensor | None = None
+        """The hidden states that it got from the last of them."""
 
     def begin(self, call: Call) -> Tensor:
         """Returns the hidden states that enter the first block. Tells ``call`` what every block gets beside them."""
@@ -170,8 +172,14 @@ class SplitForward:
 
     def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
+        if 0 < self._visited < len(self._blocks) and hidden is not self._passed:
+            raise ConfigError(
+                "with these arguments the forward of the model computes between blocks, such as one that adds features "
+                f"of images to hidden states of several blocks; remove the {BLOCK} block, or write the model as a "
+                "PipelineModule"
+            )
         self._visited += 1
-        passed = self._visit(index, hidden, arguments)
+        passed = self._passed = self._visit(index, hidden, arguments)
         return (passed, *[None] * (self._returned - 1)) if self._returned else passed
 
     def _until_reached(self, call: Call) -> Tensor:
@@ -204,7 +212,7 @@ class SplitForward:
             with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
                 yield
         finally:
-            self._visit = _not_running
+            self._visit, self._passed = _not_running, None
 
 
 def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
@@ -214,5 +222,6 @@ def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tenso
 def _again(what: str) -> str:
     return (
         f"with these arguments the model calls {what} again after its blocks; with a {BLOCK} block, call the blocks "
-        "once, and what precedes them only ahead of them, or write the model as a PipelineModule"
+        f"once, and what precedes them only ahead of them; else set {BLOCK}.dummy_inputs to arguments such as the "
+        "script's, or write the model as a PipelineModule"
     )

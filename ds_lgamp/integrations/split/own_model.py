@@ -33,7 +33,7 @@ class OwnModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model) if given is None else ((), given_inputs(given))
         blocks, only_loss = find_blocks(model), settings.outputs == "loss"
-        shown = survey(model, blocks, dummy, random_sources)
+        shown = survey(model, blocks, dummy, random_sources, only_loss)
         leaves, self._structure = tree_flatten(shown.output)
         self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
         self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.integrations.split.call import BlockArguments, apart
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, full_shape
 
 
 class _StandIn(nn.Module):
@@ -74,30 +73,13 @@ class Zeros(_StandIn):
     def __init__(self, module: nn.Module, starts: Callable[[], None]) -> None:
         super().__init__(module)
         self._starts = starts
-        self._full_shapes = {name: _full_shape(parameter) for name, parameter in module.named_parameters()}
-        self._known: dict[Any, Any] = {}
+        self._imagined = Imagined(module)
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         self._starts()
-        leaves, structure = tree_flatten((positional, named))
-        key = str(structure), tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves)
-        if key not in self._known:
-            self._known[key] = self._imagine(positional, named)
-        return tree_map_only(_Shape, self._zeros, self._known[key])
+        return tree_map_only(Shape, self._zeros, self._imagined(positional, named))
 
-    def _imagine(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        module = self.__dict__["_own"]
-        parameters = dict(module.named_parameters())
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            imagined = {
-                name: torch.empty(shape, dtype=parameters[name].dtype, device=parameters[name].device)
-                for name, shape in self._full_shapes.items()
-            }
-            positional, named = tree_map_only(Tensor, mode.from_tensor, (positional, named))
-            result = functional_call(module, imagined, positional, named)
-            return tree_map_only(Tensor, _Shape, result)
-
-    def _zeros(self, shape: "_Shape") -> Tensor:
+    def _zeros(self, shape: Shape) -> Tensor:
         return _noted(shape.zeros(), self.leaves)
 
 
@@ -108,7 +90,7 @@ class ZeroParameter:
     """As that of :class:`Zeros`."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter, self._shape = parameter, _full_shape(parameter)
+        self._parameter, self._shape = parameter, full_shape(parameter)
 
     def zeros(self) -> Tensor:
         own = self._parameter
@@ -131,16 +113,6 @@ class AbsentParameter(Tensor):
         for leaf in tree_leaves((positional, named)):
             if isinstance(leaf, cls):
                 leaf.refuse()
-
-
-class _Shape:
-    """Shape, dtype and device of a tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 @contextmanager
@@ -176,7 +148,3 @@ def _noted(zeros: Tensor, leaves: list[Tensor] | None) -> Tensor:
     leaves.append(zeros.requires_grad_())
     # Forwards may change it in place, which is forbidden with a leaf.
     return zeros.clone()
-
-
-def _full_shape(parameter: nn.Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

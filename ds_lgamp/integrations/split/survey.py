@@ -21,7 +21,7 @@ class Survey(NamedTuple):
     """What the forward of a model showed."""
 
     ahead: list[str]
-    """The parts that were used ahead of the blocks, by name."""
+    """The parts that were used ahead of the blocks, and unused ones that the model has ahead of them, by name."""
     behind: list[str]
     """All other parts, by name."""
     returned: int
@@ -32,8 +32,13 @@ class Survey(NamedTuple):
     """What the forward returned."""
 
 
-def survey(model: nn.Module, blocks: Blocks, dummy: Arguments, random_sources: Sequence[RandomSource]) -> Survey:
+def survey(
+    model: nn.Module, blocks: Blocks, dummy: Arguments, random_sources: Sequence[RandomSource], only_loss: bool
+) -> Survey:
     """Runs the model's forward on ``dummy`` arguments, with the first block only, and returns what it showed.
+
+    Args:
+        only_loss: whether a training step needs no other output than the loss.
 
     Raises ConfigError if the model cannot be split at its blocks.
     """
@@ -44,7 +49,7 @@ def survey(model: nn.Module, blocks: Blocks, dummy: Arguments, random_sources: S
         positional, named = tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
         try:
             output = run_uncompiled(model, *positional, **named)
-            walk.check_output(output)
+            walk.check_output(output, only_loss)
         except ConfigError:
             raise
         except _Touched:
@@ -107,6 +112,7 @@ class _Walk:
         self._read_ahead: list[str] = []
         """Modules of which parameters were read ahead of the blocks, but not by the module itself."""
         self._read_behind = False
+        self._used_behind: set[str] = set()
         self._visited = 0
         self._passed: Any = None
         self._returned = 0
@@ -143,17 +149,27 @@ class _Walk:
     def result(self, output: Any) -> Survey:
         for path in self._read_ahead:
             raise self.refusal(f"its forward reads a parameter of '{path}' ahead of the blocks without calling it")
-        behind = [path for path in self._parts if path not in self._ahead]
-        return Survey(self._ahead, behind, self._returned, self._read_behind, output)
+        unused = (path for path in self._parts if path not in self._ahead and path not in self._used_behind)
+        ahead = [*self._ahead, *(path for path in unused if self._precedes_blocks(path))]
+        behind = [path for path in self._parts if path not in ahead]
+        return Survey(ahead, behind, self._returned, self._read_behind, output)
 
-    def check_output(self, output: Any) -> None:
+    def _precedes_blocks(self, path: str) -> bool:
+        """Whether the model has a part ahead of its blocks, such as the encoder of images that text does not need."""
+        names = list(dict(self._model.named_modules()))
+        return path not in names or names.index(path) < names.index(self._blocks.path)
+
+    def check_output(self, output: Any, only_loss: bool) -> None:
         """Raises ConfigError if blocks were left out, or if the output depends on modules ahead of them in another way
-        than through hidden states."""
+        than through hidden states. With ``only_loss``, outputs do not count that depend on no hidden states, such as
+        features of images."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if only_loss:
+            outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
         if outputs and self._results:
             ones = [torch.ones_like(each) for each in outputs]
             gradients = torch.autograd.grad(outputs, self._results, ones, allow_unused=True)
@@ -170,6 +186,7 @@ class _Walk:
             return
         path = next((each for each in owners if isinstance(self._parts[each], nn.Parameter)), None)
         if self._visited == len(self._blocks.named):
+            self._used_behind.update(owners)
             self._read_behind |= not set(owners).isdisjoint(self._ahead)
             if path in self._ahead:
                 raise self.refusal(f"its parameter '{path}' is read ahead of the blocks and again behind them")
@@ -185,6 +202,7 @@ class _Walk:
         if self._visited and path in self._ahead:
             raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
         if self._visited:
+            self._used_behind.add(path)
             return
         if path not in self._ahead:
             self._ahead.append(path)
@@ -230,6 +248,11 @@ class _Walk:
             f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; remove the "
             f"{BLOCK} block, or write the model as a PipelineModule"
         )
+
+
+def _depends(output: Tensor, hidden: Tensor) -> bool:
+    (gradient,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True, allow_unused=True)
+    return gradient is not None
 
 
 def _shown(dummy: Arguments) -> str:

@@ -41,10 +41,10 @@ class ModelLayers(SplitLayers):
         self._names = list(signature(model.forward).parameters)
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
-        blocks = find_blocks(model, planned_names(model))
+        blocks, only_loss = find_blocks(model, planned_names(model)), settings.outputs == "loss"
         with attending_anywhere(model_of(model)):
-            shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources)
-        super().__init__(model, blocks, shown, random_sources, _loss_in if settings.outputs == "loss" else None)
+            shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
+        super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for

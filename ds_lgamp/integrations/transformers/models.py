@@ -20,8 +20,9 @@ def without_cache(model: Any) -> dict[str, Any]:
     """Returns the arguments that keep the model's forward from caching keys and values."""
     own = model_of(model)
     parameters = signature(own.forward).parameters
-    # Some heads pass all other arguments on to a model that caches.
-    passed_on = hasattr(own.config, "use_cache") and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    # Some heads, and models of images and text, pass all other arguments on to a model that caches.
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    passed_on = takes_all and hasattr(own.config.get_text_config(), "use_cache")
     return {"use_cache": False} if "use_cache" in parameters or passed_on else {}
 
 

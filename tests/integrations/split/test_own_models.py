@@ -17,6 +17,9 @@ from tests.integrations.split.own_models import (
     BLOCKS,
     IMAGES,
     MODELS,
+    VOCABULARY,
+    WIDTH,
+    Attention,
     PositionsGpt,
     TiedGpt,
     cross_entropy,
@@ -189,6 +192,40 @@ def test_a_parameter_that_other_arguments_use_ahead_of_the_blocks_is_refused():
     tokens = torch.zeros(1, 4, dtype=torch.int64).tolist()
     layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "early": True})
     assert torch.equal(in_layers(layers, *batch, True), model(*batch, True))
+
+
+class Optional(nn.Module):
+    """Takes pictures, and predicts another thing, if it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.embedding = nn.Linear(3, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Attention(causal=True) for _ in range(3)))
+        self.head, self.other_head = nn.Linear(WIDTH, VOCABULARY), nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens, labels, picture=None, other=None):
+        hidden = self.embedding(tokens)
+        if picture is not None:
+            hidden = hidden + self.encoder(picture)[:, None]
+        hidden = self.blocks(hidden)
+        loss = cross_entropy(self.head(hidden), labels)
+        return loss if other is None else loss + (self.other_head(hidden).mean() - other).square()
+
+
+def test_what_the_dummy_inputs_do_not_need_belongs_to_the_end_at_which_the_model_has_it():
+    model, batch = Optional(), micro_batch("a GPT with positions", 0)
+    first, *_, last = layers_of(model).modules
+    assert any("encoder" in name for name, _ in first.named_parameters())
+    assert any("other_head" in name for name, _ in last.named_parameters())
+    for others in ((), (torch.ones(2, 3),), (torch.ones(2, 3), torch.tensor(2.0))):
+        expected = model(*batch, *others)
+        loss = in_layers(layers_of(model), *batch, *others)
+        assert torch.equal(loss, expected)
+        wanted = gradients_of(model, expected)
+        for name, gradient in gradients_of(model, loss).items():
+            assert (gradient is None) == (wanted[name] is None)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8)
 
 
 class Doubled(nn.Sequential):

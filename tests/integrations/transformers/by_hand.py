@@ -21,8 +21,8 @@ class Computed(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def layers_of(model: Any) -> ModelLayers:
-    return ModelLayers(model, layer_sources(torch.device("cpu")), LgampConfig())
+def layers_of(model: Any, **settings: Any) -> ModelLayers:
+    return ModelLayers(model, layer_sources(torch.device("cpu")), LgampConfig(**settings))
 
 
 def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:
@@ -31,9 +31,9 @@ def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:
     return _computed(model, model(**{**arguments, **without_cache(model)}))
 
 
-def in_layers(model: Any, arguments: Mapping[str, Any]) -> Computed:
-    """Calls the layers of the model one after another."""
-    layers = layers_of(model)
+def in_layers(model: Any, arguments: Mapping[str, Any], **settings: Any) -> Computed:
+    """Calls the layers of the model one after another, with ``settings`` of the block."""
+    layers = layers_of(model, **settings)
     call = Call(*layers.arguments((), arguments))
     layers.calls.all = [call]
     first, *blocks, last = layers.modules

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.integrations.transformers import images
 from tests.integrations.transformers.shrink import VOCABULARY, small
 
 LENGTH = 10
@@ -67,10 +68,12 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
     """Makes a model with the same values on every rank.
 
     Args:
-        name: a key of :data:`ARCHITECTURES`, or the name of a configuration.
+        name: a key of :data:`ARCHITECTURES` or ``images.MODELS``, or the name of a configuration.
         head: the class that makes the model; default that of the architecture.
         settings: of the configuration.
     """
+    if name in images.MODELS:
+        return images.make(name)
     if name == "Llama with LoRA":
         settings = peft.LoraConfig(r=2, init_lora_weights=False, modules_to_save=["lm_head"])
         return peft.get_peft_model(make("Llama"), settings)
@@ -86,9 +89,11 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
 
 
 def micro_batch_of(name: str, step: int, rank: int, number: int) -> dict[str, torch.Tensor]:
-    """Makes a :func:`micro_batch` for the model ``name``, with a label for each sequence if it predicts those too, and
-    with choices if it chooses."""
+    """Makes a :func:`micro_batch` for the model ``name``, with a label for each sequence if it predicts those too, with
+    choices if it chooses, and with images in the first one of a step if it takes them."""
     batch, head = micro_batch(step, rank, number), ARCHITECTURES.get(name, ("", ""))[1]
+    if name in images.MODELS:
+        return images.text(name, batch) if number else images.with_images(name, batch)
     if head == CHOOSING:
         # Two samples, with two choices each.
         both = {key: torch.stack([batch[key], batch[key].flip(1)], dim=1) for key in ("input_ids", "attention_mask")}

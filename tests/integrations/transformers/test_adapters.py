@@ -1,16 +1,13 @@
-"""Adapters of peft, activation checkpointing of transformers, and parts of composite models, layer by layer."""
+"""Adapters of peft and activation checkpointing of transformers, layer by layer."""
 
 import logging
 
 import peft
 import pytest
-import torch
-import transformers
 
 from ds_lgamp.config import ConfigError
 from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
 from tests.integrations.transformers.models import make, micro_batch
-from tests.integrations.transformers.shrink import small
 
 ADAPTERS = {
     "in blocks": {},
@@ -57,28 +54,3 @@ def test_the_models_own_checkpointing_is_switched_off_and_that_is_said_once(name
     next(model.get_submodule(BLOCK_LISTS[name])[-1].children()).register_forward_hook(lambda *_: forwards.append(1))
     assert_same(expected, in_layers(model, batch))
     assert len(forwards) == 1
-
-
-def composite():
-    """Makes a model of images and text."""
-    vision = small(transformers.SiglipVisionConfig, image_size=8, patch_size=4, num_hidden_layers=1)
-    text = small(transformers.Gemma3TextConfig)
-    torch.manual_seed(0)
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=3, boi_token_id=1, eoi_token_id=2
-    )
-    return transformers.Gemma3ForConditionalGeneration(config)
-
-
-def test_a_composite_model_trains_on_text():
-    model = composite()
-    batch = {**micro_batch(0, 0, 0), "token_type_ids": torch.zeros(2, 10, dtype=torch.long)}
-    assert_same(whole(model, batch), in_layers(model, batch))
-
-
-def test_images_for_a_composite_model_are_refused():
-    batch = micro_batch(0, 0, 0)
-    batch["input_ids"][:, 1:5] = 3
-    types = (batch["input_ids"] == 3).long()
-    with pytest.raises(ConfigError, match="'model.vision_tower' is used ahead of the model's blocks"):
-        in_layers(composite(), {**batch, "token_type_ids": types, "pixel_values": torch.randn(2, 3, 8, 8)})

@@ -10,6 +10,7 @@ import torch
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.training import Course, train_all_on_rank, train_alone
 from tests.integrations.split import own_models
+from tests.integrations.transformers import images
 from tests.integrations.transformers.models import DRAWN
 
 LAYOUTS = [(pipeline, data) for pipeline in (1, 2, 4) for data in (1, 2)]
@@ -29,6 +30,7 @@ NAMES = [
     *DRAWN,
     ADAPTED,
     FUNCTIONAL,
+    *images.MODELS,
     *own_models.MODELS,
 ]
 DEFAULT = [
@@ -38,6 +40,7 @@ DEFAULT = [
     (FUNCTIONAL, 2, 1, 3),
     (ADAPTED, 2, 1, 3),
     (ADAPTED, 2, 1, 2),
+    ("Qwen2.5-VL", 2, 1, 3),
     ("a tied GPT", 2, 1, 3),
     ("a GPT with positions", 2, 1, 2),
     ("a GPT with rotations", 2, 1, 3),
@@ -115,5 +118,5 @@ def assert_equal(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Ten
     everything = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     for name, gradient in gradients.items():
         # Some gradients are small sums of large terms, and round as those do: that of a key's bias is zero, because the
-        # softmax does not depend on it.
-        assert (gradient - wanted[name]).norm() <= 2e-6 * wanted[name].norm() + 1e-9 * everything, name
+        # softmax does not depend on it. A number of fp32 rounds by 6e-8.
+        assert (gradient - wanted[name]).norm() <= 2e-6 * wanted[name].norm() + 1e-8 * everything, name

@@ -63,7 +63,11 @@ def train_alone(name: str, ranks: int, micro_batches: int = MICRO_BATCHES) -> li
 def step_alone(model: Any, optimizer: torch.optim.Optimizer, courses: list[Course]) -> None:
     """Steps, and adds the gradients of the step to all courses."""
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = {key: parameter.grad.clone() for key, parameter in trained.items()}
+    # Encoders of images have parameters for outputs that nobody uses.
+    gradients = {
+        key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for key, parameter in trained.items()
+    }
     for course in courses:
         course.gradients.append(gradients)
     optimizer.step()

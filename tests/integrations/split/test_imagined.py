@@ -1,0 +1,69 @@
+"""Shapes of what a module would return, without its parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_lgamp.integrations.split.imagined import Imagined
+
+
+class Pieces(nn.Module):
+    """Cuts a sequence into pieces, and returns one row for each, as encoders of images of several sizes do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.imagined = 0
+
+    def forward(self, rows, lengths):
+        self.imagined += 1
+        self.calls += 1
+        return torch.stack([piece.sum(0) for piece in self.linear(rows).split(lengths.tolist())])
+
+
+def shape_of(imagined, *lengths):
+    return tuple(imagined((torch.zeros(sum(lengths), 3),), {"lengths": torch.tensor(lengths)}).shape)
+
+
+def test_a_shape_may_depend_on_values_of_integers():
+    imagined = Imagined(Pieces())
+    assert shape_of(imagined, 2, 4) == (2, 5)
+    assert shape_of(imagined, 1, 5) == (2, 5)
+    assert shape_of(imagined, 2, 2, 2) == (3, 5)
+
+
+def test_a_shape_is_found_once_for_the_same_values():
+    module = Pieces()
+    imagined = Imagined(module)
+    shape_of(imagined, 2, 4)
+    # The first try shows that shapes of arguments do not suffice.
+    assert module.imagined == 2
+    shape_of(imagined, 2, 4)
+    assert module.imagined == 2
+    shape_of(imagined, 4, 2)
+    assert module.imagined == 3
+
+
+def test_values_do_not_count_where_shapes_suffice():
+    module = nn.Embedding(7, 5)
+    imagined = Imagined(module)
+    first = imagined((torch.tensor([[1, 2]]),), {})
+    assert tuple(first.shape) == (1, 2, 5)
+    assert imagined((torch.tensor([[3, 4]]),), {}) is first
+
+
+def test_buffers_stay_as_they_are():
+    module = Pieces()
+    shape_of(Imagined(module), 2, 4)
+    assert module.calls == 0
+
+
+def test_a_shape_that_depends_on_values_of_floats_is_refused_by_torch():
+    with pytest.raises(Exception, match="nonzero|dynamic|Dynamic"):
+        Imagined(Positive())((torch.ones(3),), {})
+
+
+class Positive(nn.Module):
+    def forward(self, rows):
+        return rows[rows > 0]

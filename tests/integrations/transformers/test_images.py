@@ -1,0 +1,45 @@
+"""Models of images and text, layer by layer."""
+
+import pytest
+
+from ds_lgamp.config import ConfigError
+from tests.integrations.transformers import images
+from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
+from tests.integrations.transformers.models import micro_batch
+
+
+def batch_of(name, pictures):
+    return images.with_images(name, micro_batch(0, 0, 0)) if pictures else images.text(name, micro_batch(0, 0, 0))
+
+
+@pytest.mark.parametrize("pictures", [True, False], ids=["images", "text"])
+@pytest.mark.parametrize("name", images.MODELS)
+def test_a_model_of_images_and_text_trains_on_both(name, pictures):
+    model, batch = images.make(name), batch_of(name, pictures)
+    expected = whole(model, batch)
+    assert any("vis" in key for key in expected.gradients) == pictures
+    assert_same(expected, in_layers(model, batch))
+
+
+def test_features_of_images_between_blocks_are_refused():
+    model = images.with_features_of_several_depths()
+    text = batch_of("Qwen3-VL", False)
+    assert_same(whole(model, text), in_layers(model, text))
+    with pytest.raises(ConfigError, match="the forward of the model computes between blocks, such as one that adds"):
+        in_layers(model, batch_of("Qwen3-VL", True))
+
+
+PICTURE = {"input_ids": [[1, 3, 3, 3, 3, 5]], "pixel_values": {"shape": [1, 3, 8, 8]}}
+
+
+def test_dummy_inputs_may_have_images():
+    model, batch = images.make("LLaVA"), batch_of("LLaVA", True)
+    assert_same(whole(model, batch), in_layers(model, batch, dummy_inputs=PICTURE))
+
+
+def test_features_of_images_are_no_output_for_losses_of_the_script():
+    """They would be zeros, because another rank computes them."""
+    with pytest.raises(ConfigError, match="the model's output depends on what 'model.multi_modal_projector' returned"):
+        in_layers(images.make("LLaVA"), batch_of("LLaVA", True), outputs="all")
+    with pytest.raises(ConfigError, match="behind the blocks its forward computes with what modules ahead of them"):
+        layers_of(images.make("LLaVA"), outputs="all", dummy_inputs=PICTURE)
