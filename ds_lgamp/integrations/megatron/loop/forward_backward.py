@@ -16,6 +16,7 @@ from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import (
     refuse_another_file,
+    refuse_common_parameters,
     refuse_unsupported,
     refuse_whole_models,
 )
@@ -93,6 +94,8 @@ class ForwardBackward:
         refuse_another_file(batch, self._settings, self._zero_stage)
         if self._zero_stage > 1:
             refuse_whole_models(batch, self._zero_stage)
+        else:
+            refuse_common_parameters(batch)
         timers = batch.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=batch.config.barrier_with_L1_time)

@@ -3,10 +3,12 @@
 from argparse import Namespace
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
+
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
-from ds_lgamp.integrations.megatron.loop.several_chunks import has_two_embeddings
+from ds_lgamp.integrations.megatron.loop.several_chunks import has_two_embeddings, in_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 
 
@@ -88,3 +90,17 @@ def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
             "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded.model, and build the optimizer with "
             "get_megatron_optimizer"
         )
+
+
+def refuse_common_parameters(batch: Batch) -> None:
+    """Raises ConfigError if a batch trains a parameter that two chunks of this rank have. Each of their
+    DistributedDataParallel makes a buffer for its gradient, but the parameter refers to one of them."""
+    if batch.forward_only or not all(isinstance(model, DistributedDataParallel) for model in batch.models):
+        return
+    for name, parameter, number, owner in in_common(batch.models):
+        if parameter.requires_grad:
+            raise ConfigError(
+                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but "
+                "DistributedDataParallel makes each of them a gradient of its own; put modules that share parameters "
+                "into one chunk"
+            )

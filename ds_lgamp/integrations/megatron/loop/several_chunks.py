@@ -6,10 +6,10 @@ all layers to every chunk (``transformer_block``), and number the layers of ever
 four in Megatron-core.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -89,6 +89,28 @@ def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
     last = unwrap_model(models[-1])
     tied = getattr(last, "share_embeddings_and_output_weights", False)
     return len(models) > 1 and tied and last.output_layer.weight is not None
+
+
+class Common(NamedTuple):
+    """A parameter that two chunks of a rank have."""
+
+    name: str
+    """Its name in the later chunk."""
+    parameter: torch.nn.Parameter
+    chunk: int
+    """The number of the later chunk on this rank."""
+    owner: int
+    """The number of the earlier one."""
+
+
+def in_common(models: Sequence[torch.nn.Module]) -> Iterator[Common]:
+    """The parameters that several chunks of a rank have in common."""
+    owners: dict[torch.nn.Parameter, int] = {}
+    for number, model in enumerate(models):
+        for name, parameter in unwrap_model(model).named_parameters():
+            owner = owners.setdefault(parameter, number)
+            if owner != number:
+                yield Common(name, parameter, number, owner)
 
 
 def check_layers(models: Sequence[torch.nn.Module]) -> None:

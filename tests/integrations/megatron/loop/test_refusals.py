@@ -10,6 +10,8 @@ from ds_lgamp.integrations.megatron.loop.arguments import Job
 from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
 from ds_lgamp.integrations.megatron.loop.refusals import refuse_another_file, refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
+from testing.ranks import run_on_ranks
+from tests.integrations.megatron.training_loop import Place, Training, prepare_process
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,22 @@ def test_one_rank_whose_chunks_have_two_embeddings_where_the_model_has_one_is_re
     share_embedding(models)
     refuse_unsupported(batch_of(*models))
     assert models[1].shared_embedding_or_output_weight() is models[0].embedding.word_embeddings.weight
+
+
+def test_a_parameter_that_two_chunks_would_train_is_refused_unless_it_is_frozen():
+    run_on_ranks(1, train_with_one_norm_in_two_chunks, before_init=prepare_process)
+
+
+def train_with_one_norm_in_two_chunks():
+    training = Training(Place(1, 2, "layered"))
+    first, last = (model.module.decoder.layers[0] for model in training.models)
+    norm = last.input_layernorm = first.input_layernorm
+    with pytest.raises(ConfigError, match="^decoder.layers.0.input_layernorm.weight of chunk 1 on this rank is also a"):
+        training.run_batch(0)
+    with torch.no_grad():
+        evaluated = training.run_batch(0, forward_only=True)
+    norm.requires_grad_(False)
+    assert training.run_batch(0) == evaluated
 
 
 @pytest.mark.parametrize("cut", [{"virtual": 2}, {"layout": "Ett|tL"}])

@@ -8,6 +8,7 @@ from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.batch import device_of
+from ds_lgamp.integrations.megatron.loop.several_chunks import in_common
 from ds_lgamp.integrations.megatron.loop.sharded.flags import EXPERTS
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 from ds_lgamp.partition.flat_storage import UnitParameter
@@ -77,15 +78,12 @@ def _refuse_experts(model: ShardedChunk) -> None:
 def _refuse_common(models: Sequence[ShardedChunk], embedding: torch.nn.Parameter | None) -> None:
     """Raises ConfigError if two chunks have a parameter in common, other than the tied ``embedding``. Each would have a
     copy that the other does not see."""
-    owners: dict[torch.nn.Parameter, int] = {}
-    for number, model in enumerate(models):
-        for name, parameter in unwrap_model(model).named_parameters():
-            owner = owners.setdefault(parameter, number)
-            if owner != number and parameter is not embedding:
-                raise ConfigError(
-                    f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but stages 2 and 3 "
-                    "partition each chunk by itself; put modules that share parameters into one chunk"
-                )
+    for name, parameter, number, owner in in_common(models):
+        if parameter is not embedding:
+            raise ConfigError(
+                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but stages 2 and 3 "
+                "partition each chunk by itself; put modules that share parameters into one chunk"
+            )
 
 
 def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> None:
