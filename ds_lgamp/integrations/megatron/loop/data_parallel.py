@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.runtime.partition import Partition
@@ -79,6 +80,15 @@ class DistributedData(Partition):
         """Leaves every context."""
         for chunk in list(self._closed):
             self._open(chunk)
+
+    def undo(self) -> None:
+        """Ends a batch before its first backward pass. Another batch may launch all gathers again."""
+        self.end()
+        for chunk in self._gathers:
+            model = self._models[chunk]
+            if isinstance(model, DistributedDataParallel):
+                # Waits for a gather that no forward has awaited.
+                model.start_param_sync(force_sync=True)
 
     def _open(self, chunk: int) -> None:
         context = self._closed.pop(0 if self._one_for_all else chunk, None)

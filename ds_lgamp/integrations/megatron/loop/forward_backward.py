@@ -76,7 +76,8 @@ class ForwardBackward:
         travel with the first tensor of a link, so that ``adjust_tensor_shapes_fn`` has nothing to adjust.
 
         Raises ConfigError if the configuration of the model asks for something that another order of work cannot
-        honour. Raises ActionError, which names rank and action, if an action fails.
+        honour. Raises ActionError, which names rank and action, if an action fails. With one pipeline rank,
+        StopIteration of an iterator comes through instead, and other batches may follow.
         """
         models = model if isinstance(model, list) else [model]
         batch = Batch(

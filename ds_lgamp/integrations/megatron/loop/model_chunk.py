@@ -9,6 +9,10 @@ from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.runtime.chunk import Chunk, Tensors
 
 
+class DataEndError(Exception):
+    """``forward_step`` found no micro-batch. A StopIteration would lose the action on its way."""
+
+
 class ModelChunk(Chunk):
     """One of the models that a rank has under a virtual pipeline. The model does its own recomputation.
 
@@ -25,21 +29,26 @@ class ModelChunk(Chunk):
         batch = self._batch()
         is_last = batch.on_last_rank and self._own == len(batch.models) - 1
         first = schedules.check_first_val_step(batch.first_validation_step, batch.forward_only, micro_batch == 0)
-        output, tokens = schedules.forward_step(
-            batch.forward_step,
-            batch.iterators[self._own],
-            batch.models[self._own],
-            batch.micro_batches,
-            inputs,
-            batch.reports,
-            batch.config,
-            batch.groups.cp.size(),
-            collect_non_loss_data=batch.collect_non_loss_data,
-            is_first_microbatch=first,
-            current_microbatch=micro_batch,
-            vp_stage=self._own if len(batch.models) > 1 else None,
-            is_last_stage=is_last,
-        )
+        try:
+            output, tokens = schedules.forward_step(
+                batch.forward_step,
+                batch.iterators[self._own],
+                batch.models[self._own],
+                batch.micro_batches,
+                inputs,
+                batch.reports,
+                batch.config,
+                batch.groups.cp.size(),
+                collect_non_loss_data=batch.collect_non_loss_data,
+                is_first_microbatch=first,
+                current_microbatch=micro_batch,
+                vp_stage=self._own if len(batch.models) > 1 else None,
+                is_last_stage=is_last,
+            )
+        except StopIteration as error:
+            raise DataEndError(
+                "an iterator has no micro-batch left; give all pipeline ranks as many, or run fewer batches"
+            ) from error
         if batch.config.calculate_per_token_loss:
             batch.tokens += tokens
         # In evaluation the output may be of any kind and size. The reports hold whatever the loop needs of it.

@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
-from ds_lgamp.integrations.megatron.loop.model_chunk import ModelChunk
+from ds_lgamp.integrations.megatron.loop.model_chunk import DataEndError, ModelChunk
 from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.runtime.whereabouts import here
-from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
 
 Data = DistributedData | ShardedData
@@ -63,7 +63,8 @@ class Pipeline:
             shapes: the values that determine the shapes of tensors. If they changed, the links forget all shapes.
             iteration: returns the number of the training step. It is not called in evaluations, which may have none.
 
-        Raises ActionError, which names rank and action, if an action fails.
+        Raises ActionError, which names rank and action, if an action fails. On one pipeline rank, StopIteration of an
+        iterator comes through, as from Megatron-core's schedules.
         """
         if shapes != self._shapes:
             self._links.reset(batch.config.variable_seq_lengths)
@@ -79,6 +80,13 @@ class Pipeline:
                 data.begin(batch)
                 executor.run(program)
                 data.end()
+        except ActionError as error:
+            if batch.pipeline_ranks > 1 or not isinstance(error.__cause__, DataEndError):
+                raise
+            if all(action.kind is not Kind.BACKWARD for action in program[: executor.row]):
+                data.undo()
+                self._links.broken = False
+            raise StopIteration from error
         finally:
             self._batch = self._timing.timers = None
             data.forget()

@@ -22,6 +22,11 @@ class ShardedData(Partition):
     def end(self) -> None:
         """Does nothing: the program has awaited every reduction."""
 
+    def undo(self) -> None:
+        """Ends a batch before its first backward pass. Another batch may launch all gathers again."""
+        for chunk in self._running.chunk_units:
+            self._running.release(chunk)
+
     def forget(self) -> None:
         self._partition = None
 
