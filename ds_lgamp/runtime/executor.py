@@ -149,10 +149,13 @@ class Executor:
                 self._stored_inputs.clear()
             action = "the end of the batch" if self.current is None else str(self.current)
             label = f" of {here.label}" if here.label else ""
+            # Of a StopIteration and the RuntimeError that it caused, contextlib would hand out the StopIteration, which
+            # ends loops of scripts.
+            cause = None if isinstance(error, StopIteration) else error
             raise ActionError(
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
-            ) from error
+            ) from cause
 
     @property
     def losses(self) -> list[torch.Tensor]:

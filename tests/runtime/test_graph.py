@@ -109,18 +109,23 @@ def test_a_batch_that_fails_in_a_backward_pass_holds_no_memory_afterwards(monkey
         memory.append(weakref.ref(squared.untyped_storage()))
         return (squared * squared).sum() + Asks.apply(torch.ones(2, requires_grad=True), True).sum()
 
-    executor = Executor(
-        (0,),
-        0,
-        {0: Chunk([layer])},
-        WholeParameters(),
-        Links(torch.device("cpu"), *[NOWHERE] * 6),
-        None,
-        lambda: None,
-        [],
-    )
+    executor = executor_of(layer)
     with pytest.raises(ActionError, match="B0.0: ValueError: a layer fails"):
         with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None), turns_at_once=True)):
             executor.run(map(Action.parse, ("F0.0", "B0.0")))
     gc.collect()
     assert memory[0]() is None
+
+
+def test_a_layer_that_raises_stop_iteration_fails_instead_of_ending_the_scripts_loop(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    executor = executor_of(lambda inputs: next(iter(())))
+    with pytest.raises(ActionError, match="F0.0: StopIteration"):
+        with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None))):
+            executor.run([Action.parse("F0.0")])
+
+
+def executor_of(layer):
+    """Runs a model of one layer on one rank."""
+    links = Links(torch.device("cpu"), *[NOWHERE] * 6)
+    return Executor((0,), 0, {0: Chunk([layer])}, WholeParameters(), links, None, lambda: None, [])
