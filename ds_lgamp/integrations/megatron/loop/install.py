@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.arguments import Job, refuse_differing_ranks, validate_with_block
 from ds_lgamp.integrations.megatron.loop.checkpoints import guarded
+from ds_lgamp.integrations.megatron.loop.evaluation import collecting
 from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.loop.model_builders import builder_replacements
 from ds_lgamp.integrations.megatron.loop.seams import TESTED
@@ -141,6 +142,7 @@ def install_training(job: Job) -> None:
         stock_skip: _skipping(stock_skip, training),
         stock_load: load,
         stock_read: read,
+        training.evaluate: collecting(training.evaluate),
         **builder_replacements(begin_building, job.zero_stage),
         **(training_replacements() if job.zero_stage > 1 else {}),
     }

@@ -102,6 +102,16 @@ TRAINING_PARAMETERS = {
         "checkpointing_context",
     ),
     "megatron.training.training.dummy_train_step": ("data_iterator",),
+    "megatron.training.training.evaluate": (
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "process_non_loss_data_func",
+        "config",
+        "verbose",
+        "non_loss_data_func",
+        "eval_iters",
+    ),
     "megatron.training.arguments.validate_args": ("args", "defaults"),
     "megatron.training.training.get_model": (
         "model_provider_func",
@@ -123,6 +133,7 @@ TRAINING_LOOKUPS = {
     "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
     "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
     "megatron.training.training.evaluate": ("get_forward_backward_func",),
+    "megatron.training.training.evaluate_and_print_results": ("evaluate",),
     "megatron.training.training.setup_model_and_optimizer": ("get_model", "load_checkpoint"),
     "megatron.training.training.train": (
         "curr_iteration",
