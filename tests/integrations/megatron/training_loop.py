@@ -355,6 +355,7 @@ def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.T5 import T5Model, t5_spec
 
     sizes = {"vocab_size": VOCABULARY, "max_sequence_length": SEQUENCE}
@@ -366,6 +367,10 @@ def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
             t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
         )
         return T5Model(config, config, *specs, **sizes, **options)
+    if config.mtp_num_layers:
+        # Layers that predict several tokens take no learned positions.
+        spec = get_gpt_mtp_block_spec(config, layer_spec, False, vp_stage=options.get("vp_stage"))
+        options |= {"position_embedding_type": "rope", "mtp_block_spec": spec}
     return GPTModel(config, layer_spec, **sizes, **options)
 
 

@@ -193,12 +193,6 @@ REFUSED = [
         {"num_experts": 4},
         "--num-experts is 4 beside zero_optimization.stage 2",
     ),
-    (
-        {"zero_optimization": {"stage": 3}},
-        {},
-        {"mtp_num_layers": 1},
-        "--mtp-num-layers is 1 beside zero_optimization.stage 2 or 3: .*; remove it",
-    ),
     ({"zero_optimization": {"stage": 1}}, {}, {}, "stage is 1, but --use-distributed-optimizer is not given"),
     ({}, {}, {"use_distributed_optimizer": True}, "stage is 0, but --use-distributed-optimizer is given"),
     ({"train_batch_size": 64}, {}, {}, "train_batch_size is 64, but --global-batch-size is 32"),

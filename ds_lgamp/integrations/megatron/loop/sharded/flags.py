@@ -15,10 +15,6 @@ _BUFFERS = "it needs Megatron-core's buffers of gradients, which stages 2 and 3 
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None,), EXPERTS),
-    "mtp_num_layers": (
-        (None, 0),
-        "a third copy of its embedding has not been tried; remove it",
-    ),
     "num_distributed_optimizer_instances": ((1,), "all data-parallel ranks share a chunk's shards; remove it"),
     "gradient_accumulation_fusion": (
         (False,),
@@ -48,11 +44,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def prepare_sharding(args: Namespace) -> None:
-    """Takes back the flags that :data:`IMPLIED` names, before Megatron-LM validates the arguments.
-
-    Raises ConfigError for multi-token prediction: what other stages need for it would be of no use here.
-    """
-    _refuse(args, "mtp_num_layers", arguments=True)
+    """Takes back the flags that :data:`IMPLIED` names, before Megatron-LM validates the arguments."""
     for name in IMPLIED:
         setattr(args, name, False)
 

@@ -33,6 +33,7 @@ SMALL = {
     "sequences": place(1, 2, 1, others={"tensor_ranks": 2}, sequence_parallel=True),
     "context": place(1, 2, 1, context_parallel_size=2),
     "bf16": place(1, 4, 2, others=UNTIED, **precision("bf16", grad_reduce_in_fp32=True)),
+    "several tokens": place(2, 2, 1, others={"tied": False, "layout": "Ett|tt|tt|ttmL"}, mtp_num_layers=1),
     "T5": place(1, 1, 2, others={"model": "T5Model"}),
 }
 """Places of two ranks."""
@@ -56,7 +57,8 @@ ROUNDING = {**dict.fromkeys(("bf16", "half precision", "growing scale"), 1e-3), 
 
 def alone(where):
     """Returns the same place with Megatron-core's own loop and optimizer, and one chunk."""
-    return where._replace(pipeline_ranks=1, chunks_per_rank=1, schedule=STOCK, zero_stage=0)
+    layout = where.layout and where.layout.replace("|", "")
+    return where._replace(pipeline_ranks=1, chunks_per_rank=1, schedule=STOCK, zero_stage=0, layout=layout)
 
 
 def trained_at(places):
