@@ -17,6 +17,7 @@ from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import (
     refuse_another_file,
     refuse_common_parameters,
+    refuse_gradients_left,
     refuse_unsupported,
     refuse_whole_models,
 )
@@ -95,6 +96,7 @@ class ForwardBackward:
         refuse_another_file(batch, self._settings, self._zero_stage)
         if self._zero_stage > 1:
             refuse_whole_models(batch, self._zero_stage)
+            refuse_gradients_left(batch)
         else:
             refuse_common_parameters(batch)
         timers = batch.config.timers

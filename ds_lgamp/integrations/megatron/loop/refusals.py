@@ -92,6 +92,20 @@ def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
         )
 
 
+def refuse_gradients_left(batch: Batch) -> None:
+    """Raises ConfigError if a batch for training would add to final gradients of sharded chunks, which the reduction
+    would average once more."""
+    partition = partition_of(batch.models)
+    if batch.forward_only or partition is None:
+        return
+    if any(unit.reduction.is_final for unit in partition.units):
+        raise ConfigError(
+            "the last batch has left gradients, to which stages 2 and 3 cannot add those of another; call "
+            "optimizer.step or zero_grad_buffer of every chunk before the next batch, or give both batches as one with "
+            "more micro-batches"
+        )
+
+
 def refuse_common_parameters(batch: Batch) -> None:
     """Raises ConfigError if a batch trains a parameter that two chunks of this rank have. Each of their
     DistributedDataParallel makes a buffer for its gradient, but the parameter refers to one of them."""

@@ -43,6 +43,8 @@ def go_on(place):
         if left == 0:
             # Nothing has been updated yet.
             loss = training.run_batch(0)
+            for model in training.models:
+                model.zero_grad_buffer()
         with torch.no_grad(), pytest.raises(StopIteration):
             run_on(training, left, forward_only=True)
         with torch.no_grad():

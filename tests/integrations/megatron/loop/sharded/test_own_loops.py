@@ -141,6 +141,20 @@ class AveragingNorms(Training):
         return models
 
 
+def test_a_batch_that_would_add_to_the_gradients_of_the_last_one_is_refused():
+    run_on_ranks(2, run_two_batches_for_a_step, before_init=prepare_process)
+
+
+def run_two_batches_for_a_step():
+    training = Training(SHARDED._replace(data_ranks=2))
+    training.run_batch(0)
+    with torch.no_grad():
+        training.run_batch(0, forward_only=True)
+    with pytest.raises(ConfigError, match="^the last batch has left gradients, .*; call optimizer.step or zero_grad"):
+        training.run_batch(1)
+    assert_alike(steps(training), steps(Training(WHOLE._replace(data_ranks=2))))
+
+
 def test_the_wrapper_takes_what_megatron_cores_takes():
     run_on_ranks(1, wrap_and_call, before_init=prepare_process)
 
