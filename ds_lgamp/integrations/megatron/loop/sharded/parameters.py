@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import ConfigError
@@ -11,6 +12,7 @@ from ds_lgamp.integrations.megatron.loop.batch import device_of
 from ds_lgamp.integrations.megatron.loop.several_chunks import in_common
 from ds_lgamp.integrations.megatron.loop.sharded.flags import EXPERTS
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
@@ -28,7 +30,8 @@ def shard(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, Any]], z
         groups: the optimizer's groups of whole parameters.
         zero_stage: 2 or 3.
 
-    Raises ConfigError if a model has experts, or parameters that chunks or pipeline ranks have in common.
+    Raises ConfigError if a model has experts, parameters that chunks or pipeline ranks have in common, or a tied
+    embedding of which one copy is frozen and another is not.
     """
     for model in models:
         _refuse_experts(model)
@@ -55,6 +58,8 @@ def shard(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, Any]], z
     tie_group = None
     if pipeline.size() > 1:
         tie_group = models[0].groups.embd
+        if embedding is not None:
+            _refuse_half_frozen(embedding, tie_group)
     elif tied:
         users.append(numbers[-1])
     partition = build_partition(
@@ -84,6 +89,16 @@ def _refuse_common(models: Sequence[ShardedChunk], embedding: torch.nn.Parameter
                 f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but stages 2 and 3 "
                 "partition each chunk by itself; put modules that share parameters into one chunk"
             )
+
+
+def _refuse_half_frozen(embedding: torch.nn.Parameter, tie_group: dist.ProcessGroup) -> None:
+    """Raises ConfigError if only some copies of the tied ``embedding`` train. Collective over ``tie_group``, whose
+    ranks would wait for the gradients of those that have none."""
+    if len(set(everyone(embedding.requires_grad, tie_group))) > 1:
+        raise ConfigError(
+            "requires_grad of the tied embedding is False on one pipeline rank, but True on another; freeze the weight "
+            "of the embedding in the first chunk and that of output_layer in the last, or neither"
+        )
 
 
 def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> None:

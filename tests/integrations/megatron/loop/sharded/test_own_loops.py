@@ -208,6 +208,22 @@ def share_a_norm():
         Sharing(SHARDED)
 
 
+def test_a_tied_embedding_that_is_frozen_at_one_end_of_a_pipeline_is_refused():
+    run_on_ranks(2, freeze_one_end, before_init=prepare_process)
+
+
+def freeze_one_end():
+    class HalfFrozen(Training):
+        def build(self, virtual):
+            models = super().build(virtual)
+            if dist.get_rank() == 0:
+                models[0].module.embedding.requires_grad_(False)
+            return models
+
+    with pytest.raises(ConfigError, match="^requires_grad of the tied embedding is False on one .*; freeze the weight"):
+        HalfFrozen(SHARDED._replace(pipeline_ranks=2))
+
+
 def test_embedders_on_all_pipeline_ranks_are_refused():
     run_on_ranks(2, condition, before_init=prepare_process)
 
