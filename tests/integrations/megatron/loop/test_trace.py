@@ -25,6 +25,8 @@ def train_all(folder):
     for name, place in PLACES.items():
         training = tracing(place, folder / name)
         for step in range(STEPS):
+            for model in training.models:
+                model.zero_grad_buffer()
             training.run_batch(step)
             training.run_batch(step, forward_only=True)
     never_ends(folder / "unfinished")
