@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ class ForwardBackward:
         self._trace: Trace | None = None
         self._program = lru_cache(maxsize=16)(self._build_program)
         self._pipelines: dict[dist.ProcessGroup, Pipeline] = {}
+        self._trained_models: WeakSet[torch.nn.Module] = WeakSet()
+        """The first chunk of each model that was trained."""
 
     def __call__(
         self,
@@ -97,8 +100,9 @@ class ForwardBackward:
         if self._zero_stage > 1:
             refuse_whole_models(batch, self._zero_stage)
             refuse_gradients_left(batch)
-        else:
-            refuse_common_parameters(batch)
+        elif not forward_only and models[0] not in self._trained_models:
+            refuse_common_parameters(models)
+            self._trained_models.add(models[0])
         timers = batch.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=batch.config.barrier_with_L1_time)

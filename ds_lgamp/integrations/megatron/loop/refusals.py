@@ -1,8 +1,10 @@
 """Refuses settings of Megatron-core that another order of work cannot honour."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
@@ -106,12 +108,12 @@ def refuse_gradients_left(batch: Batch) -> None:
         )
 
 
-def refuse_common_parameters(batch: Batch) -> None:
-    """Raises ConfigError if a batch trains a parameter that two chunks of this rank have. Each of their
+def refuse_common_parameters(models: Sequence[torch.nn.Module]) -> None:
+    """Raises ConfigError if two chunks of this rank have a parameter that trains. Each of their
     DistributedDataParallel makes a buffer for its gradient, but the parameter refers to one of them."""
-    if batch.forward_only or not all(isinstance(model, DistributedDataParallel) for model in batch.models):
+    if not all(isinstance(model, DistributedDataParallel) for model in models):
         return
-    for name, parameter, number, owner in in_common(batch.models):
+    for name, parameter, number, owner in in_common(models):
         if parameter.requires_grad:
             raise ConfigError(
                 f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but "
