@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.parts import Part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -16,6 +17,8 @@ class BlockArguments(NamedTuple):
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
+    autocast: Autocast | None = None
+    """In which it calls the block; None while nobody has looked."""
 
 
 def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, BlockArguments]:

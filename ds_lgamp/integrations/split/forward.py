@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers
 from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
@@ -108,7 +109,7 @@ class SplitForward:
         noted: list[BlockArguments] = []
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
-            noted.append(arguments)
+            noted.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
             if index == len(self._blocks) - 1:
                 # Every block passed on what the first one got.
                 raise _Reached(hidden)
@@ -163,7 +164,9 @@ class SplitForward:
 
     def run_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
         """Returns the hidden states after block ``index``."""
-        result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
+        assert arguments.autocast is not None, "noted with the arguments"
+        with arguments.autocast.entered():
+            result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
         if (len(result) if isinstance(result, tuple) else 0) != self._returned:
             raise ConfigError(
                 f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
