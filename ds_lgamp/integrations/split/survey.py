@@ -104,6 +104,7 @@ class _Walk:
         for path, part in self._parts.items():
             for parameter in parameters_of([part]):
                 self._owners.setdefault(id(parameter), []).append(path)
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._ahead: list[str] = []
         self._results: list[Tensor] = []
         """What modules ahead of the blocks returned, and parameters of no module that were read there."""
@@ -216,6 +217,7 @@ class _Walk:
 
         def forward(*positional: Any, **named: Any) -> Any:
             hidden, beside = apart(positional, named)
+            self._check_trains(block)
             if named.get("past_key_values") is not None:
                 raise self.refusal("its blocks get a cache of keys and values")
             if self._visited and hidden is not self._passed:
@@ -234,6 +236,16 @@ class _Walk:
             return (hidden, *self._others) if self._returned else hidden
 
         return forward
+
+    def _check_trains(self, block: nn.Module) -> None:
+        """Raises ConfigError if the forward calls ``block`` without gradients, though parameters up to there train."""
+        parts = [block, *(self._parts[path] for path in self._ahead)]
+        if not torch.is_grad_enabled() and not self._trained.isdisjoint(map(id, parameters_of(parts))):
+            raise ConfigError(
+                f"{type(self._model).__name__} calls its blocks '{self._blocks.path}' without gradients, but with a "
+                f"{BLOCK} block they would train; freeze the parameters of all that runs under torch.no_grad(), and "
+                "take reentrant checkpointing out of the forward"
+            )
 
     def _note_result(self, result: Any, hidden: Any) -> None:
         if isinstance(result, tuple):

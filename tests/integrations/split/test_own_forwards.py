@@ -1,8 +1,9 @@
 """What a forward of one's own does around its blocks holds in the layers of the split model."""
 
 import torch
+from torch import nn
 
-from tests.integrations.split.own_models import MODELS, TiedGpt, micro_batch
+from tests.integrations.split.own_models import MODELS, VOCABULARY, WIDTH, TiedGpt, cross_entropy, micro_batch
 from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
 
 
@@ -30,3 +31,30 @@ def test_without_its_own_autocast_the_forward_keeps_the_one_around_the_layers():
     layers = layers_of(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
+
+
+class FrozenBelowHead(TiedGpt):
+    """Trains its head alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, idx, targets=None):
+        hidden = self.transformer["wte"](idx)
+        with torch.no_grad():
+            for block in self.transformer["h"]:
+                hidden = block(hidden)
+        logits = self.head(hidden)
+        return logits, None if targets is None else cross_entropy(logits, targets)
+
+
+def test_frozen_blocks_may_be_called_without_gradients():
+    torch.manual_seed(0)
+    model, batch = FrozenBelowHead(), micro_batch("a tied GPT", 0)
+    expected = model(*batch)[1]
+    loss = in_layers(layers_of(model), *batch)[1]
+    assert torch.equal(loss, expected)
+    wanted, found = gradients_of(model, expected), gradients_of(model, loss)
+    assert torch.equal(found["head.weight"], wanted["head.weight"]) and found["transformer.h.0.out.weight"] is None

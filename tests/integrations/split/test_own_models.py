@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
@@ -153,6 +154,22 @@ class Shrinking(ReadsTwice):
         self.layers = nn.ModuleList([nn.Linear(4, 2), nn.Linear(2, 4)])
 
 
+class WithoutGradients(TiedGpt):
+    """Does not train its blocks."""
+
+    def forward(self, idx, targets=None):
+        with torch.no_grad():
+            return super().forward(idx, targets)
+
+
+class CheckpointingReentrantly(PositionsGpt):
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens) + self.positions[:, : tokens.shape[1]]
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        return cross_entropy(self.head(hidden) * self.temperature, labels)
+
+
 TOKENS = {"x": [[0.5, 1.0, 2.0, 3.0]]}
 REFUSED = {
     "a model without blocks": (NoList, {}, "NoList has no list of blocks"),
@@ -163,6 +180,8 @@ REFUSED = {
         "computes with what modules ahead of them returned",
     ),
     "blocks that change the shape": (Shrinking, {"dummy_inputs": TOKENS}, "something else than tensors of the shape t"),
+    "blocks that do not train": (WithoutGradients, {}, "blocks 'transformer.h' without gradients, .*; freeze the "),
+    "reentrant checkpointing": (CheckpointingReentrantly, {}, "and take reentrant checkpointing out of the forward"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
     "inputs without numbers": (ReadsTwice, {"dummy_inputs": {"x": {"size": 1}}}, r"dummy_inputs.x is \{'size': 1\}"),
     "a model without a loss": (MODELS["a classifier"], {"dummy_inputs": IMAGES}, "returned 0 numbers with a gradient"),
