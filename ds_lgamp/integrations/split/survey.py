@@ -197,20 +197,27 @@ class _Walk:
             self._ahead.append(path)
             self._results.append(parameter)
 
-    def _saw(self, path: str, result: Any) -> None:
+    def _saw(self, path: str, result: Any) -> Any:
+        """Notes what a module has returned. Returns what takes its place, None if it stays."""
         if self._running == path:
             self._running = None
         if self._visited and path in self._ahead:
             raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
         if self._visited:
             self._used_behind.add(path)
-            return
+            return None
         if path not in self._ahead:
             self._ahead.append(path)
-        # Frozen modules count too: whatever depends on a module ahead of the blocks must be seen.
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self._results.append(tensor.requires_grad_())
+        return tree_map_only(Tensor, self._noted, result)
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        """Returns a result of a module, noted so that whatever depends on it is seen, also if the module is frozen."""
+        if not tensor.is_floating_point():
+            return tensor
+        is_leaf = not tensor.requires_grad
+        self._results.append(tensor.requires_grad_())
+        # Forwards may change it in place, which is forbidden with a leaf.
+        return tensor.clone() if is_leaf else tensor
 
     def _instead_of(self, block: nn.Module) -> Any:
         stock = block.forward
@@ -231,7 +238,8 @@ class _Walk:
                 self._note_result(stock(*positional, **named), hidden)
             self._visited += 1
             if self._visited == len(self._blocks.named):
-                hidden = hidden.detach().requires_grad_()
+                # Forwards may change it in place, which is forbidden with a leaf.
+                hidden = hidden.detach().requires_grad_().clone()
             self._passed = hidden
             return (hidden, *self._others) if self._returned else hidden
 

@@ -3,7 +3,16 @@
 import torch
 from torch import nn
 
-from tests.integrations.split.own_models import MODELS, VOCABULARY, WIDTH, TiedGpt, cross_entropy, micro_batch
+from tests.integrations.split.own_models import (
+    LENGTH,
+    MODELS,
+    VOCABULARY,
+    WIDTH,
+    PositionsGpt,
+    TiedGpt,
+    cross_entropy,
+    micro_batch,
+)
 from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
 
 
@@ -58,3 +67,29 @@ def test_frozen_blocks_may_be_called_without_gradients():
     assert torch.equal(loss, expected)
     wanted, found = gradients_of(model, expected), gradients_of(model, loss)
     assert torch.equal(found["head.weight"], wanted["head.weight"]) and found["transformer.h.0.out.weight"] is None
+
+
+class InPlace(PositionsGpt):
+    """Changes in place what a frozen embedding and what the last block returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding.requires_grad_(False)
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        hidden += self.positions
+        hidden = self.blocks(hidden)
+        hidden *= self.temperature
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_the_forward_may_change_results_in_place_ahead_of_the_blocks_and_behind_them():
+    torch.manual_seed(0)
+    model, batch = InPlace(), micro_batch("a GPT with positions", 0)
+    layers = layers_of(model, dummy_inputs={name: [[0] * LENGTH] for name in ("tokens", "labels")})
+    expected, loss = model(*batch), in_layers(layers, *batch)
+    assert torch.equal(loss, expected)
+    wanted, found = gradients_of(model, expected), gradients_of(model, loss)
+    for name in ("positions", "temperature", "blocks.0.out.weight"):
+        torch.testing.assert_close(found[name], wanted[name])
