@@ -38,6 +38,12 @@ Visit = Callable[[int, Tensor, BlockArguments], Tensor]
 _SKIPPED = "the forward of the model skipped blocks; set layerdrop to 0 in the model's config"
 
 
+_BETWEEN = (
+    f"with these arguments the forward of the model computes between its blocks; with a {BLOCK} block, let it pass on "
+    "what each block returns, or write the model as a PipelineModule"
+)
+
+
 class _Reached(Exception):
     """The forward has come as far as it should."""
 
@@ -85,8 +91,6 @@ class SplitForward:
         self._visit: Visit = _not_running
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
-        self._passed: Tensor | None = None
-        """The hidden states that it got from the last of them."""
 
     def begin(self, call: Call) -> Tensor:
         """Returns the hidden states that enter the first block. Tells ``call`` what every block gets beside them."""
@@ -107,11 +111,15 @@ class SplitForward:
     def _noting(self) -> tuple[list[BlockArguments], Visit]:
         """Returns a list of what every block gets beside the hidden states, and the visits that fill it."""
         noted: list[BlockArguments] = []
+        first: tuple[Tensor, int] | None = None
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
+            nonlocal first
+            first = first or (hidden, hidden._version)
+            if hidden is not first[0] or hidden._version != first[1]:
+                raise ConfigError(_BETWEEN)
             noted.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
             if index == len(self._blocks) - 1:
-                # Every block passed on what the first one got.
                 raise _Reached(hidden)
             return hidden
 
@@ -175,14 +183,8 @@ class SplitForward:
 
     def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
-        if 0 < self._visited < len(self._blocks) and hidden is not self._passed:
-            raise ConfigError(
-                "with these arguments the forward of the model computes between blocks, such as one that adds features "
-                f"of images to hidden states of several blocks; remove the {BLOCK} block, or write the model as a "
-                "PipelineModule"
-            )
         self._visited += 1
-        passed = self._passed = self._visit(index, hidden, arguments)
+        passed = self._visit(index, hidden, arguments)
         return (passed, *[None] * (self._returned - 1)) if self._returned else passed
 
     def _until_reached(self, call: Call) -> Tensor:
@@ -215,7 +217,7 @@ class SplitForward:
             with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
                 yield
         finally:
-            self._visit, self._passed = _not_running, None
+            self._visit = _not_running
 
 
 def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:

@@ -116,6 +116,9 @@ class _Walk:
         self._used_behind: set[str] = set()
         self._visited = 0
         self._passed: Any = None
+        """The hidden states that a block has passed on."""
+        self._version = 0
+        """How often they had been changed in place by then."""
         self._returned = 0
         self._others: tuple[Any, ...] = ()
         """What a block returns beside hidden states."""
@@ -227,7 +230,7 @@ class _Walk:
             self._check_trains(block)
             if named.get("past_key_values") is not None:
                 raise self.refusal("its blocks get a cache of keys and values")
-            if self._visited and hidden is not self._passed:
+            if self._visited and (hidden is not self._passed or hidden._version != self._version):
                 raise self.refusal("its forward computes between blocks")
             others = [*beside.positional, *beside.named.values()]
             if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
@@ -240,7 +243,7 @@ class _Walk:
             if self._visited == len(self._blocks.named):
                 # Forwards may change it in place, which is forbidden with a leaf.
                 hidden = hidden.detach().requires_grad_().clone()
-            self._passed = hidden
+            self._passed, self._version = hidden, hidden._version
             return (hidden, *self._others) if self._returned else hidden
 
         return forward

@@ -25,7 +25,7 @@ def test_features_of_images_between_blocks_are_refused():
     model = images.with_features_of_several_depths()
     text = batch_of("Qwen3-VL", False)
     assert_same(whole(model, text), in_layers(model, text))
-    with pytest.raises(ConfigError, match="the forward of the model computes between blocks, such as one that adds"):
+    with pytest.raises(ConfigError, match="with these arguments the forward of the model computes between its blocks"):
         in_layers(model, batch_of("Qwen3-VL", True))
 
 
