@@ -1,5 +1,8 @@
 """What a forward of one's own does around its blocks holds in the layers of the split model."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
@@ -93,3 +96,46 @@ def test_the_forward_may_change_results_in_place_ahead_of_the_blocks_and_behind_
     wanted, found = gradients_of(model, expected), gradients_of(model, loss)
     for name in ("positions", "temperature", "blocks.0.out.weight"):
         torch.testing.assert_close(found[name], wanted[name])
+
+
+class Centering(nn.Module):
+    """Subtracts a running mean, which it keeps as a new tensor in training, and scales."""
+
+    def __init__(self, scale: bool):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("updates", torch.tensor(0))
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if scale else 1.0
+
+    def forward(self, hidden):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean((0, 1))
+            self.updates += 1
+        return (hidden - self.mean) * self.scale
+
+
+class Centered(TiedGpt):
+    def __init__(self, ahead: nn.Module, behind: nn.Module):
+        super().__init__()
+        self.ahead, self.behind = ahead, behind
+
+    def forward(self, idx, targets=None):
+        hidden = self.ahead(self.transformer["wte"](idx))
+        for block in self.transformer["h"]:
+            hidden = block(hidden)
+        logits = self.head(self.behind(hidden))
+        return logits, None if targets is None else cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("scale", [True])
+def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_and_behind_them(scale):
+    torch.manual_seed(0)
+    model = Centered(Centering(scale), Centering(scale))
+    split = copy.deepcopy(model)
+    layers = layers_of(split)
+    for number in range(3):
+        batch = micro_batch("a tied GPT", number)
+        assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
+        layers.modules[1]._split.block_arguments(layers.calls.all[0])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(split.get_buffer(name), buffer)
