@@ -1,7 +1,9 @@
 """Finds out, by one small forward of the model, which of its modules work ahead of the blocks and which behind them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain as chain_of
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, apart, run_uncompiled
 from ds_lgamp.integrations.split.parts import Part, parameters_of
 from ds_lgamp.integrations.split.stand_ins import with_forward
@@ -44,7 +47,7 @@ def survey(
     """
     walk = _Walk(model, blocks)
     walk.check_parameters()
-    with undisturbed(random_sources), _evaluating(model), walk.watching():
+    with undisturbed(random_sources), walk.watching():
         device = next(model.parameters()).device
         positional, named = tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
         try:
@@ -106,10 +109,18 @@ class _Walk:
                 self._owners.setdefault(id(parameter), []).append(path)
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._ahead: list[str] = []
-        self._results: list[Tensor] = []
-        """What modules ahead of the blocks returned, and parameters of no module that were read there."""
+        self._results: list[tuple[str, Tensor]] = []
+        """What parts ahead of the blocks returned, and parameters of no module that were read there."""
         self._running: str | None = None
         """The one of them that is called."""
+        self._without_parameters = {
+            path: part for path, part in self._parts.items() if isinstance(part, nn.Module) and _has_no_parameters(part)
+        }
+        self._buffers = {path: Buffers(part.named_modules()) for path, part in self._without_parameters.items()}
+        self._changing: set[str] = set()
+        """The parts without parameters that change their buffers. Others need no layer."""
+        self._anywhere: set[str] = set()
+        """Those of them that need none either, because blocks get what they return."""
         self._read_ahead: list[str] = []
         """Modules of which parameters were read ahead of the blocks, but not by the module itself."""
         self._read_behind = False
@@ -126,6 +137,9 @@ class _Walk:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with torch.enable_grad(), ExitStack() as stack:
+            for buffers in self._buffers.values():
+                stack.enter_context(buffers.restored())
+            stack.enter_context(_evaluating(self._model, self._without_parameters.values()))
             for path, part in self._parts.items():
                 if isinstance(part, nn.Parameter):
                     # Whatever depends on a frozen one must be seen, too.
@@ -153,9 +167,11 @@ class _Walk:
     def result(self, output: Any) -> Survey:
         for path in self._read_ahead:
             raise self.refusal(f"its forward reads a parameter of '{path}' ahead of the blocks without calling it")
+        free = (self._without_parameters.keys() - self._changing) | self._anywhere
         unused = (path for path in self._parts if path not in self._ahead and path not in self._used_behind)
         ahead = [*self._ahead, *(path for path in unused if self._precedes_blocks(path))]
-        behind = [path for path in self._parts if path not in ahead]
+        behind = [path for path in self._parts if path not in ahead and path not in free]
+        ahead = [path for path in ahead if path not in free]
         return Survey(ahead, behind, self._returned, self._read_behind, output)
 
     def _precedes_blocks(self, path: str) -> bool:
@@ -175,13 +191,19 @@ class _Walk:
         if only_loss:
             outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
         if outputs and self._results:
-            ones = [torch.ones_like(each) for each in outputs]
-            gradients = torch.autograd.grad(outputs, self._results, ones, allow_unused=True)
-            if any(gradient is not None for gradient in gradients):
+            if self._ahead_of(outputs) - self._anywhere:
                 raise self.refusal("behind the blocks its forward computes with what modules ahead of them returned")
+
+    def _ahead_of(self, tensors: list[Tensor]) -> set[str]:
+        """Returns the parts ahead of the blocks on which ``tensors`` depend."""
+        ones, results = [torch.ones_like(each) for each in tensors], [result for _, result in self._results]
+        gradients = torch.autograd.grad(tensors, results, ones, allow_unused=True, retain_graph=True)
+        return {path for (path, _), gradient in zip(self._results, gradients) if gradient is not None}
 
     def _starts(self, path: str) -> None:
         self._running = self._running or path
+        if path in self._buffers:
+            self._buffers[path].look()
 
     def _read(self, parameter: nn.Parameter) -> None:
         """Notes that a function computes with a parameter."""
@@ -198,27 +220,32 @@ class _Walk:
             self._read_ahead.append(owners[0])
         elif path not in self._ahead:
             self._ahead.append(path)
-            self._results.append(parameter)
+            self._results.append((path, parameter))
 
     def _saw(self, path: str, result: Any) -> Any:
         """Notes what a module has returned. Returns what takes its place, None if it stays."""
         if self._running == path:
             self._running = None
-        if self._visited and path in self._ahead:
+        if path in self._buffers:
+            if self._buffers[path].changed() is not None:
+                self._changing.add(path)
+            if path not in self._changing:
+                return None
+        if self._visited and path in self._ahead and path not in self._anywhere:
             raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
         if self._visited:
             self._used_behind.add(path)
             return None
         if path not in self._ahead:
             self._ahead.append(path)
-        return tree_map_only(Tensor, self._noted, result)
+        return tree_map_only(Tensor, partial(self._noted, path), result)
 
-    def _noted(self, tensor: Tensor) -> Tensor:
+    def _noted(self, path: str, tensor: Tensor) -> Tensor:
         """Returns a result of a module, noted so that whatever depends on it is seen, also if the module is frozen."""
         if not tensor.is_floating_point():
             return tensor
         is_leaf = not tensor.requires_grad
-        self._results.append(tensor.requires_grad_())
+        self._results.append((path, tensor.requires_grad_()))
         # Forwards may change it in place, which is forbidden with a leaf.
         return tensor.clone() if is_leaf else tensor
 
@@ -235,8 +262,9 @@ class _Walk:
             others = [*beside.positional, *beside.named.values()]
             if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
                 raise self.refusal("a block passes more than hidden states to the next one")
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
-                raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
+            self._check_others(
+                [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            )
             if self._visited == 0:
                 self._note_result(stock(*positional, **named), hidden)
             self._visited += 1
@@ -247,6 +275,16 @@ class _Walk:
             return (hidden, *self._others) if self._returned else hidden
 
         return forward
+
+    def _check_others(self, depending: list[Tensor]) -> None:
+        """Raises ConfigError if blocks get ``depending`` tensors from parameters. Those from parts without parameters
+        may be computed on every rank, as those of rotary embeddings whose tables grow: these parts need no layer."""
+        if not depending:
+            return
+        paths = self._ahead_of(depending) if self._results else set()
+        if not paths or not paths <= self._changing:
+            raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
+        self._anywhere |= paths
 
     def _check_trains(self, block: nn.Module) -> None:
         """Raises ConfigError if the forward calls ``block`` without gradients, though parameters up to there train."""
@@ -290,7 +328,7 @@ def _shown(dummy: Arguments) -> str:
 
 def _parts(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
     """Yields what belongs to no block, in the order of the model: parameters of the modules that contain the blocks,
-    and the largest modules with parameters that contain no block."""
+    and the largest modules with parameters or buffers that contain no block."""
     chain = [*blocks.chain, blocks.path]
     for parent in chain:
         prefix, module = f"{parent}." if parent else "", model.get_submodule(parent)
@@ -298,17 +336,25 @@ def _parts(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
             if parameter is not None:
                 yield f"{prefix}{name}", parameter
         for name, child in [] if parent == blocks.path else list(module.named_children()):
-            if f"{prefix}{name}" not in chain and any(True for _ in child.parameters()):
+            has_tensors = any(True for _ in chain_of(child.parameters(), child.buffers()))
+            if f"{prefix}{name}" not in chain and has_tensors:
                 yield f"{prefix}{name}", child
 
 
+def _has_no_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None
+
+
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches the model to evaluation inside the block, so that nothing is dropped at random."""
-    training = [module for module in model.modules() if module.training]
+def _evaluating(model: nn.Module, training: Iterable[nn.Module]) -> Iterator[None]:
+    """Switches the model to evaluation inside the block, so that nothing is dropped at random, but for some modules in
+    ``training``."""
+    before = [(module, module.training) for module in model.modules()]
     model.eval()
+    for module in training:
+        module.train()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, mode in before:
+            module.training = mode

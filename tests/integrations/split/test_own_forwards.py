@@ -127,7 +127,7 @@ class Centered(TiedGpt):
         return logits, None if targets is None else cross_entropy(logits, targets)
 
 
-@pytest.mark.parametrize("scale", [True])
+@pytest.mark.parametrize("scale", [True, False])
 def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_and_behind_them(scale):
     torch.manual_seed(0)
     model = Centered(Centering(scale), Centering(scale))
@@ -136,6 +136,7 @@ def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_a
     for number in range(3):
         batch = micro_batch("a tied GPT", number)
         assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
+        # As a rank without what is ahead of the blocks does.
         layers.modules[1]._split.block_arguments(layers.calls.all[0])
     for name, buffer in model.named_buffers():
         assert torch.equal(split.get_buffer(name), buffer)
