@@ -1,6 +1,6 @@
 """Finds out, by one small forward of the model, which of its modules work ahead of the blocks and which behind them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain as chain_of
@@ -48,8 +48,7 @@ def survey(
     walk = _Walk(model, blocks)
     walk.check_parameters()
     with undisturbed(random_sources), walk.watching():
-        device = next(model.parameters()).device
-        positional, named = tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
+        positional, named = on_device_of(model, dummy)
         try:
             output = run_uncompiled(model, *positional, **named)
             walk.check_output(output, only_loss)
@@ -64,6 +63,12 @@ def survey(
                 "takes, unless its blocks change the shape of hidden states, which no split model may"
             ) from error
     return walk.result(output)
+
+
+def on_device_of(model: nn.Module, dummy: Arguments) -> Arguments:
+    """Returns the arguments with their tensors where the model is."""
+    device = next(model.parameters()).device
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
 
 
 class _Touched(Exception):
@@ -139,7 +144,8 @@ class _Walk:
         with torch.enable_grad(), ExitStack() as stack:
             for buffers in self._buffers.values():
                 stack.enter_context(buffers.restored())
-            stack.enter_context(_evaluating(self._model, self._without_parameters.values()))
+            training = [each for part in self._without_parameters.values() for each in part.modules()]
+            stack.enter_context(evaluating(self._model, self._blocks, training))
             for path, part in self._parts.items():
                 if isinstance(part, nn.Parameter):
                     # Whatever depends on a frozen one must be seen, too.
@@ -346,13 +352,13 @@ def _has_no_parameters(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _evaluating(model: nn.Module, training: Iterable[nn.Module]) -> Iterator[None]:
+def evaluating(model: nn.Module, blocks: Blocks, training: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Switches the model to evaluation inside the block, so that nothing is dropped at random, but for some modules in
-    ``training``."""
+    ``training``, and for those that contain ``blocks``: their forward may compute a loss in training only."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
-    for module in training:
-        module.train()
+    for module in [*training, *(model.get_submodule(path) for path in blocks.chain)]:
+        module.training = True
     try:
         yield
     finally:

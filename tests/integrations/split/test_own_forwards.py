@@ -140,3 +140,21 @@ def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_a
         layers.modules[1]._split.block_arguments(layers.calls.all[0])
     for name, buffer in model.named_buffers():
         assert torch.equal(split.get_buffer(name), buffer)
+
+
+class LossInTraining(TiedGpt):
+    """Returns a loss in training only."""
+
+    def forward(self, idx, targets=None):
+        logits, loss = super().forward(idx, targets)
+        return (logits, loss) if self.training else logits
+
+
+def test_the_model_may_return_its_loss_in_training_only():
+    torch.manual_seed(0)
+    model, batch = LossInTraining().eval(), micro_batch("a tied GPT", 0)
+    layers = layers_of(model)
+    assert not model.training
+    model.train()
+    output = in_layers(layers, *batch)
+    assert torch.equal(layers.loss_of(output), model(*batch)[1])
