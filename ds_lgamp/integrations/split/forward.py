@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers
@@ -41,6 +42,13 @@ _SKIPPED = "the forward of the model skipped blocks; set layerdrop to 0 in the m
 _BETWEEN = (
     f"with these arguments the forward of the model computes between its blocks; with a {BLOCK} block, let it pass on "
     "what each block returns, or write the model as a PipelineModule"
+)
+
+
+_DEPENDS = (
+    "depends on random numbers that its forward draws ahead of the blocks, or on values of modules there, but with a "
+    f"{BLOCK} block that code runs several times; give the engine random numbers as arguments, and compute masks from "
+    "arguments"
 )
 
 
@@ -127,19 +135,55 @@ class SplitForward:
 
     def finish(self, call: Call, hidden: Tensor) -> Any:
         """Returns the model's output, from the hidden states that the last block returned."""
-        last, made_by = len(self._blocks) - 1, hidden.grad_fn
+        made_by, looks = hidden.grad_fn, call.looks_at_uses(not self._loss_graph.checked)
+        with self._noting_uses(looks) as zeros, replacing(self._ahead()):
+            output = self._output(call, lambda: hidden)
+        if looks:
+            self._loss_graph.check(output if self._loss_in is None else self._loss_in(output), made_by, zeros)
+        return output
+
+    def _output(self, call: Call, returned: Callable[[], Tensor]) -> Any:
+        """Returns the model's output, from the hidden states that are ``returned`` for the last block."""
+        last = len(self._blocks) - 1
 
         def replace(index: int, passed: Tensor, _: BlockArguments) -> Tensor:
             if self._visited > len(self._blocks):
                 raise ConfigError(_again(f"block {index}"))
-            return hidden if index == last else passed
+            return returned() if index == last else passed
 
-        looks = call.looks_at_uses(not self._loss_graph.checked)
-        with self._visiting(replace), self._noting_uses(looks) as zeros, replacing(self._ahead()):
-            output = run_uncompiled(self._model, *call.positional, **call.named)
-        if looks:
-            self._loss_graph.check(output if self._loss_in is None else self._loss_in(output), made_by, zeros)
-        return output
+        with self._visiting(replace):
+            return run_uncompiled(self._model, *call.positional, **call.named)
+
+    @torch.no_grad()
+    def check_parts(self, call: Call, on_other_ranks: bool) -> None:
+        """Runs the parts of the forward again without the modules ahead of the blocks, and with other random numbers
+        there. Raises ConfigError if that makes a difference beside the hidden states that enter the first block.
+
+        Args:
+            call: for which all parameters are here but those of blocks.
+            on_other_ranks: whether ranks without these modules compute what blocks get.
+        """
+
+        def returned() -> Tensor:
+            # Behind the blocks, numbers are drawn once.
+            self._seed(0)
+            return hidden.clone()
+
+        with undisturbed(self._random_sources):
+            self._seed(1)
+            hidden = self.begin(call)
+            output = self._output(call, returned)
+            self._seed(2)
+            told = [call.block_arguments(index, self.block_arguments) for index in range(len(self._blocks))]
+            if on_other_ranks and not is_alike(told, self.block_arguments(call)):
+                raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
+            with replacing(self._ahead()):
+                if not is_alike(output, self._output(call, returned)):
+                    raise ConfigError(f"what the model returns {_DEPENDS}")
+
+    def _seed(self, number: int) -> None:
+        for source in self._random_sources:
+            source.seed(number)
 
     def _zeros_for(self, path: str, part: Part) -> Zeros | ZeroParameter:
         return (

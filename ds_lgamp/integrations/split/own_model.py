@@ -8,11 +8,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.blocks import find_blocks
-from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.output import NotReturned
-from ds_lgamp.integrations.split.survey import survey
+from ds_lgamp.integrations.split.survey import evaluating, on_device_of, survey
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -39,6 +39,10 @@ class OwnModelLayers(SplitLayers):
         self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         """What the model returns beside its loss, where only that comes back."""
         super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None)
+        # They may draw random numbers, but change nothing.
+        without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
+        with evaluating(model, blocks, without_state):
+            self._split.check_parts(Call(*on_device_of(model, dummy)), (settings.pipeline_ranks or 1) > 1)
 
     @staticmethod
     def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:

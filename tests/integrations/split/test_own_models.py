@@ -22,6 +22,7 @@ from tests.integrations.split.own_models import (
     WIDTH,
     Attention,
     PositionsGpt,
+    RotaryGpt,
     TiedGpt,
     cross_entropy,
     loss_of,
@@ -270,6 +271,79 @@ def test_a_forward_that_computes_between_blocks_with_other_arguments_is_refused(
     assert torch.equal(in_layers(layers, *batch, 0)[1], model(*batch, 0)[1])
     with pytest.raises(ConfigError, match="with these arguments the forward of the model computes between its blocks"):
         in_layers(layers, *batch, added)
+
+
+class Denoising(PositionsGpt):
+    """Learns to tell the noise that it adds ahead of the blocks."""
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        noise = torch.randn_like(hidden)
+        return (self.blocks(hidden + noise) * self.temperature - noise).pow(2).mean() + self.head(
+            hidden.detach()
+        ).mean()
+
+
+class DenoisingInTraining(Denoising):
+    def forward(self, tokens, labels):
+        if self.training:
+            return super().forward(tokens, labels)
+        return PositionsGpt.forward(self, tokens, labels)
+
+
+class Reweighted(PositionsGpt):
+    """Counts, for its loss, the tokens whose embeddings are large."""
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        large = (hidden.detach().norm(dim=-1) > 0).sum()
+        return cross_entropy(self.head(self.blocks(hidden)), labels) * large
+
+
+class Dropping(RotaryGpt):
+    """Drops, at random, from what its blocks get beside hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens, labels):
+        hidden, rotation = self.embedding(tokens), self.drop(self.rotation[: tokens.shape[1]])
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotation)
+        return cross_entropy(self.head(hidden), labels)
+
+
+class Masked(Dropping):
+    """Masks by the values of embeddings what its blocks get."""
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        rotation = self.rotation[: tokens.shape[1]] * (hidden[0] > 0)
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotation)
+        return cross_entropy(self.head(hidden), labels)
+
+
+@pytest.mark.parametrize("make", [Denoising, DenoisingInTraining, Reweighted])
+def test_an_output_that_depends_on_random_numbers_or_values_from_ahead_of_the_blocks_is_refused(make):
+    with pytest.raises(
+        ConfigError, match="what the model returns depends on random numbers .*; give the engine random"
+    ):
+        layers_of(make())
+
+
+@pytest.mark.parametrize("make", [Dropping, Masked])
+def test_blocks_that_get_random_numbers_or_values_from_ahead_of_them_need_one_pipeline_rank(make):
+    torch.manual_seed(0)
+    model, batch = make(), micro_batch("a GPT with rotations", 0)
+    layers = layers_of(model)
+    torch.manual_seed(1)
+    expected = model(*batch)
+    torch.manual_seed(1)
+    assert torch.equal(in_layers(layers, *batch), expected)
+    with pytest.raises(ConfigError, match="what blocks get beside hidden states depends on random numbers"):
+        layers_of(make(), pipeline_ranks=2)
 
 
 class Doubled(nn.Sequential):
