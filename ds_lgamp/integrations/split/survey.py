@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import Buffers
-from ds_lgamp.integrations.split.call import Arguments, apart, run_uncompiled
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.parts import Part, parameters_of
-from ds_lgamp.integrations.split.stand_ins import with_forward
+from ds_lgamp.integrations.split.stand_ins import Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 
@@ -156,8 +156,12 @@ class _Walk:
                 after = part.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            for block in self._blocks.named.values():
-                stack.enter_context(with_forward(block, self._instead_of(block)))
+            modules = self._blocks.container._modules
+            stand_ins = [
+                (modules, name, Visited(block, partial(self._visit, block)))
+                for name, block in self._blocks.named.items()
+            ]
+            stack.enter_context(replacing(stand_ins))
             stack.enter_context(_Reads(self._read))
             yield
 
@@ -255,32 +259,25 @@ class _Walk:
         # Forwards may change it in place, which is forbidden with a leaf.
         return tensor.clone() if is_leaf else tensor
 
-    def _instead_of(self, block: nn.Module) -> Any:
-        stock = block.forward
-
-        def forward(*positional: Any, **named: Any) -> Any:
-            hidden, beside = apart(positional, named)
-            self._check_trains(block)
-            if named.get("past_key_values") is not None:
-                raise self.refusal("its blocks get a cache of keys and values")
-            if self._visited and (hidden is not self._passed or hidden._version != self._version):
-                raise self.refusal("its forward computes between blocks")
-            others = [*beside.positional, *beside.named.values()]
-            if any(isinstance(leaf, _Untouched) for leaf in tree_leaves(others)):
-                raise self.refusal("a block passes more than hidden states to the next one")
-            self._check_others(
-                [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            )
-            if self._visited == 0:
-                self._note_result(stock(*positional, **named), hidden)
-            self._visited += 1
-            if self._visited == len(self._blocks.named):
-                # Forwards may change it in place, which is forbidden with a leaf.
-                hidden = hidden.detach().requires_grad_().clone()
-            self._passed, self._version = hidden, hidden._version
-            return (hidden, *self._others) if self._returned else hidden
-
-        return forward
+    def _visit(self, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
+        """Returns what the forward gets in place of the result of ``block``."""
+        self._check_trains(block)
+        if beside.named.get("past_key_values") is not None:
+            raise self.refusal("its blocks get a cache of keys and values")
+        if self._visited and (hidden is not self._passed or hidden._version != self._version):
+            raise self.refusal("its forward computes between blocks")
+        others = tree_leaves([*beside.positional, *beside.named.values()])
+        if any(isinstance(leaf, _Untouched) for leaf in others):
+            raise self.refusal("a block passes more than hidden states to the next one")
+        self._check_others([leaf for leaf in others if isinstance(leaf, Tensor) and leaf.requires_grad])
+        if self._visited == 0:
+            self._note_result(block(hidden, *beside.positional, **beside.named), hidden)
+        self._visited += 1
+        if self._visited == len(self._blocks.named):
+            # Forwards may change it in place, which is forbidden with a leaf.
+            hidden = hidden.detach().requires_grad_().clone()
+        self._passed, self._version = hidden, hidden._version
+        return (hidden, *self._others) if self._returned else hidden
 
     def _check_others(self, depending: list[Tensor]) -> None:
         """Raises ConfigError if blocks get ``depending`` tensors from parameters. Those from parts without parameters

@@ -158,3 +158,13 @@ def test_the_model_may_return_its_loss_in_training_only():
     model.train()
     output = in_layers(layers, *batch)
     assert torch.equal(layers.loss_of(output), model(*batch)[1])
+
+
+def test_hooks_of_blocks_run_with_the_blocks():
+    torch.manual_seed(0)
+    model, batch = TiedGpt(), micro_batch("a tied GPT", 0)
+    first, second, _ = model.transformer["h"]
+    first.register_forward_hook(lambda _module, _arguments, output: 2 * output)
+    second.register_forward_pre_hook(lambda _module, arguments: (arguments[0] + 1,))
+    layers = layers_of(model)
+    assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
