@@ -15,6 +15,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
+from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
 from ds_lgamp.integrations.split.parts import Part, parameters_of
 from ds_lgamp.integrations.split.stand_ins import Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
@@ -51,6 +52,7 @@ def survey(
         positional, named = on_device_of(model, dummy)
         try:
             output = run_uncompiled(model, *positional, **named)
+            register_dataclasses(output)
             walk.check_output(output, only_loss)
         except ConfigError:
             raise

@@ -1,6 +1,7 @@
 """What a forward of one's own does around its blocks holds in the layers of the split model."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -168,3 +169,23 @@ def test_hooks_of_blocks_run_with_the_blocks():
     second.register_forward_pre_hook(lambda _module, arguments: (arguments[0] + 1,))
     layers = layers_of(model)
     assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None
+
+
+class ReturnsDataclass(TiedGpt):
+    def forward(self, idx, targets=None):
+        return {"output": Output(*super().forward(idx, targets))}
+
+
+def test_the_model_may_return_its_loss_in_a_dataclass():
+    torch.manual_seed(0)
+    model, batch = ReturnsDataclass(), micro_batch("a tied GPT", 0)
+    layers = layers_of(model)
+    loss = layers.loss_of(in_layers(layers, *batch))
+    assert torch.equal(loss, model(*batch)["output"].loss)
+    assert layers.training_output(loss)["output"].loss is loss

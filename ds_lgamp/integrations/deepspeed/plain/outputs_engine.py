@@ -91,7 +91,7 @@ class OutputsEngine(ModelEngine):
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
             raise ConfigError(
                 f"the model returned a {type(outputs).__name__}, in which no tensor is found; return tensors, tuples, "
-                "dictionaries or a ModelOutput"
+                "dictionaries, dataclasses or a ModelOutput"
             )
         return outputs
 
