@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.split.parts import model_of
 
 _LABELS = ("label", "labels", "target", "targets", "y")
 
@@ -36,6 +37,7 @@ def _value(name: str, value: Any) -> Any:
 def inputs_of(model: nn.Module) -> Arguments:
     """Returns the model's own ``dummy_inputs``. If it has none, token ids for the first parameter of its forward, for
     those without a default, and for labels."""
+    model = model_of(model)
     own = getattr(model, "dummy_inputs", None)
     if own is not None:
         return (), dict(own)

@@ -8,6 +8,11 @@ from torch import nn
 Part = nn.Module | nn.Parameter
 
 
+def model_of(model: Any) -> Any:
+    """Returns the model inside ``model``, which peft may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def part_of(model: nn.Module, path: str) -> Part:
     """Returns the part with this name."""
     registry, name = place_of(model, path)

@@ -11,11 +11,12 @@ from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs
 from ds_lgamp.integrations.split.layers import SplitLayers
+from ds_lgamp.integrations.split.parts import model_of
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.transformers.attention import attending_anywhere
 from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
 from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
-from ds_lgamp.integrations.transformers.models import model_of, planned_names, without_cache
+from ds_lgamp.integrations.transformers.models import planned_names, without_cache
 from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
 from ds_lgamp.runtime.random_state import RandomSource

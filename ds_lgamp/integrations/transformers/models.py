@@ -4,10 +4,7 @@ import sys
 from inspect import signature
 from typing import Any
 
-
-def model_of(model: Any) -> Any:
-    """Returns the model of transformers inside ``model``, which peft may have wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+from ds_lgamp.integrations.split.parts import model_of
 
 
 def is_model(model: Any) -> bool:

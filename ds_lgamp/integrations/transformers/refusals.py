@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.transformers.models import model_of
+from ds_lgamp.integrations.split.parts import model_of
 
 _COLLECTED = {
     "output_hidden_states": "the hidden states of every block",

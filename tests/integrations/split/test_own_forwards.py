@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -189,3 +190,15 @@ def test_the_model_may_return_its_loss_in_a_dataclass():
     loss = layers.loss_of(in_layers(layers, *batch))
     assert torch.equal(loss, model(*batch)["output"].loss)
     assert layers.training_output(loss)["output"].loss is loss
+
+
+def test_a_model_that_peft_has_wrapped_gets_the_dummy_inputs_of_its_own():
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["qkv", "out"], init_lora_weights=False, modules_to_save=["norm"])
+    model, batch = peft.get_peft_model(TiedGpt(), config), micro_batch("a tied GPT", 0)
+    expected, loss = model(*batch)[1], in_layers(layers_of(model), *batch)[1]
+    assert torch.equal(loss, expected)
+    wanted, found = gradients_of(model, expected), gradients_of(model, loss)
+    assert wanted.keys() == found.keys() and sum(each is not None for each in found.values()) == 14
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name])
