@@ -341,9 +341,19 @@ def _parts(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
             if parameter is not None:
                 yield f"{prefix}{name}", parameter
         for name, child in [] if parent == blocks.path else list(module.named_children()):
-            has_tensors = any(True for _ in chain_of(child.parameters(), child.buffers()))
-            if f"{prefix}{name}" not in chain and has_tensors:
-                yield f"{prefix}{name}", child
+            if f"{prefix}{name}" not in chain:
+                yield from _called(f"{prefix}{name}", child)
+
+
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, Part]]:
+    """Yields the module, or, of one that only holds others and is never called, what it holds."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", parameter
+        for name, child in module.named_children():
+            yield from _called(f"{path}.{name}", child)
+    elif any(True for _ in chain_of(module.parameters(), module.buffers())):
+        yield path, module
 
 
 def _has_no_parameters(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from tests.integrations.split.own_models import (
     MODELS,
     VOCABULARY,
     WIDTH,
+    Attention,
     PositionsGpt,
     TiedGpt,
     cross_entropy,
@@ -201,4 +202,38 @@ def test_a_model_that_peft_has_wrapped_gets_the_dummy_inputs_of_its_own():
     wanted, found = gradients_of(model, expected), gradients_of(model, loss)
     assert wanted.keys() == found.keys() and sum(each is not None for each in found.values()) == 14
     for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name])
+
+
+class Codebooks(nn.Module):
+    """Adds the embeddings of a list, each moved by a parameter of another, and has a list of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(VOCABULARY, WIDTH) for _ in range(2))
+        self.shifts = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, VOCABULARY) for name in "ab"})
+
+    def forward(self, idx, targets=None):
+        hidden = sum(embed(idx) + shift for embed, shift in zip(self.embeddings, self.shifts))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = sum(head(hidden) for head in self.heads.values())
+        return logits, None if targets is None else cross_entropy(logits, targets)
+
+
+def test_modules_and_parameters_ahead_of_the_blocks_and_behind_them_may_lie_in_lists():
+    torch.manual_seed(0)
+    model, batch = Codebooks(), micro_batch("a tied GPT", 0)
+    layers = layers_of(model)
+    first, *_, last = layers.modules
+    assert [name for name, _ in first.named_parameters()] == [
+        *(f"embeddings.{number}.weight" for number in range(2)),
+        *(f"shifts.{number}" for number in range(2)),
+    ]
+    expected, loss = model(*batch)[1], in_layers(layers, *batch)[1]
+    assert torch.equal(loss, expected)
+    wanted = gradients_of(model, expected)
+    for name, gradient in gradients_of(model, loss).items():
         torch.testing.assert_close(gradient, wanted[name])
