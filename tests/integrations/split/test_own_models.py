@@ -346,6 +346,13 @@ def test_blocks_that_get_random_numbers_or_values_from_ahead_of_them_need_one_pi
         layers_of(make(), pipeline_ranks=2)
 
 
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = TiedGpt()
+    with pytest.raises(ConfigError, match="parameter transformer.wte.weight is on the meta device and has no values"):
+        plain_layers_of(model, (), LgampConfig())
+
+
 class Doubled(nn.Sequential):
     def forward(self, x):
         return 2 * super().forward(x)

@@ -104,7 +104,9 @@ class Compiled(nn.Module):
 
 
 def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> Layers:
-    """Returns the layers of ``model``. Raises ConfigError if it cannot be split, or returns no loss and should."""
+    """Returns the layers of ``model``. Raises ConfigError if it has no values, cannot be split, or returns no loss and
+    should."""
+    _refuse_meta(model)
     if _is_sequence(model):
         if settings.dummy_inputs is not None:
             raise ConfigError(f"{BLOCK}.dummy_inputs is set, but an nn.Sequential says what its layers are; remove it")
@@ -114,6 +116,15 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
     if is_model(model):
         return ModelLayers(model, random_sources, settings)
     return OwnModelLayers(model, random_sources, settings)
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name} is on the meta device and has no values; load them before deepspeed.initialize, or "
+                "make the model inside deepspeed.zero.Init in place of OnDevice or torch.device"
+            )
 
 
 def _is_sequence(model: nn.Module) -> TypeGuard[nn.Sequential]:
