@@ -200,7 +200,8 @@ class _Walk:
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if only_loss:
+        # Frozen blocks may run without gradients.
+        if only_loss and self._passed.requires_grad:
             outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
         if outputs and self._results:
             if self._ahead_of(outputs) - self._anywhere:
