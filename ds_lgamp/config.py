@@ -90,6 +90,10 @@ class LgampConfig(BaseModel):
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept."""
+    blocks: str | None = None
+    """The list at whose modules to split a model that is no PipelineModule and no nn.Sequential, by its name in the
+    model, such as "model.layers". The default is the one that the model's own pipeline plan names, or else the one with
+    most parameters."""
     dummy_inputs: dict[str, Any] | None = None
     """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. It shows
     which of its modules work ahead of its blocks. Tensors are nested lists of numbers, or objects such as {"shape": [1,
@@ -199,6 +203,12 @@ class LgampConfig(BaseModel):
         if self.schedule == "interleaved_1f1b" and self.placement == "contiguous":
             raise ValueError("placement is 'contiguous', but schedule 'interleaved_1f1b' needs 'modular'; remove it")
         return self
+
+    def refuse_split(self, whose: str) -> None:
+        """Raises ConfigError for keys that say how to split a model, but here ``whose`` layers are given."""
+        for key in ("blocks", "dummy_inputs"):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"{BLOCK}.{key} is set, but {whose} says what its layers are; remove it")
 
 
 def read_block(config: dict[str, Any]) -> LgampConfig | None:

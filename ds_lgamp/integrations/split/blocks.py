@@ -28,11 +28,12 @@ class Blocks(NamedTuple):
         return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-def find_blocks(model: nn.Module, planned: Collection[str] = ()) -> Blocks:
-    """Returns the blocks of ``model``: a list with a ``planned`` name, or else the list with most parameters. A list is
-    an nn.ModuleList that is in no other one, or an nn.ModuleDict or nn.Sequential of modules of one class.
+def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] = ()) -> Blocks:
+    """Returns the blocks of ``model``: the list with the ``chosen`` name; by default one with a ``planned`` name, or
+    else that with most parameters. A list is an nn.ModuleList that is in no other one, or an nn.ModuleDict or
+    nn.Sequential of modules of one class.
 
-    Raises ConfigError if there is no list.
+    Raises ConfigError if there is no list, or not the chosen one.
     """
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
@@ -45,6 +46,14 @@ def find_blocks(model: nn.Module, planned: Collection[str] = ()) -> Blocks:
             f"{type(model).__name__} has no list of blocks, so a {BLOCK} block cannot split it; write it as a "
             "PipelineModule or an nn.Sequential, or remove the block"
         )
+    if chosen is not None:
+        named = {each.path: each for each in lists}
+        if chosen not in named:
+            raise ConfigError(
+                f"{BLOCK}.blocks is '{chosen}', but the lists of {type(model).__name__} are {', '.join(named)}; name "
+                "the one whose modules the forward calls one after another"
+            )
+        return named[chosen]
     for each in lists:
         if each.path.rpartition(".")[2] in planned:
             return each

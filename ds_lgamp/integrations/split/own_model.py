@@ -32,7 +32,7 @@ class OwnModelLayers(SplitLayers):
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> None:
         given = settings.dummy_inputs
         dummy = inputs_of(model) if given is None else ((), given_inputs(given))
-        blocks, only_loss = find_blocks(model), settings.outputs == "loss"
+        blocks, only_loss = find_blocks(model, settings.blocks), settings.outputs == "loss"
         shown = survey(model, blocks, dummy, random_sources, only_loss)
         leaves, self._structure = tree_flatten(shown.output)
         self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None

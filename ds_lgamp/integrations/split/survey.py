@@ -313,7 +313,7 @@ class _Walk:
     def refusal(self, reason: str) -> ConfigError:
         return ConfigError(
             f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; remove the "
-            f"{BLOCK} block, or write the model as a PipelineModule"
+            f"{BLOCK} block, write the model as a PipelineModule, or name another list in {BLOCK}.blocks"
         )
 
 

@@ -42,7 +42,7 @@ class ModelLayers(SplitLayers):
         self._names = list(signature(model.forward).parameters)
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
-        blocks, only_loss = find_blocks(model, planned_names(model)), settings.outputs == "loss"
+        blocks, only_loss = find_blocks(model, settings.blocks, planned_names(model)), settings.outputs == "loss"
         with attending_anywhere(model_of(model)):
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
         super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None)

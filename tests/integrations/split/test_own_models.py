@@ -353,6 +353,38 @@ def test_a_model_without_values_is_refused():
         plain_layers_of(model, (), LgampConfig())
 
 
+class ManyTables(nn.Module):
+    """Has a list ahead of its blocks with more parameters than they have."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(1000, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(Attention(causal=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens, labels):
+        hidden = self.tables[0](tokens) + self.tables[1](tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_a_model_is_split_at_the_list_that_the_block_names():
+    model, batch = ManyTables(), micro_batch("a GPT with positions", 0)
+    with pytest.raises(ConfigError, match="at its blocks 'tables': .* name another list in ds_lgamp.blocks"):
+        layers_of(model)
+    layers = layers_of(model, blocks="layers")
+    assert len(layers.modules) == 4
+    assert torch.equal(in_layers(layers, *batch), model(*batch))
+
+
+def test_a_list_that_the_model_lacks_is_refused():
+    with pytest.raises(
+        ConfigError, match="ds_lgamp.blocks is 'h', but the lists of ManyTables are tables, layers; name"
+    ):
+        layers_of(ManyTables(), blocks="h")
+
+
 class Doubled(nn.Sequential):
     def forward(self, x):
         return 2 * super().forward(x)

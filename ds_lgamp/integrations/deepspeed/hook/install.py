@@ -107,8 +107,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
         raise ConfigError(
             f"{BLOCK}.outputs is '{settings.outputs}', but a PipelineModule computes the loss itself; remove it"
         )
-    if settings.dummy_inputs is not None:
-        raise ConfigError(f"{BLOCK}.dummy_inputs is set, but a PipelineModule says what its layers are; remove it")
+    settings.refuse_split("a PipelineModule")
     lifeline.start()
     gather_partitioned(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)

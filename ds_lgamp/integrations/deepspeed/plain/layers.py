@@ -108,8 +108,7 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
     should."""
     _refuse_meta(model)
     if _is_sequence(model):
-        if settings.dummy_inputs is not None:
-            raise ConfigError(f"{BLOCK}.dummy_inputs is set, but an nn.Sequential says what its layers are; remove it")
+        settings.refuse_split("an nn.Sequential")
         if settings.outputs == "loss":
             _refuse_without_loss(model)
         return SequentialLayers(model)
@@ -144,10 +143,10 @@ def _refuse_without_loss(model: nn.Sequential) -> None:
         )
 
 
-def needed_to_split(model: nn.Module) -> Iterator[nn.Parameter]:
+def needed_to_split(model: nn.Module, settings: LgampConfig) -> Iterator[nn.Parameter]:
     """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first."""
     if _is_sequence(model):
         return model.parameters()
-    first, *blocks = find_blocks(model, planned_names(model)).named.values()
+    first, *blocks = find_blocks(model, settings.blocks, planned_names(model)).named.values()
     others = {id(parameter) for block in blocks for parameter in block.parameters()}
     return (parameter for parameter in model.parameters() if id(parameter) not in others)

@@ -82,8 +82,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
             f"{BLOCK}.outputs is '{settings.outputs}', but Megatron-LM's forward_step gives the loss of a micro-batch; "
             "remove it"
         )
-    if settings.dummy_inputs is not None:
-        raise ConfigError(f"{BLOCK}.dummy_inputs is set, but Megatron-core says what its layers are; remove it")
+    settings.refuse_split("Megatron-core")
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)

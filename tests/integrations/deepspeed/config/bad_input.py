@@ -21,6 +21,14 @@ BLOCKS = {
         {"pipeline_ranks": 2},
         "ds_lgamp.pipeline_ranks is 2, but the PipelineModule has num_stages 2; remove pipeline_ranks",
     ),
+    "a list at which to split a PipelineModule": (
+        {"blocks": "layers"},
+        "ds_lgamp.blocks is set, but a PipelineModule says what its layers are; remove it",
+    ),
+    "dummy inputs beside a PipelineModule": (
+        {"dummy_inputs": {}},
+        "ds_lgamp.dummy_inputs is set, but a PipelineModule",
+    ),
     "a typo": ({"resident_chunk": 2}, "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?"),
     "text for a number": ({"resident_chunks": "2"}, "ds_lgamp.resident_chunks is '2': input should be a valid integer"),
     "no resident chunk": ({"resident_chunks": 0}, "ds_lgamp.resident_chunks is 0: input should be greater than 0"),

@@ -291,6 +291,7 @@ REFUSED = [
     ({}, {"pipeline_rank_speeds": [2, 1]}, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "speeds both cut"),
     ({}, {"pipeline_rank_speeds": [2]}, {}, "1 speeds for 2 pipeline ranks"),
     ({}, {"data_rank_speeds": [2, 1]}, {}, "data_rank_speeds is .*, but Megatron-LM's training loop"),
+    ({}, {"blocks": "layers"}, {}, "ds_lgamp.blocks is set, but Megatron-core says what its layers are; remove it"),
     ({}, {}, {"use_megatron_fsdp": True}, "--use-megatron-fsdp is True: .* set zero_optimization.stage 3"),
     ({}, {}, {"use_torch_fsdp2": True}, "--use-torch-fsdp2 is True: "),
     (
