@@ -19,17 +19,19 @@ from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers
 from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
+from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
 from ds_lgamp.integrations.split.parts import Part, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     Absent,
-    AbsentParameter,
+    AbsentTensor,
     Visited,
     ZeroParameter,
     Zeros,
     replacing,
     with_forward,
 )
+from ds_lgamp.integrations.split.survey import Survey
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
@@ -69,7 +71,7 @@ class SplitForward:
         ahead: the parts that are used ahead of the blocks, by their names in the model.
         behind: all other parts, by their names in the model.
         held: those of them that the last layer holds.
-        returned: how many members the tuple has that a block returns; 0 if a block returns a tensor.
+        shown: what a small call of the model showed.
         random_sources: generators that the model may draw from.
         loss_in: returns the loss in an output, if nothing else there has gradients.
     """
@@ -81,19 +83,24 @@ class SplitForward:
         ahead: Mapping[str, Part],
         behind: Mapping[str, Part],
         held: Mapping[str, Part],
-        returned: int,
+        shown: Survey,
         random_sources: Sequence[RandomSource],
         loss_in: Callable[[Any], Any] | None,
     ) -> None:
         self._model, self._forward = model, model.forward
         self._blocks = list(blocks.named.values())
-        self._returned, self._random_sources = returned, random_sources
+        self._returned, self._random_sources = shown.returned, random_sources
         self._stand_ins = [
             (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         self._zeros = {path: self._zeros_for(path, part) for path, part in ahead.items()}
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in behind.items()]
+        self._kept = [
+            (block.get_submodule(kept.path), kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
+            for block in self._blocks
+            for kept in shown.kept
+        ]
         self._buffers, self._loss_in = ContainingBuffers(model, blocks), loss_in
         self._loss_graph = LossGraph(model, held.values())
         self._visit: Visit = _not_running
@@ -151,7 +158,8 @@ class SplitForward:
                 raise ConfigError(_again(f"block {index}"))
             return returned() if index == last else passed
 
-        with self._visiting(replace):
+        kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
+        with self._visiting(replace), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     @torch.no_grad()
@@ -190,9 +198,9 @@ class SplitForward:
             ZeroParameter(part) if isinstance(part, nn.Parameter) else Zeros(part, partial(self._refuse_behind, path))
         )
 
-    def _absent(self, path: str, part: Part) -> Absent | AbsentParameter:
+    def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
         refuse = partial(self._refuse_absent, path)
-        return AbsentParameter.of(refuse) if isinstance(part, nn.Parameter) else Absent(part, refuse)
+        return AbsentTensor.of(refuse) if isinstance(part, nn.Parameter) else Absent(part, refuse)
 
     def _ahead(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Returns the stand-ins for what is used ahead of the blocks, and their places."""
@@ -266,6 +274,13 @@ class SplitForward:
 
 def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
     raise RuntimeError("the stand-in for a block is called outside of a forward")
+
+
+def _refuse_kept(kept: Kept) -> NoReturn:
+    raise ConfigError(
+        f"behind the blocks the model reads '{'.'.join(filter(None, kept))}' of a block, which is set where the block "
+        f"runs; with a {BLOCK} block, leave it out of the loss, or write the model as a PipelineModule"
+    )
 
 
 def _again(what: str) -> str:

@@ -79,7 +79,7 @@ class SplitLayers:
         self._blocks = list(blocks.named.values())
         shares = shown.read_behind or _share(ahead, behind)
         held = {**ahead, **behind} if shares else behind
-        self._split = split = SplitForward(model, blocks, ahead, behind, held, shown.returned, random_sources, loss_in)
+        self._split = split = SplitForward(model, blocks, ahead, behind, held, shown, random_sources, loss_in)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())

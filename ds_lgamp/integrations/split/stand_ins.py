@@ -97,13 +97,13 @@ class ZeroParameter:
         return _noted(torch.zeros(self._shape, dtype=own.dtype, device=own.device), self.leaves)
 
 
-class AbsentParameter(Tensor):
-    """The stand-in for a parameter that may be on another rank. Functions of it are refused."""
+class AbsentTensor(Tensor):
+    """The stand-in for a tensor that may be on another rank. Functions of it are refused."""
 
     refuse: Callable[[], NoReturn]
 
     @classmethod
-    def of(cls, refuse: Callable[[], NoReturn]) -> "AbsentParameter":
+    def of(cls, refuse: Callable[[], NoReturn]) -> "AbsentTensor":
         stand_in = torch.empty(0).as_subclass(cls)
         stand_in.refuse = refuse
         return stand_in

@@ -16,6 +16,7 @@ from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
+from ds_lgamp.integrations.split.kept import Kept, kept_in_training
 from ds_lgamp.integrations.split.parts import Part, parameters_of
 from ds_lgamp.integrations.split.stand_ins import Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
@@ -30,6 +31,8 @@ class Survey(NamedTuple):
     """All other parts, by name."""
     returned: int
     """How many members the tuple has that a block returns; 0 if it returns a tensor."""
+    kept: list[Kept]
+    """The attributes of a block that it sets to tensors which depend on parameters."""
     read_behind: bool
     """Whether the forward reads, behind the blocks, parameters of modules that ran ahead of them."""
     output: Any
@@ -137,6 +140,7 @@ class _Walk:
         """The hidden states that a block has passed on."""
         self._version = 0
         """How often they had been changed in place by then."""
+        self._kept: list[Kept] = []
         self._returned = 0
         self._others: tuple[Any, ...] = ()
         """What a block returns beside hidden states."""
@@ -184,7 +188,7 @@ class _Walk:
         ahead = [*self._ahead, *(path for path in unused if self._precedes_blocks(path))]
         behind = [path for path in self._parts if path not in ahead and path not in free]
         ahead = [path for path in ahead if path not in free]
-        return Survey(ahead, behind, self._returned, self._read_behind, output)
+        return Survey(ahead, behind, self._returned, self._kept, self._read_behind, output)
 
     def _precedes_blocks(self, path: str) -> bool:
         """Whether the model has a part ahead of its blocks, such as the encoder of images that text does not need."""
@@ -274,7 +278,9 @@ class _Walk:
             raise self.refusal("a block passes more than hidden states to the next one")
         self._check_others([leaf for leaf in others if isinstance(leaf, Tensor) and leaf.requires_grad])
         if self._visited == 0:
-            self._note_result(block(hidden, *beside.positional, **beside.named), hidden)
+            run = partial(block, hidden, *beside.positional, **beside.named)
+            self._kept = kept_in_training(block, run)
+            self._note_result(run(), hidden)
         self._visited += 1
         if self._visited == len(self._blocks.named):
             # Forwards may change it in place, which is forbidden with a leaf.

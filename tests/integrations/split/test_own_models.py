@@ -385,6 +385,45 @@ def test_a_list_that_the_model_lacks_is_refused():
         layers_of(ManyTables(), blocks="h")
 
 
+class Balanced(nn.Module):
+    """A block with experts: one of its modules keeps a term of the loss, in training only."""
+
+    def __init__(self, initial):
+        super().__init__()
+        self.attention, self.router = Attention(causal=True), nn.Linear(WIDTH, 2)
+        self.router.balance = initial
+
+    def forward(self, hidden):
+        choice = self.router(hidden).softmax(-1)
+        if self.training:
+            self.router.balance = choice.mean((0, 1)).square().sum()
+        return self.attention(hidden) * choice[..., :1]
+
+
+class Experts(PositionsGpt):
+    def __init__(self, adds, initial=0.0):
+        super().__init__()
+        self.adds, self.blocks = adds, nn.Sequential(*(Balanced(initial) for _ in range(3)))
+
+    def forward(self, tokens, labels):
+        loss = super().forward(tokens, labels)
+        return loss + sum(block.router.balance for block in self.blocks) if self.adds else loss
+
+
+@pytest.mark.parametrize("initial", [0.0, None])
+def test_blocks_may_keep_tensors_in_attributes(initial):
+    model, batch = Experts(False, initial), micro_batch("a GPT with positions", 0)
+    layers = layers_of(model)
+    assert all(block.router.balance == initial for block in model.blocks)
+    assert torch.equal(in_layers(layers, *batch), model(*batch))
+
+
+def test_a_term_that_blocks_keep_in_attributes_is_refused_in_the_loss():
+    """On several pipeline ranks it would be an old one."""
+    with pytest.raises(ConfigError, match="behind the blocks the model reads 'router.balance' of a block"):
+        layers_of(Experts(True))
+
+
 class Doubled(nn.Sequential):
     def forward(self, x):
         return 2 * super().forward(x)
