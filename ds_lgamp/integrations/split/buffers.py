@@ -9,6 +9,11 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place; 0 for those of torch.inference_mode, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Buffers:
     """Notices changes of the buffers of some modules.
 
@@ -22,13 +27,13 @@ class Buffers:
 
     def look(self) -> None:
         """Begins to notice changes."""
-        self._before = {name: (buffer, buffer._version) for name, buffer in self._named()}
+        self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._named()}
 
     def changed(self) -> str | None:
         """Returns the name of a buffer that has changed since the last look; None if there is none."""
         for name, buffer in self._named():
-            own, version = self._before.get(name, (buffer, buffer._version))
-            if buffer is not own or buffer._version != version:
+            own, version = self._before.get(name, (buffer, version_of(buffer)))
+            if buffer is not own or version_of(buffer) != version:
                 return name
         return None
 

@@ -17,7 +17,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.buffers import ContainingBuffers
+from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
 from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
@@ -130,8 +130,8 @@ class SplitForward:
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
             nonlocal first
-            first = first or (hidden, hidden._version)
-            if hidden is not first[0] or hidden._version != first[1]:
+            first = first or (hidden, version_of(hidden))
+            if hidden is not first[0] or version_of(hidden) != first[1]:
                 raise ConfigError(_BETWEEN)
             noted.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
             if index == len(self._blocks) - 1:

@@ -90,6 +90,15 @@ def test_blocks_get_what_they_do_where_nothing_ahead_of_them_is(name):
     assert len(told) == 3 and all(each.positional == () for each in told)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compute_in_inference_mode(name):
+    model, batch = make(name), micro_batch(name, 0)
+    layers = split(name, model)
+    with torch.inference_mode():
+        loss = loss_of(name, lambda *arguments: in_layers(layers, *arguments), batch)
+        assert torch.equal(loss, loss_of(name, model, batch))
+
+
 def test_the_small_forward_leaves_nothing_in_memory():
     model, outputs = make("a tied GPT"), []
     model.register_forward_hook(lambda _module, _arguments, output: outputs.append(weakref.ref(output[0])))
