@@ -18,7 +18,7 @@ REFUSED = {
     "embedding_gemma2_text": DEPENDING,
     "gemma4_text": DEPENDING,
     "glm_moe_dsa": PASSING_MORE,
-    "hrm_text": "'model.z_L_init' is in no module beside the blocks",
+    "hrm_text": "calls its blocks 'model.L_module.layers' without gradients, but",
     "hy_v4": PASSING_MORE,
     "mistral_large4_text": PASSING_MORE,
 }
