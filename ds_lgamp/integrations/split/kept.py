@@ -1,13 +1,14 @@
 """Tensors that blocks keep in attributes, such as the balancing loss of experts. What follows the blocks may run on
 another rank, where they are old."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.buffers import Buffers
+from ds_lgamp.integrations.split.parts import restored_modes
 
 
 class Kept(NamedTuple):
@@ -22,7 +23,8 @@ def kept_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Kept]:
     """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters.
     They have their old values again afterwards."""
     before = {path: dict(vars(module)) for path, module in block.named_modules()}
-    with _training(block), Buffers(block.named_modules()).restored(), suppress(Exception):
+    with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):
+        block.train()
         # Training may need more than the dummy inputs have, such as several rows for BatchNorm.
         call()
     kept = []
@@ -38,14 +40,3 @@ def kept_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Kept]:
             else:
                 del own[name]
     return kept
-
-
-@contextmanager
-def _training(block: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in block.modules()]
-    block.train()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

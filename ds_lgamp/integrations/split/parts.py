@@ -1,6 +1,7 @@
 """The parts of a model that belong to no block: modules, and parameters of the modules that contain the blocks."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,3 +31,14 @@ def parameters_of(parts: Iterable[Part]) -> Iterator[nn.Parameter]:
     """Yields the parameters of all parts. One that is in several parts comes several times."""
     for part in parts:
         yield from [part] if isinstance(part, nn.Parameter) else part.parameters()
+
+
+@contextmanager
+def restored_modes(module: nn.Module) -> Iterator[None]:
+    """Restores after the block whether ``module`` and the modules in it train or evaluate."""
+    before = [(each, each.training) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, mode in before:
+            each.training = mode

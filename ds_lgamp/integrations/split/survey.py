@@ -17,7 +17,7 @@ from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
 from ds_lgamp.integrations.split.kept import Kept, kept_in_training
-from ds_lgamp.integrations.split.parts import Part, parameters_of
+from ds_lgamp.integrations.split.parts import Part, parameters_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -371,12 +371,8 @@ def _has_no_parameters(module: nn.Module) -> bool:
 def evaluating(model: nn.Module, blocks: Blocks, training: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Switches the model to evaluation inside the block, so that nothing is dropped at random, but for some modules in
     ``training``, and for those that contain ``blocks``: their forward may compute a loss in training only."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    for module in [*training, *(model.get_submodule(path) for path in blocks.chain)]:
-        module.training = True
-    try:
+    with restored_modes(model):
+        model.eval()
+        for module in [*training, *(model.get_submodule(path) for path in blocks.chain)]:
+            module.training = True
         yield
-    finally:
-        for module, mode in before:
-            module.training = mode
