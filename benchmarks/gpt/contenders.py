@@ -5,7 +5,7 @@ All use AdamW on fp32 master weights. They sum the gradients of micro-batches in
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -33,8 +33,43 @@ class Training(Protocol):
         """Trains one batch. Returns its mean loss, on the device."""
 
 
+class MasterWeights:
+    """Weights in fp32 that an optimizer updates in place of a model's own, by gradients summed in fp32. Weights in fp32
+    are their own.
+
+    Args:
+        weights: of the model, on their device.
+        build_optimizer: makes the optimizer of the master weights.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        build_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+    ) -> None:
+        self._weights = list(weights)
+        self._masters = [weight.detach().float().requires_grad_() for weight in self._weights]
+        for weight, master in zip(self._weights, self._masters):
+            master.grad = torch.zeros_like(master)
+            weight.register_post_accumulate_grad_hook(partial(_accumulate, master.grad))
+        self._optimizer = build_optimizer(self._masters)
+
+    def step(self) -> None:
+        """Updates the weights by the gradients of all backward passes since the last step."""
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._masters)
+
+
+def _accumulate(total: torch.Tensor, weight: torch.Tensor) -> None:
+    assert weight.grad is not None, "autograd calls this with a gradient"
+    total.add_(weight.grad)
+    weight.grad = None
+
+
 class PlainTorch:
-    """A bare loop of plain torch. Weights in fp32 are their own master weights."""
+    """A bare loop of plain torch."""
 
     def __init__(
         self, size: GptSize, recompute: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
@@ -42,13 +77,8 @@ class PlainTorch:
         self.batch = batch_of(size, device)
         with device:
             self.model = Gpt(size, recompute, dtype)
-        self.weights = list(self.model.parameters())
-        self.parameters = sum(weight.numel() for weight in self.weights)
-        self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
-        for weight, master in zip(self.weights, self.masters):
-            master.grad = torch.zeros_like(master)
-            weight.register_post_accumulate_grad_hook(partial(_accumulate, master.grad))
-        self.optimizer = build_optimizer(self.masters)
+        self.parameters = sum(weight.numel() for weight in self.model.parameters())
+        self.masters = MasterWeights(self.model.parameters(), build_optimizer)
 
     def step(self) -> torch.Tensor:
         losses = []
@@ -56,17 +86,8 @@ class PlainTorch:
             loss = self.model(tokens, labels)
             (loss / len(self.batch)).backward()
             losses.append(loss.detach())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            torch._foreach_copy_(self.weights, self.masters)
+        self.masters.step()
         return torch.stack(losses).mean()
-
-
-def _accumulate(total: torch.Tensor, weight: torch.Tensor) -> None:
-    assert weight.grad is not None, "autograd calls this with a gradient"
-    total.add_(weight.grad)
-    weight.grad = None
 
 
 class StockDeepSpeed:

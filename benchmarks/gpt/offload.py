@@ -63,10 +63,10 @@ UNCHECKED = {"bf16": {"check_grad_overflow": False}}
 CONTENDERS = (
     Contender(IN_MEMORY, partial(Layered, stage=3)),
     Contender(ON_HOST, partial(Layered, stage=3, offload=ALL)),
+    Contender(DEEPSPEED, partial(StockDeepSpeed, stage=3, offload=ALL)),
     Contender(FSDP2_IN_MEMORY, partial(Fsdp2, offload=False)),
     Contender(f"{ON_HOST}, gradients unchecked", partial(Layered, stage=3, offload=ALL, more=UNCHECKED)),
     Contender(OPTIMIZER_ON_HOST, partial(Layered, stage=3, offload=[OPTIMIZER])),
-    Contender(DEEPSPEED, partial(StockDeepSpeed, stage=3, offload=ALL)),
     Contender("FSDP2, all on the host", partial(Fsdp2, offload=True)),
 )
 """In running order: what the targets compare comes first."""

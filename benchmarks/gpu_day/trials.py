@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.gpt.contenders import Layered
 from benchmarks.gpt.process import free_memory, start_hosts
-from benchmarks.gpu_day import llama
 from benchmarks.gpu_day.equality import PRECISIONS, STEPS, compared, device, expected_losses, losses_of, size
 from benchmarks.gpu_day.layouts import Layout
+from benchmarks.gpu_day.own_loops import LOOPS
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.view.recording import read_recording
 
@@ -84,11 +84,9 @@ def sharded(layout: Layout, expected: Expected, folder: Path, config: Mapping[st
     return compared(losses[3], losses[0], "bf16")
 
 
-def of_transformers(layout: Layout, expected: Expected, folder: Path) -> Found:
-    """Trains a Llama in fp32, as a script of one's own does."""
-    tokens = llama.tokens(dist.get_world_size()).to(device())
-    right = llama.losses_of_plain_torch(tokens)
-    return compared(llama.losses_of_engine(tokens, layout.pipeline_ranks), right, "fp32")
+def in_own_loop(layout: Layout, expected: Expected, folder: Path, name: str) -> Found:
+    """Trains a model as a script of one's own does."""
+    return LOOPS[name].compared(layout.pipeline_ranks)
 
 
 def _block(**keys: Any) -> dict[str, Any]:
@@ -127,7 +125,7 @@ TRIALS: dict[str, Trial] = {
     "resumed": resumed,
     "LAMB": partial(sharded, config={"type": "Lamb", "params": {"lr": 1e-3, "weight_decay": 0.01}}),
     "Muon": partial(sharded, config={"type": "Muon", "params": {"muon_lr": 0.01, "adam_lr": 1e-3}}),
-    "transformers": of_transformers,
+    **{name: partial(in_own_loop, name=name) for name in LOOPS},
 }
 """By name."""
 ON_GPU: dict[str, Trial] = {"recompute selective": partial(configured, more={}, recompute="selective")}
