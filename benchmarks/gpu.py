@@ -21,6 +21,7 @@ from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import LARGE, PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Failure, Record, begin, finish, write_json
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.ranks import run_on_ranks
 
 NAME, NOT_RUN = "gpu", "not run"
@@ -138,6 +139,8 @@ def _measure_on_device(contender: Contender, trials: Mapping[str, Trial], result
             write_json(results, runs)
             if trace is not None and name == next(iter(trials)):
                 write_trace(training, trace)
+            # An update that still runs on the host would hold the engine's memory beside the next training.
+            finish_engines()
         except Exception as error:
             traceback.print_exc()
             message = str(error).strip().splitlines() or [""]
