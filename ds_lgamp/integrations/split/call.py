@@ -1,12 +1,12 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Part
+from ds_lgamp.integrations.split.parts import Part, Result
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
@@ -40,6 +40,8 @@ class Call:
 
     def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.positional, self.named = positional, named
+        self.travelling: tuple[Result, ...] | None = None
+        """What travels with hidden states; None while nobody has looked."""
         self._blocks: list[BlockArguments] | None = None
         self._looks: bool | None = None
 
@@ -59,11 +61,15 @@ class Call:
         """Lets go of what the blocks get, which none needs any more."""
         self._blocks = None
 
-    def block_arguments(self, index: int, compute: Callable[["Call"], list[BlockArguments]]) -> BlockArguments:
+    def block_arguments(self, index: int, compute: "Compute") -> BlockArguments:
         """Returns what block ``index`` gets. ``compute`` is called at most once."""
         if self._blocks is None:
-            self._blocks = compute(self)
+            self._blocks = compute(self, ())
         return self._blocks[index]
+
+
+Compute = Callable[[Call, Sequence[Tensor]], list[BlockArguments]]
+"""Computes what the blocks get in a call, by what travels with their hidden states."""
 
 
 class Calls:
@@ -73,14 +79,29 @@ class Calls:
         self.all: list[Call] = []
         self.number = 0
         """The micro-batch that the layers compute."""
+        self._layer = 0
+        self._in_chunk: tuple[Sequence[Tensor], list[BlockArguments]] | None = None
+        """What travels through the chunk that runs, and what its blocks get. Both belong to the chunk's graph."""
 
     @property
     def current(self) -> Call:
         return self.all[self.number]
 
-    def before_layer(self, _layer: int, micro_batch: int) -> None:
+    def before_layer(self, layer: int, micro_batch: int) -> None:
         """Makes ``micro_batch`` the current one."""
-        self.number = micro_batch
+        if (layer, micro_batch) != (self._layer + 1, self.number):
+            self._in_chunk = None
+        self._layer, self.number = layer, micro_batch
+
+    def block_arguments(self, index: int, travels: Sequence[Tensor], compute: Compute) -> BlockArguments:
+        """Returns what block ``index`` gets in the current micro-batch, by what ``travels`` with its hidden states.
+        ``compute`` is called once for consecutive layers."""
+        if not travels:
+            return self.current.block_arguments(index, compute)
+        known = self._in_chunk
+        if known is None or any(one is not other for one, other in zip(known[0], travels)):
+            self._in_chunk = known = travels, compute(self.current, travels)
+        return known[1][index]
 
 
 class Tree(nn.Module):

@@ -8,30 +8,26 @@ states on. A stand-in for a module ahead of the blocks, such as the embedding, r
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_like
 from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
+from ds_lgamp.integrations.split.imagined import is_imagined
 from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
-from ds_lgamp.integrations.split.parts import Part, place_of
-from ds_lgamp.integrations.split.stand_ins import (
-    Absent,
-    AbsentTensor,
-    Visited,
-    ZeroParameter,
-    Zeros,
-    replacing,
-    with_forward,
-)
+from ds_lgamp.integrations.split.parts import Part, Result, place_of
+from ds_lgamp.integrations.split.stand_ins import Absent, AbsentTensor, Visited, replacing, with_forward
 from ds_lgamp.integrations.split.survey import Survey
+from ds_lgamp.integrations.split.travelling import Fill, Travelling, one, other
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
@@ -60,6 +56,15 @@ class _Reached(Exception):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
+
+
+class Noted(NamedTuple):
+    """What a forward up to the last block shows."""
+
+    hidden: Tensor
+    """The hidden states that enter the last block: of all blocks, if none computes."""
+    blocks: list[BlockArguments]
+    """What every block gets beside them."""
 
 
 class SplitForward:
@@ -94,7 +99,8 @@ class SplitForward:
             (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
-        self._zeros = {path: self._zeros_for(path, part) for path, part in ahead.items()}
+        self._ahead = Ahead(model, ahead, self._refuse_behind)
+        self._travelling = Travelling(shown.travels_behind, self._note_blocks)
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in behind.items()]
         self._kept = [
             (block.get_submodule(kept.path), kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
@@ -107,60 +113,132 @@ class SplitForward:
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
 
-    def begin(self, call: Call) -> Tensor:
-        """Returns the hidden states that enter the first block. Tells ``call`` what every block gets beside them."""
-        noted, stop = self._noting()
-        with self._visiting(stop), replacing(self._behind):
-            hidden = self._until_reached(call)
-        call.tell_blocks(noted)
-        return hidden
+    def begin(self, call: Call) -> tuple[Tensor, list[Tensor]]:
+        """Returns the hidden states that enter the first block, and what travels with them. Tells ``call`` what every
+        block gets beside them, unless that depends on what travels."""
+        noted, seen = self._note_present(call)
+        travels = [seen.take(result) for result in self._travelling.of(call, seen)]
+        if not travels:
+            call.tell_blocks(noted.blocks)
+        return noted.hidden, travels
 
-    def block_arguments(self, call: Call) -> list[BlockArguments]:
-        """Returns what every block gets beside the hidden states. Draws no random numbers."""
-        noted, stop = self._noting()
-        stand_ins = [*self._ahead(), *self._behind]
-        with undisturbed(self._random_sources), torch.no_grad(), self._visiting(stop), replacing(stand_ins):
-            self._until_reached(call)
-        return noted
+    def block_arguments(self, call: Call, travels: Sequence[Tensor] = ()) -> list[BlockArguments]:
+        """Returns what every block gets beside the hidden states, by what ``travels`` with them. Draws no random
+        numbers."""
+        if not travels:
+            with torch.no_grad():
+                return self._note_absent(call, NONE)[0].blocks
+        return self._note_absent(call, self._given(call, travels))[0].blocks
 
-    def _noting(self) -> tuple[list[BlockArguments], Visit]:
-        """Returns a list of what every block gets beside the hidden states, and the visits that fill it."""
+    def _given(self, call: Call, travels: Sequence[Tensor]) -> dict[Result, Tensor]:
+        """Returns which results are what ``travels``."""
+        if call.travelling is None:
+            with torch.no_grad():
+                call.travelling = self._travelling.of(call, self._note_absent(call, NONE)[1])
+        return dict(zip(call.travelling, travels, strict=True))
+
+    def _note_present(self, call: Call) -> tuple[Noted, Seen]:
+        """Runs the forward up to the last block, where the parts ahead of the blocks are. Returns what they return,
+        too."""
+        with replacing(self._behind), self._ahead.seen() as seen:
+            return self._note(call), seen
+
+    def _note_absent(
+        self, call: Call, given: Mapping[Result, Tensor], fill: Fill | None = None
+    ) -> tuple[Noted, Results]:
+        """Runs the forward up to the last block, where no part is. Returns what parts ahead of the blocks return, too,
+        which is ``given`` or zeros."""
+        absent = self._ahead.absent(given)
+        with undisturbed(self._random_sources), replacing(self._behind), absent as results:
+            return self._note(call, fill), results
+
+    def _note_blocks(self, *given: Any) -> tuple[list[BlockArguments], Results]:
+        noted, results = self._note_absent(*given)
+        return noted.blocks, results
+
+    def _note(self, call: Call, fill: Fill | None = None) -> Noted:
+        """Runs the forward up to the last block. No block computes: the next one gets the same hidden states, or what
+        ``fill`` makes of them."""
         noted: list[BlockArguments] = []
-        first: tuple[Tensor, int] | None = None
+        passed: tuple[Tensor, int] | None = None
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
-            nonlocal first
-            first = first or (hidden, version_of(hidden))
-            if hidden is not first[0] or version_of(hidden) != first[1]:
+            nonlocal passed
+            if passed is not None and (hidden is not passed[0] or version_of(hidden) != passed[1]):
                 raise ConfigError(_BETWEEN)
             noted.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
             if index == len(self._blocks) - 1:
                 raise _Reached(hidden)
+            if fill is not None:
+                hidden = fill(hidden)
+            passed = hidden, version_of(hidden)
             return hidden
 
-        return noted, note
+        with self._visiting(note):
+            return Noted(self._until_reached(call), noted)
 
-    def finish(self, call: Call, hidden: Tensor) -> Any:
-        """Returns the model's output, from the hidden states that the last block returned."""
-        made_by, looks = hidden.grad_fn, call.looks_at_uses(not self._loss_graph.checked)
-        with self._noting_uses(looks) as zeros, replacing(self._ahead()):
-            output = self._output(call, lambda: hidden)
-        if looks:
-            self._loss_graph.check(output if self._loss_in is None else self._loss_in(output), made_by, zeros)
+    def finish(self, call: Call, hidden: Tensor, travels: Sequence[Tensor] = ()) -> Any:
+        """Returns the model's output, from the hidden states that the last block returned, and what ``travels`` with
+        them."""
+        given = self._given(call, travels) if travels else NONE
+        looks = call.looks_at_uses(not self._loss_graph.checked) and torch.is_grad_enabled()
+        # Ahead of the forward, which may change them in place.
+        inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if looks else []
+        leaves = self._ahead.no_leaves() if looks else None
+        with self._ahead.absent(given, leaves):
+            output = self._output(call, lambda: hidden, leaves)
+        if leaves is not None:
+            self._loss_graph.check(output if self._loss_in is None else self._loss_in(output), inputs, leaves)
         return output
 
-    def _output(self, call: Call, returned: Callable[[], Tensor]) -> Any:
-        """Returns the model's output, from the hidden states that are ``returned`` for the last block."""
+    def _output(self, call: Call, returned: Callable[[], Tensor], leaves: dict[str, list[Tensor]] | None = None) -> Any:
+        """Returns the model's output, from the hidden states that are ``returned`` for the last block. With ``leaves``,
+        what depends on those behind other blocks depends on a leaf that is entered there."""
         last = len(self._blocks) - 1
 
         def replace(index: int, passed: Tensor, _: BlockArguments) -> Tensor:
             if self._visited > len(self._blocks):
                 raise ConfigError(_again(f"block {index}"))
-            return returned() if index == last else passed
+            if index == last:
+                return returned()
+            return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
         with self._visiting(replace), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
+
+    @torch.no_grad()
+    def check_travels(self, call: Call, shown: Survey) -> None:
+        """Raises ConfigError if the forward gets what travels otherwise than from the parts that return it, such as
+        from a hook: where other numbers travel, nothing else comes out.
+
+        Args:
+            call: for which all parameters are here but those of blocks.
+            shown: what was shown by such a call.
+        """
+        noted, zeros = self._note_absent(call, NONE)
+        hidden = one(noted.hidden)
+        given = {result: one(tensor) for result, tensor in zeros.items()}
+        missed = shown.travels_to_blocks.difference(self._travelling.of(call, zeros))
+
+        def output(given: Mapping[Result, Tensor]) -> Any:
+            with undisturbed(self._random_sources), self._ahead.absent(given):
+                return self._output(call, lambda: hidden.clone())
+
+        if shown.travels_behind:
+            expected = output(given)
+            missed |= {
+                result
+                for result in shown.travels_behind
+                # A hook of a part may have kept what the part would return.
+                if is_imagined(expected) or is_alike(expected, output({**given, result: other(given[result])}))
+            }
+        for result in missed:
+            raise ConfigError(
+                f"the forward of the model uses what '{result.path}' returned beside hidden states, but gets it from a "
+                f"hook or an attribute; with a {BLOCK} block, pass it on in the forward, or write the model as a "
+                "PipelineModule"
+            )
 
     @torch.no_grad()
     def check_parts(self, call: Call, on_other_ranks: bool) -> None:
@@ -179,13 +257,14 @@ class SplitForward:
 
         with undisturbed(self._random_sources):
             self._seed(1)
-            hidden = self.begin(call)
+            noted, seen = self._note_present(call)
+            hidden = noted.hidden
+            travels = [seen.take(result) for result in self._travelling.of(call, seen)]
             output = self._output(call, returned)
             self._seed(2)
-            told = [call.block_arguments(index, self.block_arguments) for index in range(len(self._blocks))]
-            if on_other_ranks and not is_alike(told, self.block_arguments(call)):
+            if (on_other_ranks or travels) and not is_alike(noted.blocks, self.block_arguments(call, travels)):
                 raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
-            with replacing(self._ahead()):
+            with self._ahead.absent(self._given(call, travels)):
                 if not is_alike(output, self._output(call, returned)):
                     raise ConfigError(f"what the model returns {_DEPENDS}")
 
@@ -193,34 +272,9 @@ class SplitForward:
         for source in self._random_sources:
             source.seed(number)
 
-    def _zeros_for(self, path: str, part: Part) -> Zeros | ZeroParameter:
-        return (
-            ZeroParameter(part) if isinstance(part, nn.Parameter) else Zeros(part, partial(self._refuse_behind, path))
-        )
-
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
         refuse = partial(self._refuse_absent, path)
         return AbsentTensor.of(refuse) if isinstance(part, nn.Parameter) else Absent(part, refuse)
-
-    def _ahead(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Returns the stand-ins for what is used ahead of the blocks, and their places."""
-        return [
-            (*place_of(self._model, path), each.zeros() if isinstance(each, ZeroParameter) else each)
-            for path, each in self._zeros.items()
-        ]
-
-    @contextmanager
-    def _noting_uses(self, notes: bool) -> Iterator[dict[str, list[Tensor]]]:
-        """Yields, by the names of the parts ahead of the blocks, lists of leaves on which their zeros depend inside the
-        block. They stay empty unless it ``notes`` them."""
-        zeros: dict[str, list[Tensor]] = {path: [] for path in self._zeros}
-        for path, stand_in in self._zeros.items():
-            stand_in.leaves = zeros[path] if notes else None
-        try:
-            yield zeros
-        finally:
-            for stand_in in self._zeros.values():
-                stand_in.leaves = None
 
     def run_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
         """Returns the hidden states after block ``index``."""

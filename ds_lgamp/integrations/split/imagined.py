@@ -28,8 +28,12 @@ class Shape:
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+    @classmethod
+    def of_whole(cls, parameter: nn.Parameter) -> "Shape":
+        """Returns that of the whole ``parameter``, also of one that deepspeed.zero.Init has left without elements."""
+        shape = cls(parameter)
+        shape.shape = full_shape(parameter)
+        return shape
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -91,7 +95,7 @@ class _Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
         named = named or {}
-        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((positional, named))):
+        if is_imagined((positional, named)):
             return function(*positional, **named)
         with unset_fake_temporarily():
             return function(*positional, **named)
@@ -99,3 +103,8 @@ class _Values(TorchDispatchMode):
 
 def _has_values(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_floating_point()
+
+
+def is_imagined(value: Any) -> bool:
+    """Whether a tensor in ``value`` is imagined, and has no numbers."""
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))

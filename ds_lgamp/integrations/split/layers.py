@@ -9,50 +9,53 @@ from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, parameters_of, part_of
-from ds_lgamp.integrations.split.survey import Survey
+from ds_lgamp.integrations.split.survey import Survey, evaluating
+from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.random_state import RandomSource
 
 
 class Beginning(Tree):
-    """What precedes the blocks, such as embeddings. Takes a call, returns hidden states."""
+    """What precedes the blocks, such as embeddings. Takes a call, returns hidden states and what travels with them."""
 
     def __init__(self, parts: Mapping[str, Part], split: SplitForward) -> None:
         super().__init__(parts)
         self._split = split
 
-    def forward(self, call: Call) -> Tensor:
-        return self._split.begin(call)
+    def forward(self, call: Call) -> Tensors:
+        return together(*self._split.begin(call))
 
 
 class Block(Tree):
-    """A block of the model. Takes and returns hidden states."""
+    """A block of the model. Takes and returns hidden states, with what travels with them."""
 
     def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
         super().__init__({path: block})
         self._index, self._split, self._calls = index, split, calls
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        arguments = self._calls.current.block_arguments(self._index, self._split.block_arguments)
-        return self._split.run_block(self._index, hidden, arguments)
+    def forward(self, inputs: Tensors) -> Tensors:
+        hidden, *travels = as_tuple(inputs)
+        arguments = self._calls.block_arguments(self._index, travels, self._split.block_arguments)
+        return together(self._split.run_block(self._index, hidden, arguments), travels)
 
 
 class End(Tree):
-    """What follows the blocks. Takes hidden states, returns the model's output."""
+    """What follows the blocks. Takes hidden states, with what travels with them, returns the model's output."""
 
     def __init__(self, parts: Mapping[str, Part], split: SplitForward, calls: Calls) -> None:
         super().__init__(parts)
         self._split, self._calls = split, calls
 
-    def forward(self, hidden: Tensor) -> Any:
-        return self._split.finish(self._calls.current, hidden)
+    def forward(self, inputs: Tensors) -> Any:
+        hidden, *travels = as_tuple(inputs)
+        return self._split.finish(self._calls.current, hidden, travels)
 
 
 class Ends(End):
     """What precedes and what follows the blocks, as one module, because they share parameters. Called, it finishes."""
 
-    def begin(self, call: Call) -> Tensor:
-        """Takes a call, returns hidden states."""
-        return self._split.begin(call)
+    def begin(self, call: Call) -> Tensors:
+        """Takes a call, returns hidden states, with what travels with them."""
+        return together(*self._split.begin(call))
 
 
 class SplitLayers:
@@ -80,6 +83,9 @@ class SplitLayers:
         shares = shown.read_behind or _share(ahead, behind)
         held = {**ahead, **behind} if shares else behind
         self._split = split = SplitForward(model, blocks, ahead, behind, held, shown, random_sources, loss_in)
+        if shown.travels_to_blocks or shown.travels_behind:
+            with evaluating(model, blocks):
+                split.check_travels(Call(*shown.arguments), shown)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())
@@ -98,6 +104,11 @@ class SplitLayers:
     @staticmethod
     def first_input(call: Call) -> Call:
         return call
+
+
+def together(hidden: Tensor, travels: Sequence[Tensor]) -> Tensors:
+    """Returns what a layer passes to the next one."""
+    return (hidden, *travels) if travels else hidden
 
 
 def _share(ahead: Mapping[str, Part], behind: Mapping[str, Part]) -> bool:

@@ -1,9 +1,10 @@
 """Refuses losses, and other outputs, that depend on more than the last layer computes with."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -25,21 +26,21 @@ class LossGraph:
         """The names of the parameters that the last layer lacks, by their ids."""
         self.checked = False
 
-    def check(self, roots: Any, hidden: Any, zeros: Mapping[str, list[Tensor]]) -> None:
+    def check(self, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
         """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
 
         Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
 
         Args:
             roots: the loss, or all outputs.
-            hidden: the node that made the hidden states which the last block returned; None if they are a leaf.
+            inputs: the nodes that made what the last layer got, or take its gradients.
             zeros: on what the results of each stand-in depend, by the name of its part.
         """
         tensors = [leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors:
             return
         makers = {id(leaf): path for path, leaves in zeros.items() for leaf in leaves}
-        for leaf in _leaves(tensors, hidden):
+        for leaf in walk(tensors, inputs)[1]:
             if (name := self._foreign.get(id(leaf))) is not None:
                 raise ConfigError(
                     f"behind the blocks the model's output depends on parameter '{name}', which the last layer lacks; "
@@ -52,18 +53,24 @@ class LossGraph:
         self.checked = True
 
 
-def _leaves(roots: Sequence[Tensor], hidden: Any) -> Iterator[Tensor]:
-    """Yields the leaves that ``roots`` depend on, other than through the node ``hidden``."""
-    seen: set[Any] = {None, hidden}
-    left: list[Any] = [root.grad_fn for root in roots]
+def walk(tensors: Iterable[Tensor], ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
+    """Follows autograd's graph from ``tensors`` that have gradients down to its leaves, or to the nodes ``ends``.
+    Returns which of these it reached, and the leaves."""
+    seen: set[Any] = {None}
+    reached, leaves = set(), []
+    left: list[Any] = [get_gradient_edge(tensor).node for tensor in tensors]
     while left:
         node = left.pop()
         if node in seen:
             continue
         seen.add(node)
+        if node in ends:
+            reached.add(node)
+            continue
         if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable
+            leaves.append(node.variable)
         left += [each for each, _ in node.next_functions]
+    return reached, leaves
 
 
 _FIX = f"with a {BLOCK} block, leave that term out of the forward, or write the model as a PipelineModule"

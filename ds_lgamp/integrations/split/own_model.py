@@ -12,7 +12,7 @@ from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.output import NotReturned
-from ds_lgamp.integrations.split.survey import evaluating, on_device_of, survey
+from ds_lgamp.integrations.split.survey import evaluating, survey
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -42,7 +42,7 @@ class OwnModelLayers(SplitLayers):
         # They may draw random numbers, but change nothing.
         without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
         with evaluating(model, blocks, without_state):
-            self._split.check_parts(Call(*on_device_of(model, dummy)), (settings.pipeline_ranks or 1) > 1)
+            self._split.check_parts(Call(*shown.arguments), (settings.pipeline_ranks or 1) > 1)
 
     @staticmethod
     def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:

@@ -2,11 +2,21 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 Part = nn.Module | nn.Parameter
+
+
+class Result(NamedTuple):
+    """A floating-point tensor that a part returns; a part that is a parameter is its own only result."""
+
+    path: str
+    call: int = 0
+    """Counts the calls of the part in one forward."""
+    number: int = 0
+    """Counts the tensors of one call."""
 
 
 def model_of(model: Any) -> Any:

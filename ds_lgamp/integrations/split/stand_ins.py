@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.call import BlockArguments, apart
-from ds_lgamp.integrations.split.imagined import Imagined, Shape, full_shape
 
 
-class _StandIn(nn.Module):
+class StandIn(nn.Module):
     """Stands in for a module of the model, and has its attributes, which forwards ask for."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,7 +31,7 @@ class _StandIn(nn.Module):
             return getattr(self.__dict__["_own"], name)
 
 
-class Visited(_StandIn):
+class Visited(StandIn):
     """The stand-in for a block.
 
     Args:
@@ -48,7 +47,7 @@ class Visited(_StandIn):
         return self._visit(*apart(positional, named))
 
 
-class Absent(_StandIn):
+class Absent(StandIn):
     """The stand-in for a module that may be on another rank. A call of it is refused."""
 
     def __init__(self, module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
@@ -57,44 +56,6 @@ class Absent(_StandIn):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         self._refuse()
-
-
-class Zeros(_StandIn):
-    """The stand-in for a module ahead of the blocks: returns zeros of the shape that the module would return.
-
-    Args:
-        module: the module.
-        starts: called ahead of every call.
-    """
-
-    leaves: list[Tensor] | None = None
-    """If it is a list, zeros depend on a leaf of autograd's graph that is entered there."""
-
-    def __init__(self, module: nn.Module, starts: Callable[[], None]) -> None:
-        super().__init__(module)
-        self._starts = starts
-        self._imagined = Imagined(module)
-
-    def forward(self, *positional: Any, **named: Any) -> Any:
-        self._starts()
-        return tree_map_only(Shape, self._zeros, self._imagined(positional, named))
-
-    def _zeros(self, shape: Shape) -> Tensor:
-        return _noted(shape.zeros(), self.leaves)
-
-
-class ZeroParameter:
-    """Makes zeros that stand in for a parameter which is used ahead of the blocks."""
-
-    leaves: list[Tensor] | None = None
-    """As that of :class:`Zeros`."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter, self._shape = parameter, full_shape(parameter)
-
-    def zeros(self) -> Tensor:
-        own = self._parameter
-        return _noted(torch.zeros(self._shape, dtype=own.dtype, device=own.device), self.leaves)
 
 
 class AbsentTensor(Tensor):
@@ -139,12 +100,3 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]
-
-
-def _noted(zeros: Tensor, leaves: list[Tensor] | None) -> Tensor:
-    """Returns ``zeros``. With a list, they depend on a leaf that is entered there."""
-    if leaves is None or not zeros.is_floating_point():
-        return zeros
-    leaves.append(zeros.requires_grad_())
-    # Forwards may change it in place, which is forbidden with a leaf.
-    return zeros.clone()

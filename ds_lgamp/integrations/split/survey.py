@@ -1,13 +1,16 @@
 """Finds out, by one small forward of the model, which of its modules work ahead of the blocks and which behind them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain as chain_of
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -17,7 +20,8 @@ from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
 from ds_lgamp.integrations.split.kept import Kept, kept_in_training
-from ds_lgamp.integrations.split.parts import Part, parameters_of, restored_modes
+from ds_lgamp.integrations.split.loss_graph import walk
+from ds_lgamp.integrations.split.parts import Part, Result, parameters_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -33,10 +37,16 @@ class Survey(NamedTuple):
     """How many members the tuple has that a block returns; 0 if it returns a tensor."""
     kept: list[Kept]
     """The attributes of a block that it sets to tensors which depend on parameters."""
+    travels_to_blocks: frozenset[Result]
+    """Results of parts ahead of the blocks on which depends what blocks get beside hidden states."""
+    travels_behind: frozenset[Result]
+    """Those on which the output depends other than through hidden states."""
     read_behind: bool
     """Whether the forward reads, behind the blocks, parameters of modules that ran ahead of them."""
+    arguments: Arguments
+    """With which the forward was called."""
     output: Any
-    """What the forward returned."""
+    """What it returned."""
 
 
 def survey(
@@ -51,8 +61,8 @@ def survey(
     """
     walk = _Walk(model, blocks)
     walk.check_parameters()
+    positional, named = _on_device_of(model, dummy)
     with undisturbed(random_sources), walk.watching():
-        positional, named = on_device_of(model, dummy)
         try:
             output = run_uncompiled(model, *positional, **named)
             register_dataclasses(output)
@@ -67,10 +77,10 @@ def survey(
                 f"{type(error).__name__} on {_shown(dummy)}: {error}; set {BLOCK}.dummy_inputs to arguments that it "
                 "takes, unless its blocks change the shape of hidden states, which no split model may"
             ) from error
-    return walk.result(output)
+    return walk.result((positional, named), output)
 
 
-def on_device_of(model: nn.Module, dummy: Arguments) -> Arguments:
+def _on_device_of(model: nn.Module, dummy: Arguments) -> Arguments:
     """Returns the arguments with their tensors where the model is."""
     device = next(model.parameters()).device
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
@@ -119,8 +129,12 @@ class _Walk:
                 self._owners.setdefault(id(parameter), []).append(path)
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._ahead: list[str] = []
-        self._results: list[tuple[str, Tensor]] = []
+        self._results: list[tuple[Result, Tensor]] = []
         """What parts ahead of the blocks returned, and parameters of no module that were read there."""
+        self._calls: Counter[str] = Counter()
+        """How often each part has been called."""
+        self._travels_to_blocks: set[Result] = set()
+        self._travels_behind: set[Result] = set()
         self._running: str | None = None
         """The one of them that is called."""
         self._without_parameters = {
@@ -136,6 +150,8 @@ class _Walk:
         self._read_behind = False
         self._used_behind: set[str] = set()
         self._visited = 0
+        self._behind_blocks: list[Tensor] = []
+        """On these leaves depends what depends on the hidden states behind a block."""
         self._passed: Any = None
         """The hidden states that a block has passed on."""
         self._version = 0
@@ -180,7 +196,7 @@ class _Walk:
                 raise self.refusal("its blocks share parameters")
             seen |= own
 
-    def result(self, output: Any) -> Survey:
+    def result(self, arguments: Arguments, output: Any) -> Survey:
         for path in self._read_ahead:
             raise self.refusal(f"its forward reads a parameter of '{path}' ahead of the blocks without calling it")
         free = (self._without_parameters.keys() - self._changing) | self._anywhere
@@ -188,7 +204,17 @@ class _Walk:
         ahead = [*self._ahead, *(path for path in unused if self._precedes_blocks(path))]
         behind = [path for path in self._parts if path not in ahead and path not in free]
         ahead = [path for path in ahead if path not in free]
-        return Survey(ahead, behind, self._returned, self._kept, self._read_behind, output)
+        return Survey(
+            ahead=ahead,
+            behind=behind,
+            returned=self._returned,
+            kept=self._kept,
+            travels_to_blocks=frozenset(each for each in self._travels_to_blocks if each.path not in free),
+            travels_behind=frozenset(each for each in self._travels_behind if each.path not in free),
+            read_behind=self._read_behind,
+            arguments=arguments,
+            output=output,
+        )
 
     def _precedes_blocks(self, path: str) -> bool:
         """Whether the model has a part ahead of its blocks, such as the encoder of images that text does not need."""
@@ -196,9 +222,9 @@ class _Walk:
         return path not in names or names.index(path) < names.index(self._blocks.path)
 
     def check_output(self, output: Any, only_loss: bool) -> None:
-        """Raises ConfigError if blocks were left out, or if the output depends on modules ahead of them in another way
-        than through hidden states. With ``only_loss``, outputs do not count that depend on no hidden states, such as
-        features of images."""
+        """Notes on which results ahead of the blocks the output depends in another way than through hidden states.
+        With ``only_loss``, outputs do not count that depend on no hidden states, such as features of images. Raises
+        ConfigError if blocks were left out."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
         # What follows reads parameters for itself.
@@ -207,15 +233,16 @@ class _Walk:
         # Frozen blocks may run without gradients.
         if only_loss and self._passed.requires_grad:
             outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
-        if outputs and self._results:
-            if self._ahead_of(outputs) - self._anywhere:
-                raise self.refusal("behind the blocks its forward computes with what modules ahead of them returned")
+        results, leaves = self._reached(outputs)
+        if any(leaf is earlier for leaf in leaves for earlier in self._behind_blocks[:-1]):
+            raise self.refusal("behind the blocks its forward computes with what an earlier one than the last returned")
+        self._travels_behind |= results
 
-    def _ahead_of(self, tensors: list[Tensor]) -> set[str]:
-        """Returns the parts ahead of the blocks on which ``tensors`` depend."""
-        ones, results = [torch.ones_like(each) for each in tensors], [result for _, result in self._results]
-        gradients = torch.autograd.grad(tensors, results, ones, allow_unused=True, retain_graph=True)
-        return {path for (path, _), gradient in zip(self._results, gradients) if gradient is not None}
+    def _reached(self, tensors: Sequence[Tensor]) -> tuple[set[Result], list[Tensor]]:
+        """Returns on which results of parts ahead of the blocks, and on which other leaves, ``tensors`` depend."""
+        nodes = {get_gradient_edge(tensor).node: result for result, tensor in self._results}
+        reached, leaves = walk(tensors, nodes)
+        return {nodes[node] for node in reached}, leaves
 
     def _starts(self, path: str) -> None:
         self._running = self._running or path
@@ -230,19 +257,22 @@ class _Walk:
         path = next((each for each in owners if isinstance(self._parts[each], nn.Parameter)), None)
         if self._visited == len(self._blocks.named):
             self._used_behind.update(owners)
-            self._read_behind |= not set(owners).isdisjoint(self._ahead)
-            if path in self._ahead:
-                raise self.refusal(f"its parameter '{path}' is read ahead of the blocks and again behind them")
+            if path is not None and path in self._ahead:
+                self._travels_behind.add(Result(path))
+            else:
+                self._read_behind |= not set(owners).isdisjoint(self._ahead)
         elif path is None:
             self._read_ahead.append(owners[0])
         elif path not in self._ahead:
             self._ahead.append(path)
-            self._results.append((path, parameter))
+            self._results.append((Result(path), parameter))
 
     def _saw(self, path: str, result: Any) -> Any:
         """Notes what a module has returned. Returns what takes its place, None if it stays."""
         if self._running == path:
             self._running = None
+        call = self._calls[path]
+        self._calls[path] += 1
         if path in self._buffers:
             if self._buffers[path].changed() is not None:
                 self._changing.add(path)
@@ -255,14 +285,14 @@ class _Walk:
             return None
         if path not in self._ahead:
             self._ahead.append(path)
-        return tree_map_only(Tensor, partial(self._noted, path), result)
+        return tree_map_only(Tensor, partial(self._noted, path, call, count()), result)
 
-    def _noted(self, path: str, tensor: Tensor) -> Tensor:
+    def _noted(self, path: str, call: int, numbers: Iterator[int], tensor: Tensor) -> Tensor:
         """Returns a result of a module, noted so that whatever depends on it is seen, also if the module is frozen."""
         if not tensor.is_floating_point():
             return tensor
         is_leaf = not tensor.requires_grad
-        self._results.append((path, tensor.requires_grad_()))
+        self._results.append((Result(path, call, next(numbers)), tensor.requires_grad_()))
         # Forwards may change it in place, which is forbidden with a leaf.
         return tensor.clone() if is_leaf else tensor
 
@@ -282,21 +312,21 @@ class _Walk:
             self._kept = kept_in_training(block, run)
             self._note_result(run(), hidden)
         self._visited += 1
-        if self._visited == len(self._blocks.named):
-            # Forwards may change it in place, which is forbidden with a leaf.
-            hidden = hidden.detach().requires_grad_().clone()
+        self._behind_blocks.append(hidden.detach().requires_grad_())
+        # Forwards may change it in place, which is forbidden with a leaf.
+        hidden = self._behind_blocks[-1].clone()
         self._passed, self._version = hidden, hidden._version
         return (hidden, *self._others) if self._returned else hidden
 
     def _check_others(self, depending: list[Tensor]) -> None:
-        """Raises ConfigError if blocks get ``depending`` tensors from parameters. Those from parts without parameters
-        may be computed on every rank, as those of rotary embeddings whose tables grow: these parts need no layer."""
-        if not depending:
-            return
-        paths = self._ahead_of(depending) if self._results else set()
-        if not paths or not paths <= self._changing:
+        """Notes from which parts the ``depending`` tensors are that blocks get beside hidden states. Those from parts
+        without parameters may be computed on every rank, as those of rotary embeddings whose tables grow: these parts
+        need no layer. Raises ConfigError if they depend on more than parts ahead of the blocks."""
+        results, others = self._reached(depending)
+        if others:
             raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
-        self._anywhere |= paths
+        self._anywhere |= {result.path for result in results} & self._changing
+        self._travels_to_blocks |= results
 
     def _check_trains(self, block: nn.Module) -> None:
         """Raises ConfigError if the forward calls ``block`` without gradients, though parameters up to there train."""

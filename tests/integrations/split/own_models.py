@@ -83,6 +83,31 @@ class RotaryGpt(nn.Module):
         return {"logits": logits, "ce": cross_entropy(logits, labels)}
 
 
+class Mixing(Attention):
+    """A block that mixes other tensors into its hidden states."""
+
+    def forward(self, hidden: Tensor, first: Tensor, values: Tensor, mix: Tensor) -> Tensor:
+        return super().forward(hidden + mix * first + values)
+
+
+class MixingGpt(nn.Module):
+    """Every block, and the head, get what was computed ahead of the blocks, beside hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.values = nn.ModuleList(nn.Embedding(VOCABULARY, WIDTH) for _ in range(2))
+        self.mixes = nn.Parameter(torch.randn(3))
+        self.blocks = nn.ModuleList(Mixing(causal=True) for _ in range(3))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = first = functional.normalize(self.embedding(tokens), dim=-1)
+        values = [embedding(tokens) for embedding in self.values]
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, first=first, values=values[number % 2], mix=self.mixes[number])
+        return cross_entropy(self.head(hidden + first), labels)
+
+
 class Classifier(nn.Module):
     """Classifies images: a convolution, a token for the class, blocks, and a head. The script computes the loss."""
 
@@ -109,6 +134,7 @@ MODELS = {
     "a tied GPT": TiedGpt,
     "a GPT with positions": PositionsGpt,
     "a GPT with rotations": RotaryGpt,
+    "a GPT that mixes": MixingGpt,
     "a classifier": Classifier,
 }
 

@@ -137,13 +137,15 @@ def test_what_blocks_get_is_computed_without_drawing_random_numbers():
 
 
 def test_the_rank_of_the_first_layer_calls_the_forward_once_for_hidden_states_and_what_blocks_get():
+    """Once it has found, in the first call, that nothing travels beside hidden states."""
     model = make("Llama")
     model.forward = forward = MagicMock(wraps=model.forward)
     forward.__signature__ = signature(forward._mock_wraps)
     layers = layers_of(model)
-    call = Call(*layers.arguments((), micro_batch(0, 0, 0)))
-    layers.calls.all = [call]
-    forward.reset_mock()
     first, block, *_ = layers.modules
-    block(first(call))
+    for number in range(2):
+        call = Call(*layers.arguments((), micro_batch(0, 0, number)))
+        layers.calls.all = [call]
+        forward.reset_mock()
+        block(first(call))
     assert forward.call_count == 1

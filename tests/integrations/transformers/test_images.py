@@ -1,10 +1,11 @@
 """Models of images and text, layer by layer."""
 
 import pytest
+import torch
 
 from ds_lgamp.config import ConfigError
 from tests.integrations.transformers import images
-from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
+from tests.integrations.transformers.by_hand import assert_same, in_layers, whole
 from tests.integrations.transformers.models import micro_batch
 
 
@@ -37,9 +38,10 @@ def test_dummy_inputs_may_have_images():
     assert_same(whole(model, batch), in_layers(model, batch, dummy_inputs=PICTURE))
 
 
-def test_features_of_images_are_no_output_for_losses_of_the_script():
-    """They would be zeros, because another rank computes them."""
-    with pytest.raises(ConfigError, match="the model's output depends on what 'model.multi_modal_projector' returned"):
-        in_layers(images.make("LLaVA"), batch_of("LLaVA", True), outputs="all")
-    with pytest.raises(ConfigError, match="behind the blocks its forward computes with what modules ahead of them"):
-        layers_of(images.make("LLaVA"), outputs="all", dummy_inputs=PICTURE)
+def test_features_of_images_may_be_outputs_for_losses_of_the_script():
+    """They travel to the last layer."""
+    model, batch = images.make("LLaVA"), batch_of("LLaVA", True)
+    output = in_layers(model, batch, outputs="all", dummy_inputs=PICTURE).output
+    assert torch.equal(output["image_hidden_states"], model(**batch)["image_hidden_states"])
+    with pytest.raises(ConfigError, match="output depends on what 'model.multi_modal_projector' returned"):
+        in_layers(images.make("LLaVA"), batch, outputs="all")

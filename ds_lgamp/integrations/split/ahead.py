@@ -1,0 +1,153 @@
+"""What the parts of a model ahead of its blocks return, and stand-ins for these parts where they are not."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.buffers import version_of
+from ds_lgamp.integrations.split.imagined import Imagined, Shape
+from ds_lgamp.integrations.split.parts import Part, Result, place_of
+from ds_lgamp.integrations.split.stand_ins import StandIn, replacing
+
+Results = dict[Result, Tensor]
+NONE: Mapping[Result, Tensor] = {}
+
+
+class Ahead:
+    """The parts ahead of the blocks.
+
+    Args:
+        model: the model.
+        parts: they may be on another rank, by their names in the model.
+        starts: called with the name of a part ahead of every call of its stand-in.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part], starts: Callable[[str], None]) -> None:
+        self._model, self._parts, self._starts = model, parts, starts
+        self._stand_ins = {path: _Imitation(part) for path, part in parts.items() if isinstance(part, nn.Module)}
+        self._shapes = {path: Shape.of_whole(part) for path, part in parts.items() if isinstance(part, nn.Parameter)}
+
+    @contextmanager
+    def seen(self) -> Iterator["Seen"]:
+        """Yields what the parts return inside the block."""
+        seen = Seen()
+        with ExitStack() as stack:
+            for path, part in self._parts.items():
+                if isinstance(part, nn.Parameter):
+                    seen.note(path, part)
+                else:
+                    hook = part.register_forward_hook(lambda *call, path=path: seen.note(path, call[-1]))
+                    stack.callback(hook.remove)
+            yield seen
+
+    def no_leaves(self) -> dict[str, list[Tensor]]:
+        """Returns lists for the leaves of every part."""
+        return {path: [] for path in self._parts}
+
+    @contextmanager
+    def absent(
+        self, given: Mapping[Result, Tensor] = NONE, leaves: Mapping[str, list[Tensor]] | None = None
+    ) -> Iterator[Results]:
+        """Runs stand-ins for the parts inside the block, and yields what they return.
+
+        Args:
+            given: the results that are known. All others are zeros.
+            leaves: if given, zeros of a part depend on leaves of autograd's graph, which are entered under its name.
+        """
+        results: Results = {}
+        calls: Counter[str] = Counter()
+
+        def returned(path: str, shapes: Any) -> Any:
+            numbers, call = count(), calls[path]
+            calls[path] += 1
+
+            def tensor(shape: Shape) -> Tensor:
+                if not shape.dtype.is_floating_point:
+                    return zeros_like(shape, None)
+                result = Result(path, call, next(numbers))
+                known = given.get(result)
+                results[result] = (
+                    zeros_like(shape, None if leaves is None else leaves[path]) if known is None else known
+                )
+                return results[result]
+
+            return tree_map_only(Shape, tensor, shapes)
+
+        def called(path: str, shapes: Callable[[], Any]) -> Any:
+            self._starts(path)
+            return returned(path, shapes())
+
+        for path, stand_in in self._stand_ins.items():
+            stand_in.returned = partial(called, path)
+        stand_ins = [
+            (*place_of(self._model, path), self._stand_ins[path] if path in self._stand_ins else returned(path, shape))
+            for path, shape in {**self._stand_ins, **self._shapes}.items()
+        ]
+        try:
+            with replacing(stand_ins):
+                yield results
+        finally:
+            # They must not keep what was given alive.
+            for stand_in in self._stand_ins.values():
+                del stand_in.returned
+
+
+class Seen:
+    """What parts have returned."""
+
+    def __init__(self) -> None:
+        self._results: Results = {}
+        self._versions: dict[Result, int] = {}
+        self._calls: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self._results)
+
+    def note(self, path: str, returned: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        for number, tensor in enumerate(tensors):
+            result = Result(path, self._calls[path], number)
+            self._results[result], self._versions[result] = tensor, version_of(tensor)
+        self._calls[path] += 1
+
+    def take(self, result: Result) -> Tensor:
+        """Returns a result. Raises ConfigError if the forward has changed it since."""
+        tensor = self._results[result]
+        if version_of(tensor) != self._versions[result]:
+            raise ConfigError(
+                f"the forward of the model changes in place what '{result.path}' returned, and uses it beside hidden "
+                f"states; with a {BLOCK} block, compute a new tensor there"
+            )
+        return tensor
+
+
+class _Imitation(StandIn):
+    """The stand-in for a module of which the results are known, at least in shape."""
+
+    returned: Callable[[Callable[[], Any]], Any]
+    """Returns the results. It may call its argument, which tells what the module would return."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._imagined = Imagined(module)
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        return self.returned(partial(self._imagined, positional, named))
+
+
+def zeros_like(like: Tensor | Shape, leaves: list[Tensor] | None) -> Tensor:
+    """Returns zeros of a shape. With a list, they depend on a leaf that is entered there."""
+    zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    if leaves is None:
+        return zeros
+    leaves.append(zeros.requires_grad_())
+    # Forwards may change it in place, which is forbidden with a leaf.
+    return zeros.clone()

@@ -1,0 +1,220 @@
+"""What parts ahead of the blocks return travels with hidden states, where blocks or what follows them need it."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_lgamp.config import ConfigError
+from tests.integrations.split.own_models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    MixingGpt,
+    PositionsGpt,
+    RotaryGpt,
+    cross_entropy,
+    make,
+    micro_batch,
+)
+from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
+
+NAME = "a GPT that mixes"
+
+
+def assert_same(model: nn.Module, *batch: object, **settings: object) -> list[tuple]:
+    """Checks that the layers of ``model`` compute what it does. Returns what every layer got."""
+    layers, seen = layers_of(model, **settings), []
+    for layer in layers.modules[1:]:
+        layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs))
+    expected, loss = model(*batch), in_layers(layers, *batch)
+    assert torch.equal(loss, expected)
+    wanted, found = gradients_of(model, expected), gradients_of(model, loss)
+    for name, gradient in found.items():
+        assert (gradient is None) == (wanted[name] is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
+    return seen
+
+
+def test_only_what_is_needed_travels():
+    """Hidden states, the embedding that blocks and head get, two others, and a parameter."""
+    layers = assert_same(make(NAME), *micro_batch(NAME, 0))
+    assert len(layers) == 4
+    for (inputs,) in layers:
+        assert sorted(tuple(each.shape) for each in inputs) == [*[(2, LENGTH, WIDTH)] * 4, (3,)]
+
+
+class Conditioned(nn.Module):
+    """Its blocks get what a layer makes of an argument, if there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.condition = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens, labels, time=None):
+        hidden = self.embedding(tokens)
+        rotation = None if time is None else 1 + self.condition(time)[:, None]
+        for block in self.blocks:
+            hidden = block(hidden, rotation)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_something_travels_only_in_calls_that_need_it():
+    """The dummy inputs do not."""
+    model, batch = Conditioned(), micro_batch(NAME, 0)
+    assert {type(inputs[0]) for inputs in assert_same(model, *batch)} == {torch.Tensor}
+    assert {len(inputs[0]) for inputs in assert_same(model, *batch, torch.rand(2, 1))} == {2}
+
+
+class ReadsTwice(nn.Module):
+    """Scales ahead of its blocks and behind them, by one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.scale).sum()
+
+
+def test_a_parameter_may_be_read_ahead_of_the_blocks_and_behind_them():
+    assert_same(ReadsTwice(), torch.rand(3, 4), dummy_inputs={"x": {"shape": [1, 4]}})
+
+
+class Masked(RotaryGpt):
+    """Masks by the values of embeddings what its blocks get."""
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        rotation = self.rotation[: tokens.shape[1]] * (hidden[0] > 0)
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotation)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_blocks_may_get_a_mask_of_values_ahead_of_them():
+    assert_same(Masked(), *micro_batch(NAME, 0), pipeline_ranks=2)
+
+
+class Translating(nn.Module):
+    """An encoder, and a decoder whose blocks attend to what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True), 1)
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(WIDTH, 2, 16, 0.0, batch_first=True) for _ in range(3))
+
+    def forward(self, tokens, labels):
+        memory, hidden = self.encoder(self.embedding(tokens)), self.embedding(labels)
+        for block in self.decoder:
+            hidden = block(hidden, memory)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_a_decoder_attends_to_what_its_encoder_returned():
+    assert_same(Translating(), *micro_batch(NAME, 0))
+
+
+class Frozen(MixingGpt):
+    def __init__(self):
+        super().__init__()
+        self.embedding.requires_grad_(False)
+        self.values.requires_grad_(False)
+
+
+def test_what_frozen_parts_return_travels_too():
+    assert_same(Frozen(), *micro_batch(NAME, 0))
+
+
+class ReturningFirst(PositionsGpt):
+    """Returns what it computed ahead of the blocks, also from a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions.requires_grad_(False)
+
+    def forward(self, tokens, labels):
+        first = self.embedding(tokens)
+        loss = cross_entropy(self.head(self.blocks(first + self.positions[:, : tokens.shape[1]])), labels)
+        return loss, first.square().mean(), self.positions.mean(0)
+
+
+def test_outputs_may_be_what_parts_ahead_of_the_blocks_returned():
+    model, batch = ReturningFirst(), micro_batch(NAME, 0)
+    layers = layers_of(model, outputs="all")
+    expected, output = model(*batch), in_layers(layers, *batch)
+    assert all(map(torch.equal, output, expected))
+    wanted = gradients_of(model, sum(expected[:2]))
+    for name, gradient in gradients_of(model, sum(output[:2])).items():
+        if gradient is not None:
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+class Skipping(nn.Module):
+    """Its last block gets what the first one returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+
+    def forward(self, tokens, labels, skips=True):
+        first = self.blocks[0](self.embedding(tokens))
+        hidden = self.blocks[2](self.blocks[1](first), first if skips else None)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_what_blocks_return_does_not_travel():
+    model, batch = Skipping(), micro_batch(NAME, 0)
+    with pytest.raises(ConfigError, match="blocks get another tensor that depends on parameters, beside hidden states"):
+        layers_of(model)
+    tokens = [[0] * 4]
+    layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "skips": False})
+    assert torch.equal(in_layers(layers, *batch, False), model(*batch, False))
+    with pytest.raises(ConfigError, match="a block of the model gets what an earlier one returned, beside its hidden"):
+        in_layers(layers, *batch, True)
+
+
+class DeeplySupervised(PositionsGpt):
+    """Adds to its loss one of what an earlier block returned, if it is asked for."""
+
+    def forward(self, tokens, labels, deep=True):
+        hidden = first = self.embedding(tokens)
+        between = []
+        for block in self.blocks:
+            hidden = block(hidden)
+            between.append(hidden)
+        loss = cross_entropy(self.head(hidden + first), labels)
+        return loss + cross_entropy(self.head(between[0]), labels) if deep else loss
+
+
+def test_a_loss_of_what_an_earlier_block_returned_is_refused():
+    model, batch, tokens = DeeplySupervised(), micro_batch(NAME, 0), [[0] * 4]
+    with pytest.raises(ConfigError, match="behind the blocks its forward computes with what an earlier one than the l"):
+        layers_of(model)
+    layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "deep": False})
+    with pytest.raises(ConfigError, match="output depends on what 'block 0' returned"):
+        in_layers(layers, *batch, True)
+
+
+class ChangingInPlace(MixingGpt):
+    def forward(self, tokens, labels):
+        first = self.embedding(tokens)
+        first += 1
+        hidden = first
+        for block, values in zip(self.blocks, (first, first, first)):
+            hidden = block(hidden, first=first, values=values, mix=self.mixes[0])
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_what_travels_may_not_be_changed_in_place():
+    with pytest.raises(ConfigError, match="changes in place what 'embedding' returned, .*; .* compute a new tensor"):
+        layers_of(ChangingInPlace())
