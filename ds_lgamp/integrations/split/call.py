@@ -31,6 +31,26 @@ def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, B
     return named.get(name) if name is not None else None, BlockArguments((), others)
 
 
+class Noted(NamedTuple):
+    """What a forward shows in which no block computes."""
+
+    hidden: Tensor
+    """The hidden states that enter the first block."""
+    blocks: list[BlockArguments]
+    """What every block gets beside hidden states."""
+    entered: dict[int, Tensor]
+    """The hidden states that enter a block, where they are others than those behind the block before it."""
+
+
+class Needs(NamedTuple):
+    """What layers compute with beside hidden states."""
+
+    travels: tuple[Result, ...]
+    """The results of parts ahead of the blocks that travel with hidden states, in their order."""
+    between: frozenset[int]
+    """The blocks ahead of which the forward computes with what the block before them returned."""
+
+
 class Call:
     """The arguments of one call of the model, and what its blocks get on this rank.
 
@@ -40,9 +60,11 @@ class Call:
 
     def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.positional, self.named = positional, named
-        self.travelling: tuple[Result, ...] | None = None
-        """What travels with hidden states; None while nobody has looked."""
-        self._blocks: list[BlockArguments] | None = None
+        self.needs: Needs | None = None
+        """None while nobody has looked."""
+        self.blocks: list[BlockArguments] | None = None
+        """What every block gets, if nothing travels. Kept for recomputations, too: rotary tables of type "dynamic" have
+        grown with the lengths since."""
         self._looks: bool | None = None
 
     def looks_at_uses(self, asked: bool) -> bool:
@@ -51,25 +73,9 @@ class Call:
             self._looks = asked
         return self._looks
 
-    def tell_blocks(self, arguments: list[BlockArguments]) -> None:
-        """Keeps what every block gets, so that :meth:`block_arguments` need not compute it. Told again, by a forward
-        that is recomputed, it keeps the first: rotary tables of type "dynamic" have grown with the lengths since."""
-        if self._blocks is None:
-            self._blocks = arguments
-
     def forget_blocks(self) -> None:
         """Lets go of what the blocks get, which none needs any more."""
-        self._blocks = None
-
-    def block_arguments(self, index: int, compute: "Compute") -> BlockArguments:
-        """Returns what block ``index`` gets. ``compute`` is called at most once."""
-        if self._blocks is None:
-            self._blocks = compute(self, ())
-        return self._blocks[index]
-
-
-Compute = Callable[[Call, Sequence[Tensor]], list[BlockArguments]]
-"""Computes what the blocks get in a call, by what travels with their hidden states."""
+        self.blocks = None
 
 
 class Calls:
@@ -93,15 +99,13 @@ class Calls:
             self._in_chunk = None
         self._layer, self.number = layer, micro_batch
 
-    def block_arguments(self, index: int, travels: Sequence[Tensor], compute: Compute) -> BlockArguments:
-        """Returns what block ``index`` gets in the current micro-batch, by what ``travels`` with its hidden states.
-        ``compute`` is called once for consecutive layers."""
-        if not travels:
-            return self.current.block_arguments(index, compute)
+    def in_chunk(self, travels: Sequence[Tensor], compute: Callable[[], list[BlockArguments]]) -> list[BlockArguments]:
+        """Returns what blocks get in the current micro-batch by what ``travels`` with its hidden states. ``compute`` is
+        called once for consecutive layers."""
         known = self._in_chunk
         if known is None or any(one is not other for one, other in zip(known[0], travels)):
-            self._in_chunk = known = travels, compute(self.current, travels)
-        return known[1][index]
+            self._in_chunk = known = travels, compute()
+        return known[1]
 
 
 class Tree(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
+from ds_lgamp.integrations.split.checks import check_travels
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, parameters_of, part_of
 from ds_lgamp.integrations.split.survey import Survey, evaluating
@@ -34,8 +35,7 @@ class Block(Tree):
 
     def forward(self, inputs: Tensors) -> Tensors:
         hidden, *travels = as_tuple(inputs)
-        arguments = self._calls.block_arguments(self._index, travels, self._split.block_arguments)
-        return together(self._split.run_block(self._index, hidden, arguments), travels)
+        return together(self._split.run_block(self._index, self._calls, hidden, travels), travels)
 
 
 class End(Tree):
@@ -85,7 +85,7 @@ class SplitLayers:
         self._split = split = SplitForward(model, blocks, ahead, behind, held, shown, random_sources, loss_in)
         if shown.travels_to_blocks or shown.travels_behind:
             with evaluating(model, blocks):
-                split.check_travels(Call(*shown.arguments), shown)
+                check_travels(split, shown, random_sources)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())

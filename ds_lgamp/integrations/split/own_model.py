@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.blocks import find_blocks
-from ds_lgamp.integrations.split.call import Arguments, Call
+from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.split.checks import check_parts
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.output import NotReturned
@@ -42,7 +43,7 @@ class OwnModelLayers(SplitLayers):
         # They may draw random numbers, but change nothing.
         without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
         with evaluating(model, blocks, without_state):
-            self._split.check_parts(Call(*shown.arguments), (settings.pipeline_ranks or 1) > 1)
+            check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
 
     @staticmethod
     def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:

@@ -149,6 +149,8 @@ class _Walk:
         """Modules of which parameters were read ahead of the blocks, but not by the module itself."""
         self._read_behind = False
         self._used_behind: set[str] = set()
+        self._ran_last: str | None = None
+        """The last of them that was called."""
         self._visited = 0
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
@@ -282,6 +284,7 @@ class _Walk:
             raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
         if self._visited:
             self._used_behind.add(path)
+            self._ran_last = path
             return None
         if path not in self._ahead:
             self._ahead.append(path)
@@ -301,8 +304,10 @@ class _Walk:
         self._check_trains(block)
         if beside.named.get("past_key_values") is not None:
             raise self.refusal("its blocks get a cache of keys and values")
-        if self._visited and (hidden is not self._passed or hidden._version != self._version):
-            raise self.refusal("its forward computes between blocks")
+        if self._ran_last is not None:
+            raise self.refusal(f"its module '{self._ran_last}' runs between blocks")
+        if self._visited:
+            self._check_between(hidden)
         others = tree_leaves([*beside.positional, *beside.named.values()])
         if any(isinstance(leaf, _Untouched) for leaf in others):
             raise self.refusal("a block passes more than hidden states to the next one")
@@ -323,10 +328,28 @@ class _Walk:
         without parameters may be computed on every rank, as those of rotary embeddings whose tables grow: these parts
         need no layer. Raises ConfigError if they depend on more than parts ahead of the blocks."""
         results, others = self._reached(depending)
-        if others:
+        if self._are_foreign(others):
             raise self.refusal("its blocks get another tensor that depends on parameters, beside hidden states")
         self._anywhere |= {result.path for result in results} & self._changing
         self._travels_to_blocks |= results
+
+    def _check_between(self, hidden: Any) -> None:
+        """Raises ConfigError if ``hidden`` states that enter a block depend on more than the block before it and parts
+        ahead of the blocks."""
+        if self._passed._version != self._version:
+            raise self.refusal("its forward changes hidden states in place between blocks")
+        if hidden is not self._passed and isinstance(hidden, Tensor) and hidden.requires_grad:
+            results, others = self._reached([hidden])
+            if self._are_foreign(others):
+                raise self.refusal(
+                    "its forward computes between blocks with parameters, or with what an earlier block returned"
+                )
+            self._travels_to_blocks |= results
+
+    def _are_foreign(self, leaves: list[Tensor]) -> bool:
+        """Whether there are other ``leaves`` than the hidden states that the last block so far has returned."""
+        own = self._behind_blocks[-1] if self._behind_blocks else None
+        return any(leaf is not own for leaf in leaves)
 
     def _check_trains(self, block: nn.Module) -> None:
         """Raises ConfigError if the forward calls ``block`` without gradients, though parameters up to there train."""

@@ -1,5 +1,5 @@
-"""What has to travel with hidden states from the first layer to all others: results of parts ahead of the blocks that
-blocks, or what follows them, compute with."""
+"""What blocks, or what follows them, compute with beside the hidden states that they get: results of parts ahead of the
+blocks, which have to travel with hidden states from the first layer to all others, and code between two blocks."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -11,17 +11,18 @@ from torch.utils._pytree import tree_flatten
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Results
 from ds_lgamp.integrations.split.alike import is_alike
-from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.call import Call, Needs, Noted
 from ds_lgamp.integrations.split.parts import Result
 
-Fill = Callable[[Tensor], Tensor]
-Notes = Callable[[Call, Mapping[Result, Tensor], Fill], tuple[list[Any], Results]]
+Fill = Callable[[int, Tensor], Tensor]
+"""Makes the hidden states behind a block, by its number, from those that the forward had there."""
+Notes = Callable[[Call, Mapping[Result, Tensor], Fill], tuple[Noted, Results]]
 """Runs a forward up to the last block, with the results that are given, and fills the hidden states behind every block.
-Returns what blocks get beside hidden states, and all results."""
+Returns what it showed, and all results."""
 
 
 class Travelling:
-    """Knows what travels.
+    """Knows what travels, and where the forward computes between blocks.
 
     Args:
         behind: the results that the forward needs behind the blocks.
@@ -30,38 +31,49 @@ class Travelling:
 
     def __init__(self, behind: Collection[Result], notes: Notes) -> None:
         self._behind, self._notes = behind, notes
-        self._known: dict[Any, tuple[Result, ...]] = {}
+        self._known: dict[Any, Needs] = {}
 
-    def of(self, call: Call, results: Iterable[Result]) -> tuple[Result, ...]:
-        """Returns what travels in a call whose forward has these ``results``, in their order. All ranks find the same.
+    def of(self, call: Call, noted: Noted, results: Iterable[Result]) -> Needs:
+        """Returns what a call needs whose forward has ``noted`` this, and has these ``results``. All ranks find the
+        same.
 
-        Raises ConfigError if a block gets what an earlier one returned beside its hidden states.
+        Raises ConfigError if a block gets what a block returned that is not the one right before it.
         """
         results = tuple(results)
         leaves, structure = tree_flatten((call.positional, call.named))
-        key = str(structure), results, *map(_kind, leaves)
+        key = str(structure), results, tuple(noted.entered), *map(_kind, leaves)
         if key not in self._known:
-            needed = {*self._behind, *self._for_blocks(call)} if results else set()
-            self._known[key] = tuple(result for result in results if result in needed)
+            for_blocks, between = self._find(call)
+            needed = {*self._behind, *for_blocks}
+            self._known[key] = Needs(tuple(result for result in results if result in needed), between)
         return self._known[key]
 
     @torch.no_grad()
-    def _for_blocks(self, call: Call) -> list[Result]:
-        """Returns the results on which depends what blocks get beside hidden states: with other numbers there, they get
-        others."""
-        _, zeros = self._notes(call, NONE, one)
+    def _find(self, call: Call) -> tuple[list[Result], frozenset[int]]:
+        """Returns the results on which depends what blocks get, beside the hidden states that the block before them
+        returned, and the blocks that get something else of that block: with other numbers there, they get others."""
+
+        def seen(given: Mapping[Result, Tensor], changed: Collection[int] = ()) -> list[Any]:
+            noted, _ = self._notes(call, given, lambda index, hidden: (other if index in changed else one)(hidden))
+            return [(noted.entered.get(index), block) for index, block in enumerate(noted.blocks)]
+
+        noted, zeros = self._notes(call, NONE, lambda _, hidden: one(hidden))
         given = {result: one(tensor) for result, tensor in zeros.items()}
-        expected, _ = self._notes(call, given, one)
-        if not is_alike(expected, self._notes(call, given, other)[0]):
-            raise ConfigError(
-                f"a block of the model gets what an earlier one returned, beside its hidden states; with a {BLOCK} "
-                "block, write the model as a PipelineModule"
-            )
-        return [
-            result
-            for result, tensor in given.items()
-            if not is_alike(expected, self._notes(call, {**given, result: other(tensor)}, one)[0])
-        ]
+        expected, blocks = seen(given), range(len(noted.blocks))
+        between = set(noted.entered)
+        if not is_alike(expected, seen(given, blocks)):
+            for changed in blocks:
+                found = [*map(is_alike, expected, seen(given, [changed]))]
+                if not all(found[changed + 2 :]):
+                    raise ConfigError(
+                        "a block of the model gets what a block returned that is not the one right before it; with a "
+                        f"{BLOCK} block, write the model as a PipelineModule"
+                    )
+                between |= {index for index, alike in enumerate(found) if not alike}
+        changed_by = (
+            result for result in given if not is_alike(expected, seen({**given, result: other(given[result])}))
+        )
+        return list(changed_by), frozenset(between)
 
 
 def one(like: Tensor) -> Tensor:
@@ -82,4 +94,6 @@ def _kind(leaf: Any) -> Any:
     """Returns what of an argument may decide which code runs. Numbers may change with every call."""
     if isinstance(leaf, Tensor):
         return leaf.dtype
-    return (type(leaf), bool(leaf)) if isinstance(leaf, int | float) else str(leaf)
+    if isinstance(leaf, int | float):
+        return type(leaf), bool(leaf)
+    return leaf if isinstance(leaf, str) else type(leaf)

@@ -140,7 +140,7 @@ def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_a
         batch = micro_batch("a tied GPT", number)
         assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
         # As a rank without what is ahead of the blocks does.
-        layers.modules[1]._split.block_arguments(layers.calls.all[0])
+        layers.modules[1]._split.note_absent(layers.calls.all[0])
     for name, buffer in model.named_buffers():
         assert torch.equal(split.get_buffer(name), buffer)
 

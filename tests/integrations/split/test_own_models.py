@@ -86,7 +86,8 @@ def test_blocks_get_what_they_do_where_nothing_ahead_of_them_is(name):
     first, block = layers.modules[:2]
     for parameter in first.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-    told = block._split.block_arguments(call)
+    block._split.needs_of(call)
+    told = call.blocks or block._split.note_absent(call)[0].blocks
     assert len(told) == 3 and all(each.positional == () for each in told)
 
 
@@ -152,21 +153,6 @@ class Shrinking(ReadsTwice):
         self.layers = nn.ModuleList([nn.Linear(4, 2), nn.Linear(2, 4)])
 
 
-class ChangesBetween(TiedGpt):
-    """Computes between blocks if asked for it, in place or not."""
-
-    def forward(self, idx, targets=None, added=1):
-        hidden = self.transformer["wte"](idx)
-        for block in self.transformer["h"]:
-            hidden = block(hidden)
-            if torch.is_tensor(added):
-                hidden = hidden + added
-            elif added:
-                hidden += added
-        logits = self.head(hidden)
-        return logits, None if targets is None else cross_entropy(logits, targets)
-
-
 class WithoutGradients(TiedGpt):
     """Does not train its blocks."""
 
@@ -187,7 +173,6 @@ TOKENS = {"x": [[0.5, 1.0, 2.0, 3.0]]}
 REFUSED = {
     "a model without blocks": (NoList, {}, "NoList has no list of blocks"),
     "blocks that change the shape": (Shrinking, {"dummy_inputs": TOKENS}, "something else than tensors of the shape t"),
-    "changes between blocks": (ChangesBetween, {}, "its forward computes between blocks"),
     "blocks that do not train": (WithoutGradients, {}, "blocks 'transformer.h' without gradients, .*; freeze the "),
     "reentrant checkpointing": (CheckpointingReentrantly, {}, "and take reentrant checkpointing out of the forward"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
@@ -253,15 +238,6 @@ def test_what_the_dummy_inputs_do_not_need_belongs_to_the_end_at_which_the_model
             assert (gradient is None) == (wanted[name] is None)
             if gradient is not None:
                 torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("added", [1, torch.tensor(1.0)])
-def test_a_forward_that_computes_between_blocks_with_other_arguments_is_refused(added):
-    model, batch, tokens = ChangesBetween(), micro_batch("a tied GPT", 0), [[0] * 4]
-    layers = layers_of(model, dummy_inputs={"idx": tokens, "targets": tokens, "added": 0})
-    assert torch.equal(in_layers(layers, *batch, 0)[1], model(*batch, 0)[1])
-    with pytest.raises(ConfigError, match="with these arguments the forward of the model computes between its blocks"):
-        in_layers(layers, *batch, added)
 
 
 class Denoising(PositionsGpt):

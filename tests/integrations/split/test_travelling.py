@@ -179,7 +179,7 @@ def test_what_blocks_return_does_not_travel():
     tokens = [[0] * 4]
     layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "skips": False})
     assert torch.equal(in_layers(layers, *batch, False), model(*batch, False))
-    with pytest.raises(ConfigError, match="a block of the model gets what an earlier one returned, beside its hidden"):
+    with pytest.raises(ConfigError, match="a block of the model gets what a block returned that is not the one right"):
         in_layers(layers, *batch, True)
 
 

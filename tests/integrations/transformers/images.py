@@ -63,13 +63,6 @@ def _qwen(kind: str, **vision: Any) -> Any:
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
-def with_features_of_several_depths() -> Any:
-    """A model that adds features of images to the hidden states of several blocks."""
-    torch.manual_seed(0)
-    sizes = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
-    return _qwen("Qwen3VL", num_position_embeddings=16, deepstack_visual_indexes=[0], **sizes)
-
-
 MODELS = {
     "Gemma 3 with images": _gemma,
     "LLaVA": _llava,
@@ -85,6 +78,16 @@ MODELS = {
         out_hidden_size=32,
         window_size=16,
         fullatt_block_indexes=[1],
+    ),
+    # It adds features of images to the hidden states behind several blocks.
+    "Qwen3-VL": lambda: _qwen(
+        "Qwen3VL",
+        depth=2,
+        hidden_size=32,
+        intermediate_size=48,
+        out_hidden_size=32,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
     ),
 }
 

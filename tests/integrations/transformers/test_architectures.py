@@ -134,14 +134,6 @@ def test_what_a_hook_ahead_of_the_blocks_keeps_for_one_behind_them_is_refused():
         layers_of(model)
 
 
-def scaling_its_first_two_blocks(model, hidden, arguments):
-    """Computes between blocks."""
-    for number, layer in enumerate(model.layers):
-        hidden = layer(hidden, **arguments)
-        hidden = 2 * hidden if number == 0 else hidden
-    return hidden
-
-
 def passing_more_on(model, hidden, arguments):
     """Passes what a block returns beside hidden states to the next one."""
     extra = None
@@ -164,7 +156,6 @@ def skipping_one(model, hidden, arguments):
 
 
 ODD = {
-    scaling_its_first_two_blocks: (False, "its forward computes between blocks"),
     passing_more_on: (True, "a block passes more than hidden states to the next one"),
     touching_more: (True, "its forward computes with what a block returned beside hidden states"),
     skipping_one: (False, "its forward called 3 of 4 blocks"),

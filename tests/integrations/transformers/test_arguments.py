@@ -76,7 +76,7 @@ def test_a_forward_that_is_recomputed_leaves_blocks_what_they_got_first():
     tables = []
     for call in (short, long, short):
         begin(call)
-        tables.append(short.block_arguments(0, MagicMock()).named["position_embeddings"][0])
+        tables.append(short.blocks[0].named["position_embeddings"][0])
     assert torch.equal(tables[2], tables[0])
 
 
@@ -132,7 +132,7 @@ def test_what_blocks_get_is_computed_without_drawing_random_numbers():
     call = Call(*layers.arguments((), micro_batch(0, 0, 0)))
     layers.calls.all = [call]
     before = torch.get_rng_state()
-    call.block_arguments(0, layers.modules[1]._split.block_arguments)
+    layers.modules[1]._split.needs_of(call)
     assert torch.equal(torch.get_rng_state(), before)
 
 

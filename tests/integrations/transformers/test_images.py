@@ -22,14 +22,6 @@ def test_a_model_of_images_and_text_trains_on_both(name, pictures):
     assert_same(expected, in_layers(model, batch))
 
 
-def test_features_of_images_between_blocks_are_refused():
-    model = images.with_features_of_several_depths()
-    text = batch_of("Qwen3-VL", False)
-    assert_same(whole(model, text), in_layers(model, text))
-    with pytest.raises(ConfigError, match="with these arguments the forward of the model computes between its blocks"):
-        in_layers(model, batch_of("Qwen3-VL", True))
-
-
 PICTURE = {"input_ids": [[1, 3, 3, 3, 3, 5]], "pixel_values": {"shape": [1, 3, 8, 8]}}
 
 

@@ -41,6 +41,7 @@ DEFAULT = [
     (ADAPTED, 2, 1, 3),
     (ADAPTED, 2, 1, 2),
     ("Qwen2.5-VL", 2, 1, 3),
+    ("Qwen3-VL", 2, 1, 3),
     ("a tied GPT", 2, 1, 3),
     ("a GPT with positions", 2, 1, 2),
     ("a GPT with rotations", 2, 1, 3),

@@ -1,0 +1,91 @@
+"""Checks of a split forward, by the arguments that have shown how to split it, where all parameters are here but those
+of blocks: what its parts compute depends on nothing that other ranks lack."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.alike import is_alike
+from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.forward import SplitForward
+from ds_lgamp.integrations.split.imagined import is_imagined
+from ds_lgamp.integrations.split.parts import Result
+from ds_lgamp.integrations.split.survey import Survey
+from ds_lgamp.integrations.split.travelling import one, other
+from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+
+_DEPENDS = (
+    "depends on random numbers that its forward draws ahead of the blocks, or on values of modules there, but with a "
+    f"{BLOCK} block that code runs several times; give the engine random numbers as arguments, and compute masks from "
+    "arguments"
+)
+
+
+@torch.no_grad()
+def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource]) -> None:
+    """Raises ConfigError if the forward gets what travels otherwise than from the parts that return it, such as from a
+    hook: where other numbers travel, nothing else comes out."""
+    call = Call(*shown.arguments)
+    noted, zeros = split.note_absent(call)
+    hidden, given = one(noted.hidden), {result: one(tensor) for result, tensor in zeros.items()}
+    missed = shown.travels_to_blocks.difference(split.needs_of(call).travels)
+
+    def output(given: Mapping[Result, Tensor]) -> Any:
+        with undisturbed(random_sources), split.absent(given):
+            return split.output(call, hidden.clone)
+
+    if shown.travels_behind:
+        expected = output(given)
+        missed |= {
+            result
+            for result in shown.travels_behind
+            # A hook of a part may have kept what the part would return.
+            if is_imagined(expected) or is_alike(expected, output({**given, result: other(given[result])}))
+        }
+    for result in missed:
+        raise ConfigError(
+            f"the forward of the model uses what '{result.path}' returned beside hidden states, but gets it from a "
+            f"hook or an attribute; with a {BLOCK} block, pass it on in the forward, or write the model as a "
+            "PipelineModule"
+        )
+
+
+@torch.no_grad()
+def check_parts(
+    split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource], on_other_ranks: bool
+) -> None:
+    """Runs the parts of the forward again without the modules ahead of the blocks, and with other random numbers there.
+    Raises ConfigError if that makes a difference beside the hidden states that enter the first block.
+
+    Args:
+        on_other_ranks: whether ranks without these modules compute what blocks get.
+    """
+    call = Call(*shown.arguments)
+
+    def seed(number: int) -> None:
+        for source in random_sources:
+            source.seed(number)
+
+    def returned() -> Tensor:
+        # Behind the blocks, numbers are drawn once.
+        seed(0)
+        return noted.hidden.clone()
+
+    with undisturbed(random_sources):
+        seed(1)
+        noted, seen = split.note_present(call)
+        needs = split.needs_of(call)
+        given = {result: seen.take(result) for result in needs.travels}
+        output = split.output(call, returned)
+        seed(2)
+        if on_other_ranks or given:
+            again, _ = split.note_absent(call, given)
+            for index, (own, others) in enumerate(zip(noted.blocks, again.blocks, strict=True)):
+                if index not in needs.between and not is_alike(own, others):
+                    raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
+        with split.absent(given):
+            if not is_alike(output, split.output(call, returned)):
+                raise ConfigError(f"what the model returns {_DEPENDS}")

@@ -1,0 +1,131 @@
+"""What a forward computes between two blocks belongs to the layer of the second one."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_lgamp.config import ConfigError
+from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, PositionsGpt, cross_entropy, micro_batch
+from tests.integrations.split.test_own_models import in_layers, layers_of
+from tests.integrations.split.test_travelling import NAME, assert_same
+
+
+class Between(nn.Module):
+    """Calls ``between(model, number, hidden, first)`` behind every block but the last."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.scales = nn.Parameter(torch.rand(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(4))
+
+    def forward(self, tokens, labels, asked=True):
+        hidden = first = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if number < 3 and asked:
+                hidden = self.between(self, number, hidden, first)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def scaling(model, number, hidden, first):
+    return 2 * hidden if number == 0 else hidden
+
+
+def adding_the_first(model, number, hidden, first):
+    return hidden + model.scales[number] * first
+
+
+def adding_somewhere(model, number, hidden, first):
+    changed = hidden.clone()
+    changed[:, 2:] = hidden[:, 2:] + first[:, :-2]
+    return changed if number == 1 else hidden
+
+
+@pytest.mark.parametrize("between", [scaling, adding_the_first, adding_somewhere])
+def test_a_forward_may_compute_between_blocks(between):
+    assert_same(Between(between), *micro_batch(NAME, 0))
+
+
+@pytest.mark.parametrize("between", [scaling, adding_the_first])
+def test_it_may_do_so_in_some_calls_only(between):
+    model, batch, tokens = Between(between), micro_batch(NAME, 0), [[0] * 4]
+    layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "asked": False})
+    for asked in (False, True):
+        assert torch.equal(in_layers(layers, *batch, asked), model(*batch, asked))
+
+
+class Summing(PositionsGpt):
+    """Its blocks get, beside hidden states, a number from them."""
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens) + self.positions[:, : tokens.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden, 1 + hidden.mean())
+        return cross_entropy(self.head(hidden) * self.temperature, labels)
+
+
+def test_blocks_may_get_more_of_the_block_before_them_than_hidden_states():
+    assert_same(Summing(), *micro_batch(NAME, 0))
+
+
+def dropping(model, number, hidden, first):
+    return nn.functional.dropout(hidden, 0.5)
+
+
+def test_random_numbers_between_blocks_are_those_of_a_layer():
+    """They are drawn when the layer runs, so again when it is recomputed from the same seed."""
+    layers, batch = layers_of(Between(dropping)), micro_batch(NAME, 0)
+    losses = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        losses.append(in_layers(layers, *batch))
+    assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
+
+
+def in_place(model, number, hidden, first):
+    hidden += 1
+    return hidden
+
+
+def norming(model, number, hidden, first):
+    return model.norm(hidden)
+
+
+def scaling_by_a_block(model, number, hidden, first):
+    return hidden * model.blocks[0].out.bias
+
+
+def remembering(model, number, hidden, first):
+    model.__dict__.setdefault("seen", {})[number] = hidden
+    return hidden + model.seen[0]
+
+
+REFUSED = {
+    in_place: "its forward changes hidden states in place between blocks",
+    norming: "its module 'norm' runs between blocks",
+    scaling_by_a_block: "its forward computes between blocks with parameters, or with what an earlier block returned",
+    remembering: "its forward computes between blocks with parameters, or with what an earlier block returned",
+}
+
+
+@pytest.mark.parametrize("between", REFUSED)
+def test_what_belongs_to_no_layer_is_refused_between_blocks(between):
+    with pytest.raises(ConfigError, match=REFUSED[between]):
+        layers_of(Between(between))
+
+
+LATER = {
+    in_place: "the forward of the model changes hidden states in place between its blocks; .* compute a new tensor",
+    remembering: "a block of the model gets what a block returned that is not the one right",
+}
+
+
+@pytest.mark.parametrize("between", LATER)
+def test_it_is_refused_too_where_only_later_calls_do_it(between):
+    model, batch, tokens = Between(between), micro_batch(NAME, 0), [[0] * 4]
+    layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "asked": False})
+    with pytest.raises(ConfigError, match=LATER[between]):
+        in_layers(layers, *batch, True)
