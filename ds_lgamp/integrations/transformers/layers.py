@@ -34,7 +34,7 @@ class ModelLayers(SplitLayers):
     """
 
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> None:
-        refuse_model(model)
+        refuse_model(model, has_inputs=settings.dummy_inputs is not None)
         self.settings = ForwardSettings(model_of(model).config)
         self._checkpointing = OwnCheckpointing(model)
         self._checkpointing.switch_off()

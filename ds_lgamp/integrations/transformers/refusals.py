@@ -16,17 +16,17 @@ _COLLECTED = {
 """Switches of transformers, and what they make the model return. It stays on the ranks of the blocks."""
 
 
-def refuse_model(model: Any) -> None:
-    """Raises ConfigError if the model's configuration asks for what a split model cannot compute."""
+def refuse_model(model: Any, has_inputs: bool) -> None:
+    """Raises ConfigError if the model's configuration asks for what a split model cannot compute.
+
+    Args:
+        has_inputs: whether the block gives dummy inputs.
+    """
     name = type(model_of(model)).__name__
     taken = getattr(model_of(model), "main_input_name", "input_ids")
-    if taken != "input_ids":
-        raise ConfigError(f"{name} takes {taken}, but a {BLOCK} block splits models of token ids; remove the block")
+    if taken != "input_ids" and not has_inputs:
+        raise ConfigError(f"{name} takes {taken}; set {BLOCK}.dummy_inputs to small arguments that it takes")
     for config in _configs(model_of(model).config):
-        if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError(
-                f"{name} has an encoder and a decoder, but a {BLOCK} block splits one list of blocks; remove the block"
-            )
         for key in _COLLECTED:
             # Some are properties.
             if getattr(config, key, False):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.integrations.transformers import images
+from tests.integrations.transformers import encoders, images
 from tests.integrations.transformers.shrink import VOCABULARY, small
 
 LENGTH = 10
@@ -68,12 +68,14 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
     """Makes a model with the same values on every rank.
 
     Args:
-        name: a key of :data:`ARCHITECTURES` or ``images.MODELS``, or the name of a configuration.
+        name: a key of :data:`ARCHITECTURES`, ``images.MODELS`` or ``encoders.MODELS``, or the name of a configuration.
         head: the class that makes the model; default that of the architecture.
         settings: of the configuration.
     """
     if name in images.MODELS:
         return images.make(name)
+    if name in encoders.MODELS:
+        return encoders.make(name)
     if name == "Llama with LoRA":
         settings = peft.LoraConfig(r=2, init_lora_weights=False, modules_to_save=["lm_head"])
         return peft.get_peft_model(make("Llama"), settings)
@@ -94,6 +96,8 @@ def micro_batch_of(name: str, step: int, rank: int, number: int) -> dict[str, to
     batch, head = micro_batch(step, rank, number), ARCHITECTURES.get(name, ("", ""))[1]
     if name in images.MODELS:
         return images.text(name, batch) if number else images.with_images(name, batch)
+    if name in encoders.MODELS:
+        return encoders.inputs_of(name, batch)
     if head == CHOOSING:
         # Two samples, with two choices each.
         both = {key: torch.stack([batch[key], batch[key].flip(1)], dim=1) for key in ("input_ids", "attention_mask")}

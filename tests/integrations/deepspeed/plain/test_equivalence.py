@@ -10,7 +10,7 @@ import torch
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.training import Course, train_all_on_rank, train_alone
 from tests.integrations.split import own_models
-from tests.integrations.transformers import images
+from tests.integrations.transformers import encoders, images
 from tests.integrations.transformers.models import DRAWN
 
 LAYOUTS = [(pipeline, data) for pipeline in (1, 2, 4) for data in (1, 2)]
@@ -31,6 +31,7 @@ NAMES = [
     ADAPTED,
     FUNCTIONAL,
     *images.MODELS,
+    *encoders.MODELS,
     *own_models.MODELS,
 ]
 DEFAULT = [
@@ -42,6 +43,8 @@ DEFAULT = [
     (ADAPTED, 2, 1, 2),
     ("Qwen2.5-VL", 2, 1, 3),
     ("Qwen3-VL", 2, 1, 3),
+    ("BART", 2, 1, 3),
+    ("Whisper", 2, 1, 2),
     ("a tied GPT", 2, 1, 3),
     ("a GPT with positions", 2, 1, 2),
     ("a GPT with rotations", 2, 1, 3),
@@ -96,7 +99,7 @@ def courses(request):
 def block_of(name: str, pipeline: int) -> dict[str, Any]:
     # Models of one's own have too few blocks for automatic chunks on four ranks.
     chunks = {"chunks_per_rank": 1} if pipeline == 4 and name in own_models.MODELS else {}
-    return {"pipeline_ranks": pipeline, **chunks, **own_models.BLOCKS.get(name, {})}
+    return {"pipeline_ranks": pipeline, **chunks, **own_models.BLOCKS.get(name, {}), **encoders.BLOCKS.get(name, {})}
 
 
 @pytest.mark.parametrize(("name", "pipeline", "data", "stage"), [*cases(), *CHOOSING])
