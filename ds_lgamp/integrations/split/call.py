@@ -1,6 +1,7 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,6 +32,13 @@ def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, B
     return named.get(name) if name is not None else None, BlockArguments((), others)
 
 
+@dataclass(frozen=True)
+class FromBlockBefore:
+    """Stands for the tensor that the block before returns at a place behind its hidden states."""
+
+    place: int
+
+
 class Noted(NamedTuple):
     """What a forward shows in which no block computes."""
 
@@ -49,6 +57,8 @@ class Needs(NamedTuple):
     """The results of parts ahead of the blocks that travel with hidden states, in their order."""
     between: frozenset[int]
     """The blocks ahead of which the forward computes with what the block before them returned."""
+    passes: tuple[tuple[int, ...], ...]
+    """For every block, the places of the tensors that it gets of the block before it beside hidden states."""
 
 
 class Call:

@@ -13,19 +13,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_like
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
-from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
+from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, FromBlockBefore, Needs, Noted, run_uncompiled
 from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
 from ds_lgamp.integrations.split.parts import Part, Result, place_of
-from ds_lgamp.integrations.split.stand_ins import Absent, AbsentTensor, Visited, replacing, with_forward
+from ds_lgamp.integrations.split.stand_ins import (
+    Absent,
+    AbsentTensor,
+    Passed,
+    Touched,
+    Visited,
+    replacing,
+    with_forward,
+)
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.integrations.split.travelling import Fill, Travelling
+from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
@@ -38,6 +47,12 @@ _SKIPPED = "the forward of the model skipped blocks; set layerdrop to 0 in the m
 _IN_PLACE = (
     f"the forward of the model changes hidden states in place between its blocks; with a {BLOCK} block, compute a new "
     "tensor there"
+)
+
+
+_TOUCHES = (
+    "with these arguments the forward of the model computes with what a block returned beside hidden states; with a "
+    f"{BLOCK} block, leave that out, or write the model as a PipelineModule"
 )
 
 
@@ -73,6 +88,11 @@ class SplitForward:
         self._model, self._forward = model, model.forward
         self._blocks = list(blocks.named.values())
         self._returned, self._random_sources = shown.returned, random_sources
+        self._beside = [
+            [Passed.of(index, place) if is_tensor else None for place, is_tensor in enumerate(shown.beside)]
+            for index in range(len(self._blocks))
+        ]
+        """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._stand_ins = [
             (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
@@ -90,6 +110,7 @@ class SplitForward:
         self._visit: Visit = _not_running
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
+        self._passing = False
 
     def begin(self, call: Call) -> tuple[Tensor, list[Tensor]]:
         """Returns the hidden states that enter the first block, and what travels with them."""
@@ -116,26 +137,46 @@ class SplitForward:
         """Returns which results are what ``travels``."""
         return dict(zip(self.needs_of(call).travels, travels, strict=True))
 
-    def run_block(self, index: int, calls: Calls, hidden: Tensor, travels: Sequence[Tensor]) -> Tensor:
-        """Returns the hidden states behind block ``index`` in the current call, from those behind the block before it
-        and what ``travels`` with them."""
-        call = calls.current
-        if index in self.needs_of(call).between:
-            hidden, arguments = self._enter(index, call, hidden, self.given(call, travels))
-        elif travels:
-            given = self.given(call, travels)
-            arguments = calls.in_chunk(travels, lambda: self.note_absent(call, given)[0].blocks)[index]
-        else:
-            assert call.blocks is not None, "kept with what the call needs"
-            arguments = call.blocks[index]
+    def run_block(
+        self, index: int, calls: Calls, hidden: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Runs block ``index`` for the current call. Returns the hidden states behind it, and what the next layer gets
+        beside them.
+
+        Args:
+            hidden: the hidden states behind the block before it.
+            others: what this layer gets beside them.
+        """
+        needs = self.needs_of(calls.current)
+        places = needs.passes[index]
+        passed, travels = dict(zip(places, others)), others[len(places) :]
+        hidden, arguments = self._input(index, calls, hidden, travels)
+        if passed:
+            arguments = tree_map_only(FromBlockBefore, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
-        if (len(result) if isinstance(result, tuple) else 0) != self._returned:
+        following = needs.passes[index + 1] if index + 1 < len(self._blocks) else ()
+        if (len(result) if isinstance(result, tuple) else 0) != self._returned or not all(
+            isinstance(result[1 + place], Tensor) for place in following
+        ):
             raise ConfigError(
                 f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
             )
-        return result[0] if self._returned else result
+        return result[0] if self._returned else result, [*(result[1 + place] for place in following), *travels]
+
+    def _input(
+        self, index: int, calls: Calls, hidden: Tensor, travels: Sequence[Tensor]
+    ) -> tuple[Tensor, BlockArguments]:
+        """Returns what block ``index`` gets, from the hidden states behind the block before it and what ``travels``."""
+        call = calls.current
+        if index in self.needs_of(call).between:
+            return self._enter(index, call, hidden, self.given(call, travels))
+        if travels:
+            given = self.given(call, travels)
+            return hidden, calls.in_chunk(travels, lambda: self.note_absent(call, given)[0].blocks)[index]
+        assert call.blocks is not None, "kept with what the call needs"
+        return hidden, call.blocks[index]
 
     def _enter(
         self, index: int, call: Call, returned: Tensor, given: Mapping[Result, Tensor]
@@ -146,7 +187,7 @@ class SplitForward:
 
         def visit(number: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
             if number == index:
-                entered.append((hidden, arguments._replace(autocast=Autocast.on(hidden.device.type))))
+                entered.append((hidden, _noted(index, arguments, hidden)))
                 raise _Reached
             return returned if number == index - 1 else hidden
 
@@ -185,7 +226,7 @@ class SplitForward:
                 raise ConfigError(_IN_PLACE)
             elif hidden is not passed:
                 entered[index] = hidden
-            blocks.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
+            blocks.append(_noted(index, arguments, hidden))
             if index == len(self._blocks) - 1:
                 raise _Reached
             passed = hidden if fill is None else fill(index, hidden)
@@ -224,7 +265,7 @@ class SplitForward:
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self._visiting(replace), replacing(kept):
+        with self._visiting(replace, passing=False), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def absent(self, given: Mapping[Result, Tensor]) -> AbstractContextManager[Results]:
@@ -239,13 +280,16 @@ class SplitForward:
         """Returns what the forward gets in place of the result of block ``index``."""
         self._visited += 1
         passed = self._visit(index, hidden, arguments)
-        return (passed, *[None] * (self._returned - 1)) if self._returned else passed
+        beside = self._beside[index] if self._passing else [None] * (self._returned - 1)
+        return (passed, *beside) if self._returned else passed
 
     def _run_until_reached(self, call: Call) -> None:
         try:
             run_uncompiled(self._model, *call.positional, **call.named)
         except _Reached:
             return
+        except Touched:
+            raise ConfigError(_TOUCHES) from None
         raise ConfigError(_SKIPPED)
 
     def _refuse_absent(self, path: str) -> NoReturn:
@@ -263,15 +307,27 @@ class SplitForward:
             raise ConfigError(_again(f"'{path}'"))
 
     @contextmanager
-    def _visiting(self, visit: Visit) -> Iterator[None]:
+    def _visiting(self, visit: Visit, passing: bool = True) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
-        the engine."""
-        self._visit, self._visited = visit, 0
+        the engine. They return nothing beside hidden states unless blocks are ``passing`` something on."""
+        self._visit, self._visited, self._passing = visit, 0, passing
         try:
             with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
                 yield
         finally:
             self._visit = _not_running
+
+
+def _noted(index: int, arguments: BlockArguments, hidden: Tensor) -> BlockArguments:
+    """Returns what is kept of the arguments of block ``index``. Raises ConfigError if it gets what another block
+    returned than the one right before it."""
+
+    def place(passed: Passed) -> FromBlockBefore:
+        if passed.block != index - 1:
+            raise ConfigError(EARLIER)
+        return FromBlockBefore(passed.place)
+
+    return tree_map_only(Passed, place, arguments)._replace(autocast=Autocast.on(hidden.device.type))
 
 
 def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:

@@ -27,15 +27,15 @@ class Beginning(Tree):
 
 
 class Block(Tree):
-    """A block of the model. Takes and returns hidden states, with what travels with them."""
+    """A block of the model. Takes and returns hidden states, with what the next layers need beside them."""
 
     def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
         super().__init__({path: block})
         self._index, self._split, self._calls = index, split, calls
 
     def forward(self, inputs: Tensors) -> Tensors:
-        hidden, *travels = as_tuple(inputs)
-        return together(self._split.run_block(self._index, self._calls, hidden, travels), travels)
+        hidden, *others = as_tuple(inputs)
+        return together(*self._split.run_block(self._index, self._calls, hidden, others))
 
 
 class End(Tree):
@@ -106,9 +106,9 @@ class SplitLayers:
         return call
 
 
-def together(hidden: Tensor, travels: Sequence[Tensor]) -> Tensors:
+def together(hidden: Tensor, others: Sequence[Tensor]) -> Tensors:
     """Returns what a layer passes to the next one."""
-    return (hidden, *travels) if travels else hidden
+    return (hidden, *others) if others else hidden
 
 
 def _share(ahead: Mapping[str, Part], behind: Mapping[str, Part]) -> bool:

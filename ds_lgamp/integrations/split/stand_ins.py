@@ -76,6 +76,29 @@ class AbsentTensor(Tensor):
                 leaf.refuse()
 
 
+class Touched(Exception):
+    """A forward computes with what a block returned beside hidden states."""
+
+
+class Passed(Tensor):
+    """Stands in for a tensor that a block returns beside hidden states, such as attention weights. A forward may
+    collect it and pass it on, but not compute with it."""
+
+    block: int
+    place: int
+
+    @classmethod
+    def of(cls, block: int, place: int) -> "Passed":
+        """Returns that for the tensor at a place behind the hidden states."""
+        stand_in = torch.empty(0).as_subclass(cls)
+        stand_in.block, stand_in.place = block, place
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        raise Touched
+
+
 @contextmanager
 def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Runs stand-ins inside the block. Each has the dictionary of a module that it belongs to, and its name there."""

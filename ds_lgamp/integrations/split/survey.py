@@ -22,7 +22,7 @@ from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
 from ds_lgamp.integrations.split.kept import Kept, kept_in_training
 from ds_lgamp.integrations.split.loss_graph import walk
 from ds_lgamp.integrations.split.parts import Part, Result, parameters_of, restored_modes
-from ds_lgamp.integrations.split.stand_ins import Visited, replacing
+from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 
@@ -35,6 +35,8 @@ class Survey(NamedTuple):
     """All other parts, by name."""
     returned: int
     """How many members the tuple has that a block returns; 0 if it returns a tensor."""
+    beside: tuple[bool, ...]
+    """Which of them beside hidden states are tensors."""
     kept: list[Kept]
     """The attributes of a block that it sets to tensors which depend on parameters."""
     travels_to_blocks: frozenset[Result]
@@ -69,7 +71,7 @@ def survey(
             walk.check_output(output, only_loss)
         except ConfigError:
             raise
-        except _Touched:
+        except Touched:
             raise walk.refusal("its forward computes with what a block returned beside hidden states") from None
         except Exception as error:
             raise ConfigError(
@@ -84,19 +86,6 @@ def _on_device_of(model: nn.Module, dummy: Arguments) -> Arguments:
     """Returns the arguments with their tensors where the model is."""
     device = next(model.parameters()).device
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
-
-
-class _Touched(Exception):
-    """The forward computes with what a block returned beside hidden states."""
-
-
-class _Untouched(Tensor):
-    """What a block returns beside hidden states, such as attention weights. Forwards may collect it, but a split one
-    cannot compute with it."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *rest: Any) -> Any:
-        raise _Touched
 
 
 class _Reads(TorchFunctionMode):
@@ -160,8 +149,8 @@ class _Walk:
         """How often they had been changed in place by then."""
         self._kept: list[Kept] = []
         self._returned = 0
-        self._others: tuple[Any, ...] = ()
-        """What a block returns beside hidden states."""
+        self._beside: tuple[bool, ...] = ()
+        """Which of what a block returns beside hidden states are tensors."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -210,6 +199,7 @@ class _Walk:
             ahead=ahead,
             behind=behind,
             returned=self._returned,
+            beside=self._beside,
             kept=self._kept,
             travels_to_blocks=frozenset(each for each in self._travels_to_blocks if each.path not in free),
             travels_behind=frozenset(each for each in self._travels_behind if each.path not in free),
@@ -308,10 +298,12 @@ class _Walk:
             raise self.refusal(f"its module '{self._ran_last}' runs between blocks")
         if self._visited:
             self._check_between(hidden)
-        others = tree_leaves([*beside.positional, *beside.named.values()])
-        if any(isinstance(leaf, _Untouched) for leaf in others):
-            raise self.refusal("a block passes more than hidden states to the next one")
-        self._check_others([leaf for leaf in others if isinstance(leaf, Tensor) and leaf.requires_grad])
+        leaves = tree_leaves([*beside.positional, *beside.named.values()])
+        passed = [leaf for leaf in leaves if isinstance(leaf, Passed)]
+        if any(leaf.block != self._visited - 1 for leaf in passed):
+            raise self.refusal("a block gets what another one returned than the one right before it")
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Passed))
+        self._check_others([leaf for leaf in tensors if leaf.requires_grad])
         if self._visited == 0:
             run = partial(block, hidden, *beside.positional, **beside.named)
             self._kept = kept_in_training(block, run)
@@ -321,7 +313,8 @@ class _Walk:
         # Forwards may change it in place, which is forbidden with a leaf.
         hidden = self._behind_blocks[-1].clone()
         self._passed, self._version = hidden, hidden._version
-        return (hidden, *self._others) if self._returned else hidden
+        others = [Passed.of(self._visited - 1, place) if tensor else None for place, tensor in enumerate(self._beside)]
+        return (hidden, *others) if self._returned else hidden
 
     def _check_others(self, depending: list[Tensor]) -> None:
         """Notes from which parts the ``depending`` tensors are that blocks get beside hidden states. Those from parts
@@ -364,7 +357,7 @@ class _Walk:
     def _note_result(self, result: Any, hidden: Any) -> None:
         if isinstance(result, tuple):
             self._returned = len(result)
-            self._others = tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(_Untouched), result[1:])
+            self._beside = tuple(isinstance(each, Tensor) for each in result[1:])
             result = result[0]
         if not isinstance(result, Tensor) or not isinstance(hidden, Tensor) or result.shape != hidden.shape:
             raise self.refusal("its blocks return something else than tensors of the shape that they get")

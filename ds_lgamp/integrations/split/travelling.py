@@ -6,14 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Results
 from ds_lgamp.integrations.split.alike import is_alike
-from ds_lgamp.integrations.split.call import Call, Needs, Noted
+from ds_lgamp.integrations.split.call import BlockArguments, Call, FromBlockBefore, Needs, Noted
 from ds_lgamp.integrations.split.parts import Result
 
+EARLIER = (
+    "a block of the model gets what a block returned that is not the one right before it; with a "
+    f"{BLOCK} block, write the model as a PipelineModule"
+)
 Fill = Callable[[int, Tensor], Tensor]
 """Makes the hidden states behind a block, by its number, from those that the forward had there."""
 Notes = Callable[[Call, Mapping[Result, Tensor], Fill], tuple[Noted, Results]]
@@ -41,11 +45,12 @@ class Travelling:
         """
         results = tuple(results)
         leaves, structure = tree_flatten((call.positional, call.named))
-        key = str(structure), results, tuple(noted.entered), *map(_kind, leaves)
+        passes = tuple(map(_places, noted.blocks))
+        key = str(structure), results, tuple(noted.entered), passes, *map(_kind, leaves)
         if key not in self._known:
             for_blocks, between = self._find(call)
             needed = {*self._behind, *for_blocks}
-            self._known[key] = Needs(tuple(result for result in results if result in needed), between)
+            self._known[key] = Needs(tuple(result for result in results if result in needed), between, passes)
         return self._known[key]
 
     @torch.no_grad()
@@ -65,15 +70,18 @@ class Travelling:
             for changed in blocks:
                 found = [*map(is_alike, expected, seen(given, [changed]))]
                 if not all(found[changed + 2 :]):
-                    raise ConfigError(
-                        "a block of the model gets what a block returned that is not the one right before it; with a "
-                        f"{BLOCK} block, write the model as a PipelineModule"
-                    )
+                    raise ConfigError(EARLIER)
                 between |= {index for index, alike in enumerate(found) if not alike}
         changed_by = (
             result for result in given if not is_alike(expected, seen({**given, result: other(given[result])}))
         )
         return list(changed_by), frozenset(between)
+
+
+def _places(arguments: BlockArguments) -> tuple[int, ...]:
+    """Returns at which places the block before returns what is in ``arguments``."""
+    leaves = tree_leaves([*arguments.positional, *arguments.named.values()])
+    return tuple(sorted({leaf.place for leaf in leaves if isinstance(leaf, FromBlockBefore)}))
 
 
 def one(like: Tensor) -> Tensor:

@@ -19,6 +19,14 @@ def _bart() -> Any:
     )
 
 
+def _t5() -> Any:
+    """Its blocks pass on the biases of attention that the first one computes."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, **_TOKENS, vocab_size=VOCABULARY, dropout_rate=0.0)
+    )
+
+
 def _whisper() -> Any:
     lengths = {"max_source_positions": _FRAMES // 2, "max_target_positions": 32, "num_mel_bins": _BINS}
     return transformers.WhisperForConditionalGeneration(
@@ -33,7 +41,7 @@ def _vit() -> Any:
     )
 
 
-MODELS = {"BART": _bart, "Whisper": _whisper, "ViT": _vit}
+MODELS = {"BART": _bart, "T5": _t5, "Whisper": _whisper, "ViT": _vit}
 BLOCKS: dict[str, dict[str, Any]] = {
     "Whisper": {"dummy_inputs": {"input_features": {"shape": [1, _BINS, _FRAMES]}, "decoder_input_ids": [[1, 1]]}},
     "ViT": {"dummy_inputs": {"pixel_values": {"shape": [1, 3, 8, 8]}}},

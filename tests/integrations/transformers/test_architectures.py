@@ -12,13 +12,7 @@ from tests.integrations.transformers.planned import model_with_plan, planned_con
 from tests.slow import slow_except
 
 DEFAULT = ["GPT-2", "Gemma 3", "BLOOM", "DistilBERT", "Falcon", "Mixtral", "BERT with choices"]
-PASSING_MORE = "a block passes more than hidden states to the next one"
-REFUSED = {
-    "glm_moe_dsa": PASSING_MORE,
-    "hrm_text": "calls its blocks 'model.L_module.layers' without gradients, but",
-    "hy_v4": PASSING_MORE,
-    "mistral_large4_text": PASSING_MORE,
-}
+REFUSED = {"hrm_text": "calls its blocks 'model.L_module.layers' without gradients, but"}
 """Why architectures with a plan are refused, by model type."""
 NOT_MADE = set(
     "cohere_compass_text deepseek_ocr2_encoder deepseek_ocr2_text diffusion_gemma_text ernie4_5_vl_moe_text "
@@ -62,10 +56,6 @@ def test_every_architecture_with_a_pipeline_plan_is_equal_or_refused(part):
 
 
 REFUSED_MODELS = {
-    "biases of the first block": (
-        *("T5Config", "AutoModelForSeq2SeqLM", {"decoder_start_token_id": 0}),
-        "T5ForConditionalGeneration cannot .*: a block passes more than hidden states to the next one",
-    ),
     "pictures without dummy inputs": (
         *("ViTConfig", "AutoModelForImageClassification", {}),
         "ViTForImageClassification takes pixel_values; set ds_lgamp.dummy_inputs to small arguments that it takes",
@@ -137,11 +127,10 @@ def test_what_a_hook_ahead_of_the_blocks_keeps_for_one_behind_them_is_refused():
         layers_of(model)
 
 
-def passing_more_on(model, hidden, arguments):
-    """Passes what a block returns beside hidden states to the next one."""
-    extra = None
-    for layer in model.layers:
-        hidden, extra = layer(hidden, extra=extra, **arguments)
+def passing_to_the_last(model, hidden, arguments):
+    hidden, first = model.layers[0](hidden, **arguments)
+    for layer in model.layers[1:]:
+        hidden, _ = layer(hidden, extra=first if layer is model.layers[-1] else None, **arguments)
     return hidden
 
 
@@ -159,7 +148,7 @@ def skipping_one(model, hidden, arguments):
 
 
 ODD = {
-    passing_more_on: (True, "a block passes more than hidden states to the next one"),
+    passing_to_the_last: (True, "a block gets what another one returned than the one right before it"),
     touching_more: (True, "its forward computes with what a block returned beside hidden states"),
     skipping_one: (False, "its forward called 3 of 4 blocks"),
 }
@@ -179,8 +168,18 @@ def passing_the_embedding(model, hidden, arguments):
     return hidden
 
 
-def test_blocks_may_get_the_embedding_beside_hidden_states():
-    model, batch = with_walk(passing_the_embedding, False), {"input_ids": micro_batch(0, 0, 0)["input_ids"]}
+def passing_more_on(model, hidden, arguments):
+    """Passes what a block returns beside hidden states to the next one."""
+    extra = None
+    for layer in model.layers:
+        hidden, extra = layer(hidden, extra=extra, **arguments)
+    return hidden
+
+
+@pytest.mark.parametrize(("walk", "returns_more"), [(passing_the_embedding, False), (passing_more_on, True)])
+def test_blocks_may_get_more_than_hidden_states(walk, returns_more):
+    """What is computed ahead of them, and what the block right before returns."""
+    model, batch = with_walk(walk, returns_more), {"input_ids": micro_batch(0, 0, 0)["input_ids"]}
     assert_same(whole(model, batch), in_layers(model, batch))
 
 
@@ -191,7 +190,8 @@ def with_walk(walk, returns_more):
 
     class Block(type(base.layers[0])):
         def forward(self, hidden, extra=None, embedded=None, **arguments):
-            hidden = super().forward(hidden if embedded is None else hidden + embedded, **arguments)
+            hidden = hidden if embedded is None else hidden + embedded
+            hidden = super().forward(hidden if extra is None else hidden * extra[..., None], **arguments)
             return (hidden, hidden.mean(-1)) if returns_more else hidden
 
     for layer in base.layers:

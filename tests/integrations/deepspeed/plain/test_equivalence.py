@@ -44,7 +44,7 @@ DEFAULT = [
     ("Qwen2.5-VL", 2, 1, 3),
     ("Qwen3-VL", 2, 1, 3),
     ("BART", 2, 1, 3),
-    ("Whisper", 2, 1, 2),
+    ("T5", 2, 1, 2),
     ("a tied GPT", 2, 1, 3),
     ("a GPT with positions", 2, 1, 2),
     ("a GPT with rotations", 2, 1, 3),
