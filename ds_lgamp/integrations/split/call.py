@@ -1,7 +1,6 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,13 +31,6 @@ def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, B
     return named.get(name) if name is not None else None, BlockArguments((), others)
 
 
-@dataclass(frozen=True)
-class FromBlockBefore:
-    """Stands for the tensor that the block before returns at a place behind its hidden states."""
-
-    place: int
-
-
 class Noted(NamedTuple):
     """What a forward shows in which no block computes."""
 
@@ -48,6 +40,8 @@ class Noted(NamedTuple):
     """What every block gets beside hidden states."""
     entered: dict[int, Tensor]
     """The hidden states that enter a block, where they are others than those behind the block before it."""
+    passes: tuple[tuple[int, ...], ...]
+    """For every block, the places of the tensors that it gets of the block before it beside hidden states."""
 
 
 class Needs(NamedTuple):
@@ -58,7 +52,7 @@ class Needs(NamedTuple):
     between: frozenset[int]
     """The blocks ahead of which the forward computes with what the block before them returned."""
     passes: tuple[tuple[int, ...], ...]
-    """For every block, the places of the tensors that it gets of the block before it beside hidden states."""
+    """As :class:`Noted`'s."""
 
 
 class Call:

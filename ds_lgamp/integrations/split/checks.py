@@ -80,12 +80,14 @@ def check_parts(
         needs = split.needs_of(call)
         given = {result: seen.take(result) for result in needs.travels}
         output = split.output(call, returned)
-        seed(2)
-        if on_other_ranks or given:
-            again, _ = split.note_absent(call, given)
-            for index, (own, others) in enumerate(zip(noted.blocks, again.blocks, strict=True)):
-                if index not in needs.between and not is_alike(own, others):
-                    raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
-        with split.absent(given):
-            if not is_alike(output, split.output(call, returned)):
-                raise ConfigError(f"what the model returns {_DEPENDS}")
+        # A loss is one number, which may be almost the same by chance.
+        for number in (2, 3):
+            seed(number)
+            if on_other_ranks or given:
+                again, _ = split.note_absent(call, given)
+                for index, (own, others) in enumerate(zip(noted.blocks, again.blocks, strict=True)):
+                    if index not in needs.between and not is_alike(own, others):
+                        raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
+            with split.absent(given):
+                if not is_alike(output, split.output(call, returned)):
+                    raise ConfigError(f"what the model returns {_DEPENDS}")

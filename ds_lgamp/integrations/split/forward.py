@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_like
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
-from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, FromBlockBefore, Needs, Noted, run_uncompiled
+from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
 from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
 from ds_lgamp.integrations.split.parts import Part, Result, place_of
@@ -93,6 +93,7 @@ class SplitForward:
             for index in range(len(self._blocks))
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
+        self._passes = any(shown.beside)
         self._stand_ins = [
             (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
@@ -152,7 +153,7 @@ class SplitForward:
         passed, travels = dict(zip(places, others)), others[len(places) :]
         hidden, arguments = self._input(index, calls, hidden, travels)
         if passed:
-            arguments = tree_map_only(FromBlockBefore, lambda stand_in: passed[stand_in.place], arguments)
+            arguments = tree_map_only(Passed, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
@@ -187,7 +188,7 @@ class SplitForward:
 
         def visit(number: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
             if number == index:
-                entered.append((hidden, _noted(index, arguments, hidden)))
+                entered.append((hidden, arguments._replace(autocast=Autocast.on(hidden.device.type))))
                 raise _Reached
             return returned if number == index - 1 else hidden
 
@@ -215,6 +216,7 @@ class SplitForward:
         ``fill`` makes of them."""
         blocks: list[BlockArguments] = []
         entered: dict[int, Tensor] = {}
+        passes: list[tuple[int, ...]] = []
         first = passed = None
         version = 0
 
@@ -226,7 +228,8 @@ class SplitForward:
                 raise ConfigError(_IN_PLACE)
             elif hidden is not passed:
                 entered[index] = hidden
-            blocks.append(_noted(index, arguments, hidden))
+            blocks.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
+            passes.append(_places(index, arguments) if self._passes else ())
             if index == len(self._blocks) - 1:
                 raise _Reached
             passed = hidden if fill is None else fill(index, hidden)
@@ -236,7 +239,7 @@ class SplitForward:
         with self._visiting(note):
             self._run_until_reached(call)
         assert first is not None, "no block is skipped"
-        return Noted(first, blocks, entered)
+        return Noted(first, blocks, entered, tuple(passes))
 
     def finish(self, call: Call, hidden: Tensor, travels: Sequence[Tensor] = ()) -> Any:
         """Returns the model's output, from the hidden states that the last block returned, and what ``travels`` with
@@ -318,16 +321,15 @@ class SplitForward:
             self._visit = _not_running
 
 
-def _noted(index: int, arguments: BlockArguments, hidden: Tensor) -> BlockArguments:
-    """Returns what is kept of the arguments of block ``index``. Raises ConfigError if it gets what another block
-    returned than the one right before it."""
-
-    def place(passed: Passed) -> FromBlockBefore:
-        if passed.block != index - 1:
-            raise ConfigError(EARLIER)
-        return FromBlockBefore(passed.place)
-
-    return tree_map_only(Passed, place, arguments)._replace(autocast=Autocast.on(hidden.device.type))
+def _places(index: int, arguments: BlockArguments) -> tuple[int, ...]:
+    """Returns at which places the block before ``index`` returns tensors that are in ``arguments``. Raises ConfigError
+    if another block returns some."""
+    passed = [
+        leaf for leaf in tree_leaves([*arguments.positional, *arguments.named.values()]) if isinstance(leaf, Passed)
+    ]
+    if any(leaf.block != index - 1 for leaf in passed):
+        raise ConfigError(EARLIER)
+    return tuple(sorted({leaf.place for leaf in passed}))
 
 
 def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Results
 from ds_lgamp.integrations.split.alike import is_alike
-from ds_lgamp.integrations.split.call import BlockArguments, Call, FromBlockBefore, Needs, Noted
+from ds_lgamp.integrations.split.call import Call, Needs, Noted
 from ds_lgamp.integrations.split.parts import Result
 
 EARLIER = (
@@ -44,13 +44,12 @@ class Travelling:
         Raises ConfigError if a block gets what a block returned that is not the one right before it.
         """
         results = tuple(results)
-        leaves, structure = tree_flatten((call.positional, call.named))
-        passes = tuple(map(_places, noted.blocks))
-        key = str(structure), results, tuple(noted.entered), passes, *map(_kind, leaves)
+        arguments = [*call.positional, *call.named.values()]
+        key = tuple(call.named), *map(_kind, tree_leaves(arguments)), results, tuple(noted.entered), noted.passes
         if key not in self._known:
             for_blocks, between = self._find(call)
             needed = {*self._behind, *for_blocks}
-            self._known[key] = Needs(tuple(result for result in results if result in needed), between, passes)
+            self._known[key] = Needs(tuple(result for result in results if result in needed), between, noted.passes)
         return self._known[key]
 
     @torch.no_grad()
@@ -76,12 +75,6 @@ class Travelling:
             result for result in given if not is_alike(expected, seen({**given, result: other(given[result])}))
         )
         return list(changed_by), frozenset(between)
-
-
-def _places(arguments: BlockArguments) -> tuple[int, ...]:
-    """Returns at which places the block before returns what is in ``arguments``."""
-    leaves = tree_leaves([*arguments.positional, *arguments.named.values()])
-    return tuple(sorted({leaf.place for leaf in leaves if isinstance(leaf, FromBlockBefore)}))
 
 
 def one(like: Tensor) -> Tensor:
