@@ -1,7 +1,7 @@
 """What the parts of a model ahead of its blocks return, and stand-ins for these parts where they are not."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -110,6 +110,9 @@ class Seen:
 
     def __iter__(self) -> Iterator[Result]:
         return iter(self._results)
+
+    def items(self) -> Iterable[tuple[Result, Tensor]]:
+        return self._results.items()
 
     def note(self, path: str, returned: Any) -> None:
         tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -34,7 +34,7 @@ from ds_lgamp.integrations.split.stand_ins import (
     with_forward,
 )
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling
+from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling, uses
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
@@ -117,6 +117,12 @@ class SplitForward:
         """Returns the hidden states that enter the first block, and what travels with them."""
         noted, seen = self.note_present(call)
         needs = self._keep(call, noted, seen)
+        missed = uses(noted, seen).difference(needs.travels)
+        for result in missed:
+            raise ConfigError(
+                f"blocks get what '{result.path}' returned beside hidden states, but got nothing of it in an earlier "
+                f"call with such arguments; with a {BLOCK} block, let an argument say which code the forward runs"
+            )
         return noted.hidden, [seen.take(result) for result in needs.travels]
 
     def needs_of(self, call: Call) -> Needs:
@@ -129,7 +135,7 @@ class SplitForward:
     def _keep(self, call: Call, noted: Noted, results: Iterable[Result]) -> Needs:
         """Keeps with ``call`` what its layers need, unless something is there already."""
         if call.needs is None:
-            call.needs = self._travelling.of(call, noted, results)
+            call.needs = self._travelling.of(call, self._model.training, noted, results)
         if call.blocks is None and not call.needs.travels:
             call.blocks = noted.blocks
         return call.needs
@@ -232,7 +238,11 @@ class SplitForward:
             passes.append(_places(index, arguments) if self._passes else ())
             if index == len(self._blocks) - 1:
                 raise _Reached
-            passed = hidden if fill is None else fill(index, hidden)
+            if fill is not None:
+                passed = fill(index, hidden)
+            elif passed is None:
+                # What enters later blocks depends on parts ahead of them only where it gets their results itself.
+                passed = hidden.detach()
             version = version_of(passed)
             return passed
 

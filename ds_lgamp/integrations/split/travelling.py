@@ -2,17 +2,21 @@
 blocks, which have to travel with hidden states from the first layer to all others, and code between two blocks."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.ahead import NONE, Results
+from ds_lgamp.integrations.split.ahead import NONE, Results, Seen
 from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.call import Call, Needs, Noted
+from ds_lgamp.integrations.split.loss_graph import walk
 from ds_lgamp.integrations.split.parts import Result
+from ds_lgamp.integrations.split.stand_ins import Passed
 
 EARLIER = (
     "a block of the model gets what a block returned that is not the one right before it; with a "
@@ -37,15 +41,25 @@ class Travelling:
         self._behind, self._notes = behind, notes
         self._known: dict[Any, Needs] = {}
 
-    def of(self, call: Call, noted: Noted, results: Iterable[Result]) -> Needs:
+    def of(self, call: Call, training: bool, noted: Noted, results: Iterable[Result]) -> Needs:
         """Returns what a call needs whose forward has ``noted`` this, and has these ``results``. All ranks find the
         same.
+
+        Args:
+            training: whether the model trains or evaluates.
 
         Raises ConfigError if a block gets what a block returned that is not the one right before it.
         """
         results = tuple(results)
         arguments = [*call.positional, *call.named.values()]
-        key = tuple(call.named), *map(_kind, tree_leaves(arguments)), results, tuple(noted.entered), noted.passes
+        key = (
+            training,
+            tuple(call.named),
+            *map(_kind, tree_leaves(arguments)),
+            results,
+            tuple(noted.entered),
+            noted.passes,
+        )
         if key not in self._known:
             for_blocks, between = self._find(call)
             needed = {*self._behind, *for_blocks}
@@ -75,6 +89,20 @@ class Travelling:
             result for result in given if not is_alike(expected, seen({**given, result: other(given[result])}))
         )
         return list(changed_by), frozenset(between)
+
+
+def uses(noted: Noted, seen: Seen) -> set[Result]:
+    """Returns on which of the results that a forward has ``seen`` autograd says that what blocks get depends."""
+    if not torch.is_grad_enabled():
+        return set()
+    given = chain(noted.entered.values(), *((*block.positional, *block.named.values()) for block in noted.blocks))
+    # Not by pytree, which takes longer than all else here.
+    flat = chain.from_iterable(each if isinstance(each, list | tuple) else (each,) for each in given)
+    tensors = [each for each in flat if isinstance(each, Tensor) and type(each) is not Passed and each.requires_grad]
+    if not tensors:
+        return set()
+    nodes = {get_gradient_edge(tensor).node: result for result, tensor in seen.items() if tensor.requires_grad}
+    return {nodes[node] for node in walk(tensors, nodes)[0]}
 
 
 def one(like: Tensor) -> Tensor:

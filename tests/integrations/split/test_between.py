@@ -57,6 +57,36 @@ def test_it_may_do_so_in_some_calls_only(between):
         assert torch.equal(in_layers(layers, *batch, asked), model(*batch, asked))
 
 
+def scaling_long_ones(model, number, hidden, first):
+    return 2 * hidden if hidden.shape[1] > 4 else hidden
+
+
+def adding_in_training(model, number, hidden, first):
+    return hidden + first if model.training else hidden + 1
+
+
+@pytest.mark.parametrize("between", [scaling_long_ones, adding_in_training])
+def test_shapes_and_the_mode_may_decide_whether_it_computes(between):
+    model, (tokens, labels) = Between(between), micro_batch(NAME, 0)
+    layers = layers_of(model)
+    for length, training in ((3, True), (8, False), (3, False), (8, True)):
+        model.train(training)
+        batch = tokens[:, :length], labels[:, :length]
+        assert torch.equal(in_layers(layers, *batch), model(*batch))
+
+
+def adding_to_long_ones(model, number, hidden, first):
+    return hidden + first if hidden.shape[1] > 4 else hidden + 1
+
+
+def test_what_travels_only_with_some_shapes_is_refused():
+    model, (tokens, labels) = Between(adding_to_long_ones), micro_batch(NAME, 0)
+    layers = layers_of(model)
+    assert torch.equal(in_layers(layers, tokens[:, :3], labels[:, :3]), model(tokens[:, :3], labels[:, :3]))
+    with pytest.raises(ConfigError, match="blocks get what 'embedding' returned .*, but got nothing of it in an ear"):
+        in_layers(layers, tokens, labels)
+
+
 class Summing(PositionsGpt):
     """Its blocks get, beside hidden states, a number from them."""
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.call import Call
 from tests.integrations.split.own_models import (
     LENGTH,
     VOCABULARY,
@@ -43,6 +44,21 @@ def test_only_what_is_needed_travels():
     assert len(layers) == 4
     for (inputs,) in layers:
         assert sorted(tuple(each.shape) for each in inputs) == [*[(2, LENGTH, WIDTH)] * 4, (3,)]
+
+
+def test_gradients_of_what_travels_stay_in_the_chunk_whose_blocks_compute_with_it():
+    layers = layers_of(make(NAME))
+    call = Call(*layers.arguments(micro_batch(NAME, 0), {}))
+    layers.calls.all = [call]
+    first, block, following, *_ = layers.modules
+    chunks = []
+    for number, layer in enumerate((block, following), start=1):
+        layers.calls.before_layer(number, 0)
+        inputs = tuple(each.detach().requires_grad_() for each in (chunks[-1][1] if chunks else first(call)))
+        chunks.append((inputs, layer(inputs)))
+    for inputs, (hidden, *_) in chunks:
+        hidden.sum().backward()
+        assert all(each.grad is not None for each in inputs[:2])
 
 
 class Conditioned(nn.Module):

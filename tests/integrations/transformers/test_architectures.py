@@ -6,6 +6,7 @@ import transformers
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.call import Call
 from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
 from tests.integrations.transformers.models import ARCHITECTURES, make, micro_batch, micro_batch_of
 from tests.integrations.transformers.planned import model_with_plan, planned_configs
@@ -159,6 +160,17 @@ def test_a_forward_that_does_more_than_call_its_blocks_is_refused(walk):
     returns_more, sentence = ODD[walk]
     with pytest.raises(ConfigError, match=sentence):
         layers_of(with_walk(walk, returns_more))
+
+
+def test_a_block_may_not_get_what_an_earlier_one_than_that_before_it_returned_with_later_arguments_either():
+    def walk(model, hidden, arguments):
+        later = hidden.shape[1] > 5
+        return (passing_to_the_last if later else passing_more_on)(model, hidden, arguments)
+
+    layers = layers_of(with_walk(walk, True))
+    layers.calls.all = [Call(*layers.arguments((), {"input_ids": micro_batch(0, 0, 0)["input_ids"]}))]
+    with pytest.raises(ConfigError, match="gets what a block returned that is not the one right before it"):
+        layers.modules[0](layers.calls.current)
 
 
 def passing_the_embedding(model, hidden, arguments):
