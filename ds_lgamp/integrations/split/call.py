@@ -1,9 +1,11 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.parts import Part, Result
@@ -67,6 +69,12 @@ class Call:
         grown with the lengths since."""
         self._looks: bool | None = None
 
+    @cached_property
+    def kind(self) -> Any:
+        """What of the arguments may decide which code runs."""
+        leaves, structure = tree_flatten((self.positional, self.named))
+        return str(structure), *map(_kind, leaves)
+
     def looks_at_uses(self, asked: bool) -> bool:
         """Returns what was ``asked`` first. A forward that is recomputed must save the same tensors."""
         if self._looks is None:
@@ -76,6 +84,15 @@ class Call:
     def forget_blocks(self) -> None:
         """Lets go of what the blocks get, which none needs any more."""
         self.blocks = None
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what of an argument may decide which code runs. Numbers may change with every call."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype
+    if isinstance(leaf, int | float):
+        return type(leaf), bool(leaf)
+    return leaf if isinstance(leaf, str) else type(leaf)
 
 
 class Calls:

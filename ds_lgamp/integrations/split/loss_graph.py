@@ -12,8 +12,8 @@ from ds_lgamp.integrations.split.parts import Part, parameters_of
 
 
 class LossGraph:
-    """Looks once at the graph of a loss or of all outputs, because the model may compute more with labels than without
-    them.
+    """Looks at the graph of a loss or of all outputs, once for every kind of call, because the model may compute more
+    with labels than without them.
 
     Args:
         model: the model.
@@ -24,14 +24,16 @@ class LossGraph:
         own = {id(parameter) for parameter in parameters_of(held)}
         self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
         """The names of the parameters that the last layer lacks, by their ids."""
-        self.checked = False
+        self.checked: set[Any] = set()
+        """The kinds of calls at which it has looked."""
 
-    def check(self, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
+    def check(self, kind: Any, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
         """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
 
         Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
 
         Args:
+            kind: the kind of the call.
             roots: the loss, or all outputs.
             inputs: the nodes that made what the last layer got, or take its gradients.
             zeros: on what the results of each stand-in depend, by the name of its part.
@@ -50,7 +52,7 @@ class LossGraph:
                 raise ConfigError(
                     f"behind the blocks the model's output depends on what '{path}' returned ahead of them; {_FIX}"
                 )
-        self.checked = True
+        self.checked.add(kind)
 
 
 def walk(tensors: Iterable[Tensor], ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:

@@ -271,8 +271,10 @@ class _Walk:
 
     def _saw(self, path: str, result: Any) -> Any:
         """Notes what a module has returned. Returns what takes its place, None if it stays."""
-        if self._running == path:
-            self._running = None
+        if self._running not in (None, path):
+            # Another part called it, whose results are seen.
+            return None
+        self._running = None
         call = self._calls[path]
         self._calls[path] += 1
         if path in self._buffers:
@@ -294,10 +296,12 @@ class _Walk:
         """Returns a result of a module, noted so that whatever depends on it is seen, also if the module is frozen."""
         if not tensor.is_floating_point():
             return tensor
-        is_leaf = not tensor.requires_grad
-        self._results.append((Result(path, call, next(numbers)), tensor.requires_grad_()))
-        # Forwards may change it in place, which is forbidden with a leaf.
-        return tensor.clone() if is_leaf else tensor
+        # Also where the forward calls the module under torch.no_grad(). Each gets a node of its own, which those of
+        # torch.chunk do not have. Forwards may change it in place, which is forbidden with a leaf.
+        with torch.enable_grad():
+            noted = tensor.detach().requires_grad_().clone()
+        self._results.append((Result(path, call, next(numbers)), noted))
+        return noted
 
     def _visit(self, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of ``block``."""
@@ -309,6 +313,9 @@ class _Walk:
         if self._visited:
             self._check_between(hidden)
         others = tree_leaves([*beside.positional, *beside.named.values()])
+        for leaf in others:
+            if isinstance(leaf, nn.Parameter):
+                self._read(leaf)
         if any(isinstance(leaf, _Untouched) for leaf in others):
             raise self.refusal("a block passes more than hidden states to the next one")
         self._check_others([leaf for leaf in others if isinstance(leaf, Tensor) and leaf.requires_grad])

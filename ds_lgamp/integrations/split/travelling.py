@@ -1,7 +1,7 @@
 """What blocks, or what follows them, compute with beside the hidden states that they get: results of parts ahead of the
 blocks, which have to travel with hidden states from the first layer to all others, and code between two blocks."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,15 +33,20 @@ class Travelling:
         self._behind, self._notes = behind, notes
         self._known: dict[Any, Needs] = {}
 
-    def of(self, call: Call, noted: Noted, results: Iterable[Result]) -> Needs:
+    def of(self, call: Call, noted: Noted, results: Results, trains: bool) -> Needs:
         """Returns what a call needs whose forward has ``noted`` this, and has these ``results``. All ranks find the
         same.
 
+        Args:
+            trains: whether the model is in training.
+
         Raises ConfigError if a block gets what a block returned that is not the one right before it.
         """
-        results = tuple(results)
-        leaves, structure = tree_flatten((call.positional, call.named))
-        key = str(structure), results, tuple(noted.entered), *map(_kind, leaves)
+        passed, blocks = tree_flatten([(block.positional, block.named) for block in noted.blocks])
+        own = {id(tensor): result for result, tensor in results.items()}
+        # Which block gets what may depend on values, too, such as the number of a task.
+        gets = tuple(own.get(id(leaf), isinstance(leaf, Tensor)) for leaf in passed)
+        key = trains, call.kind, tuple(results), tuple(noted.entered), str(blocks), gets
         if key not in self._known:
             for_blocks, between = self._find(call)
             needed = {*self._behind, *for_blocks}
@@ -54,10 +59,10 @@ class Travelling:
         returned, and the blocks that get something else of that block: with other numbers there, they get others."""
 
         def seen(given: Mapping[Result, Tensor], changed: Collection[int] = ()) -> list[Any]:
-            noted, _ = self._notes(call, given, lambda index, hidden: (other if index in changed else one)(hidden))
+            noted, _ = self._notes(call, given, lambda index, hidden: filled(hidden, index, index in changed))
             return [(noted.entered.get(index), block) for index, block in enumerate(noted.blocks)]
 
-        noted, zeros = self._notes(call, NONE, lambda _, hidden: one(hidden))
+        noted, zeros = self._notes(call, NONE, lambda index, hidden: filled(hidden, index))
         given = {result: one(tensor) for result, tensor in zeros.items()}
         expected, blocks = seen(given), range(len(noted.blocks))
         between = set(noted.entered)
@@ -83,17 +88,15 @@ def one(like: Tensor) -> Tensor:
 
 def other(like: Tensor) -> Tensor:
     """Returns other random numbers than :func:`one`."""
-    return _random(like, 2)
+    # Their mean and their deviation differ, too, which blocks may get instead of them.
+    return 0.5 + 2 * _random(like, 2)
+
+
+def filled(like: Tensor, index: int, changed: bool = False) -> Tensor:
+    """Returns random numbers for the hidden states behind a block, where its ``index`` and ``changed`` are others,
+    others, because a block may get the difference of those behind two blocks."""
+    return other(like) * (1 + index) if changed else _random(like, 3 + index)
 
 
 def _random(like: Tensor, seed: int) -> Tensor:
     return torch.empty_like(like).normal_(generator=torch.Generator(like.device).manual_seed(seed))
-
-
-def _kind(leaf: Any) -> Any:
-    """Returns what of an argument may decide which code runs. Numbers may change with every call."""
-    if isinstance(leaf, Tensor):
-        return leaf.dtype
-    if isinstance(leaf, int | float):
-        return type(leaf), bool(leaf)
-    return leaf if isinstance(leaf, str) else type(leaf)
