@@ -74,6 +74,18 @@ def check_parts(
         seed(0)
         return noted.hidden.clone()
 
+    def entering(number: int) -> list[Any]:
+        """Returns what blocks get ahead of which their layers compute. Only what is drawn ahead of the first block
+        depends on ``number``."""
+
+        def fill(_: int, hidden: Tensor) -> Tensor:
+            seed(0)
+            return one(hidden)
+
+        seed(number)
+        noted, _ = split.note_absent(call, given, fill)
+        return [(noted.entered.get(index), noted.blocks[index]) for index in sorted(needs.between)]
+
     with undisturbed(random_sources):
         seed(1)
         noted, seen = split.note_present(call)
@@ -86,6 +98,8 @@ def check_parts(
             for index, (own, others) in enumerate(zip(noted.blocks, again.blocks, strict=True)):
                 if index not in needs.between and not is_alike(own, others):
                     raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
+        if needs.between and not is_alike(entering(1), entering(2)):
+            raise ConfigError(f"what blocks get {_DEPENDS}")
         with split.absent(given):
             if not is_alike(output, split.output(call, returned)):
                 raise ConfigError(f"what the model returns {_DEPENDS}")
