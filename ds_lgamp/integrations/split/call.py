@@ -86,10 +86,16 @@ class Call:
         self.blocks = None
 
 
+_CHOICES = 64
+"""Smaller integers may choose, such as a task. Larger ones count something, and change with every call."""
+
+
 def _kind(leaf: Any) -> Any:
-    """Returns what of an argument may decide which code runs. Numbers may change with every call."""
+    """Returns what of an argument may decide which code runs. Most numbers may change with every call."""
     if isinstance(leaf, Tensor):
         return leaf.dtype
+    if isinstance(leaf, int) and abs(leaf) < _CHOICES:
+        return type(leaf), leaf
     if isinstance(leaf, int | float):
         return type(leaf), bool(leaf)
     return leaf if isinstance(leaf, str) else type(leaf)

@@ -50,6 +50,23 @@ def test_a_number_may_decide_what_travels(number):
         assert torch.equal(in_layers_apart(layers, *BATCH, task), model(*BATCH, task))
 
 
+class ScalingTasks(Tasks):
+    """Its blocks get what it computes from the parameter of a task."""
+
+    def forward(self, tokens, labels, task):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, 2 * self.tasks[task])
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_a_number_may_decide_of_what_blocks_get_something():
+    model = ScalingTasks()
+    layers = layers_of(model, dummy_inputs={**DUMMY, "task": 0})
+    for task in range(3):
+        assert torch.equal(in_layers_apart(layers, *BATCH, task), model(*BATCH, task))
+
+
 class LongOnes(Gpt):
     def forward(self, tokens, labels):
         hidden = first = self.embedding(tokens)
