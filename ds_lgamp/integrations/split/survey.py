@@ -271,10 +271,12 @@ class _Walk:
 
     def _saw(self, path: str, result: Any) -> Any:
         """Notes what a module has returned. Returns what takes its place, None if it stays."""
-        if self._running not in (None, path):
+        is_within = self._running not in (None, path)
+        if is_within and not self._visited:
             # Another part called it, whose results are seen.
             return None
-        self._running = None
+        if not is_within:
+            self._running = None
         call = self._calls[path]
         self._calls[path] += 1
         if path in self._buffers:
@@ -299,8 +301,10 @@ class _Walk:
         # Also where the forward calls the module under torch.no_grad(). Each gets a node of its own, which those of
         # torch.chunk do not have. Forwards may change it in place, which is forbidden with a leaf.
         with torch.enable_grad():
-            noted = tensor.detach().requires_grad_().clone()
-        self._results.append((Result(path, call, next(numbers)), noted))
+            noted = tensor.requires_grad_().clone()
+        result = Result(path, call, next(numbers))
+        # A hook of the module may have kept the tensor.
+        self._results += [(result, tensor), (result, noted)]
         return noted
 
     def _visit(self, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
