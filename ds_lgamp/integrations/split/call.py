@@ -70,7 +70,7 @@ class Call:
         self._looks: bool | None = None
 
     @cached_property
-    def kind(self) -> Any:
+    def signature(self) -> Any:
         """What of the arguments may decide which code runs."""
         leaves, structure = tree_flatten((self.positional, self.named))
         return str(structure), *map(_kind, leaves)

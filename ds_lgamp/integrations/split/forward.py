@@ -201,7 +201,7 @@ class SplitForward:
         """Returns the model's output, from the hidden states that the last block returned, and what ``travels`` with
         them."""
         given = self.given(call, travels) if travels else NONE
-        looks = call.looks_at_uses(call.kind not in self._loss_graph.checked) and torch.is_grad_enabled()
+        looks = call.looks_at_uses(call.signature not in self._loss_graph.checked) and torch.is_grad_enabled()
         # Ahead of the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if looks else []
         leaves = self._ahead.no_leaves() if looks else None
@@ -209,7 +209,7 @@ class SplitForward:
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
             roots = output if self._loss_in is None else self._loss_in(output)
-            self._loss_graph.check(call.kind, roots, inputs, leaves)
+            self._loss_graph.check(call.signature, roots, inputs, leaves)
         return output
 
     def output(self, call: Call, returned: Callable[[], Tensor], leaves: dict[str, list[Tensor]] | None = None) -> Any:

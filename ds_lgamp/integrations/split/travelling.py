@@ -46,7 +46,7 @@ class Travelling:
         own = {id(tensor): result for result, tensor in results.items()}
         # Which block gets what may depend on values, too, such as the number of a task.
         gets = tuple(own.get(id(leaf), isinstance(leaf, Tensor)) for leaf in passed)
-        key = trains, call.kind, tuple(results), tuple(noted.entered), str(blocks), gets
+        key = trains, call.signature, tuple(results), tuple(noted.entered), str(blocks), gets
         if key not in self._known:
             for_blocks, between = self._find(call)
             needed = {*self._behind, *for_blocks}
