@@ -1,7 +1,7 @@
 """What the parts of a model ahead of its blocks return, and stand-ins for these parts where they are not."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -44,8 +44,10 @@ class Ahead:
                 if isinstance(part, nn.Parameter):
                     seen.note(path, part)
                 else:
-                    hook = part.register_forward_hook(lambda *call, path=path: seen.note(path, call[-1]))
-                    stack.callback(hook.remove)
+                    before = part.register_forward_pre_hook(lambda *_, path=path: seen.starts(path))
+                    after = part.register_forward_hook(lambda *call, path=path: seen.note(path, call[-1]))
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
             yield seen
 
     def no_leaves(self) -> dict[str, list[Tensor]]:
@@ -104,26 +106,29 @@ class Seen:
     """What parts have returned."""
 
     def __init__(self) -> None:
-        self._results: Results = {}
+        self.results: Results = {}
         self._versions: dict[Result, int] = {}
         self._calls: Counter[str] = Counter()
+        self._running: str | None = None
+        """The part that the forward has called."""
 
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self._results)
-
-    def items(self) -> Iterable[tuple[Result, Tensor]]:
-        return self._results.items()
+    def starts(self, path: str) -> None:
+        self._running = self._running or path
 
     def note(self, path: str, returned: Any) -> None:
+        if self._running not in (None, path):
+            # Another part has called it, which is absent elsewhere.
+            return
+        self._running = None
         tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         for number, tensor in enumerate(tensors):
             result = Result(path, self._calls[path], number)
-            self._results[result], self._versions[result] = tensor, version_of(tensor)
+            self.results[result], self._versions[result] = tensor, version_of(tensor)
         self._calls[path] += 1
 
     def take(self, result: Result) -> Tensor:
         """Returns a result. Raises ConfigError if the forward has changed it since."""
-        tensor = self._results[result]
+        tensor = self.results[result]
         if version_of(tensor) != self._versions[result]:
             raise ConfigError(
                 f"the forward of the model changes in place what '{result.path}' returned, and uses it beside hidden "

@@ -1,9 +1,11 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.parts import Part, Result
@@ -71,6 +73,12 @@ class Call:
         grown with the lengths since."""
         self._looks: bool | None = None
 
+    @cached_property
+    def signature(self) -> Any:
+        """What of the arguments may decide which code runs."""
+        leaves = tree_leaves([*self.positional, *self.named.values()])
+        return len(self.positional), tuple(self.named), *map(_kind, leaves)
+
     def looks_at_uses(self, asked: bool) -> bool:
         """Returns what was ``asked`` first. A forward that is recomputed must save the same tensors."""
         if self._looks is None:
@@ -80,6 +88,21 @@ class Call:
     def forget_blocks(self) -> None:
         """Lets go of what the blocks get, which none needs any more."""
         self.blocks = None
+
+
+_CHOICES = 64
+"""Smaller integers may choose, such as a task. Larger ones count something, and change with every call."""
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what of an argument may decide which code runs. Most numbers may change with every call."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype
+    if isinstance(leaf, int) and abs(leaf) < _CHOICES:
+        return type(leaf), leaf
+    if isinstance(leaf, int | float):
+        return type(leaf), bool(leaf)
+    return leaf if isinstance(leaf, str) else type(leaf)
 
 
 class Calls:

@@ -1,20 +1,21 @@
 """Checks of a split forward, by the arguments that have shown how to split it, where all parameters are here but those
 of blocks: what its parts compute depends on nothing that other ranks lack."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import is_imagined
-from ds_lgamp.integrations.split.parts import Result
+from ds_lgamp.integrations.split.loss_graph import walk
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.integrations.split.travelling import one, other
+from ds_lgamp.integrations.split.travelling import one
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 _DEPENDS = (
@@ -24,27 +25,23 @@ _DEPENDS = (
 )
 
 
-@torch.no_grad()
 def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource]) -> None:
     """Raises ConfigError if the forward gets what travels otherwise than from the parts that return it, such as from a
-    hook: where other numbers travel, nothing else comes out."""
+    hook: autograd's graph does not lead there. Numbers tell less: a last layer may begin with zeros."""
     call = Call(*shown.arguments)
-    noted, zeros = split.note_absent(call)
-    hidden, given = one(noted.hidden), {result: one(tensor) for result, tensor in zeros.items()}
+    with torch.no_grad():
+        noted, zeros = split.note_absent(call)
     missed = shown.travels_to_blocks.difference(split.needs_of(call).travels)
-
-    def output(given: Mapping[Result, Tensor]) -> Any:
-        with undisturbed(random_sources), split.absent(given):
-            return split.output(call, hidden.clone)
-
     if shown.travels_behind:
-        expected = output(given)
-        missed |= {
-            result
-            for result in shown.travels_behind
-            # A hook of a part may have kept what the part would return.
-            if is_imagined(expected) or is_alike(expected, output({**given, result: other(given[result])}))
-        }
+        hidden = one(noted.hidden)
+        # Forwards may change it in place, which is forbidden with a leaf.
+        given = {result: one(tensor).requires_grad_().clone() for result, tensor in zeros.items()}
+        nodes = {get_gradient_edge(tensor).node: result for result, tensor in given.items()}
+        with torch.enable_grad(), undisturbed(random_sources), split.absent(given):
+            output = split.output(call, hidden.clone)
+        # A hook of a part may have kept what the part would return.
+        reached = [] if is_imagined(output) else walk(output, nodes)[0]
+        missed |= shown.travels_behind.difference(nodes[node] for node in reached)
     for result in missed:
         raise ConfigError(
             f"the forward of the model uses what '{result.path}' returned beside hidden states, but gets it from a "
@@ -74,6 +71,18 @@ def check_parts(
         seed(0)
         return noted.hidden.clone()
 
+    def entering(number: int) -> list[Any]:
+        """Returns what blocks get ahead of which their layers compute. Only what is drawn ahead of the first block
+        depends on ``number``."""
+
+        def fill(_: int, hidden: Tensor) -> Tensor:
+            seed(0)
+            return one(hidden)
+
+        seed(number)
+        noted, _ = split.note_absent(call, given, fill)
+        return [(noted.entered.get(index), noted.blocks[index]) for index in sorted(needs.between)]
+
     with undisturbed(random_sources):
         seed(1)
         noted, seen = split.note_present(call)
@@ -88,6 +97,9 @@ def check_parts(
                 for index, (own, others) in enumerate(zip(noted.blocks, again.blocks, strict=True)):
                     if index not in needs.between and not is_alike(own, others):
                         raise ConfigError(f"what blocks get beside hidden states {_DEPENDS}")
+            if needs.between and not is_alike(entering(1), entering(number)):
+                raise ConfigError(f"what blocks get {_DEPENDS}")
+            seed(number)
             with split.absent(given):
                 if not is_alike(output, split.output(call, returned)):
                     raise ConfigError(f"what the model returns {_DEPENDS}")

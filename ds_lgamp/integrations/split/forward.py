@@ -5,7 +5,7 @@ those of the model, whatever its architecture. A stand-in for a block notes what
 states on. A stand-in for a module ahead of the blocks, such as the embedding, returns zeros of the right shape.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -116,8 +116,8 @@ class SplitForward:
     def begin(self, call: Call) -> tuple[Tensor, list[Tensor]]:
         """Returns the hidden states that enter the first block, and what travels with them."""
         noted, seen = self.note_present(call)
-        needs = self._keep(call, noted, seen)
-        missed = uses(noted, seen).difference(needs.travels)
+        needs = self._keep(call, noted, seen.results)
+        missed = uses(noted, seen.results).difference(needs.travels)
         for result in missed:
             raise ConfigError(
                 f"blocks get what '{result.path}' returned beside hidden states, but got nothing of it in an earlier "
@@ -132,10 +132,10 @@ class SplitForward:
                 return self._keep(call, *self.note_absent(call))
         return call.needs
 
-    def _keep(self, call: Call, noted: Noted, results: Iterable[Result]) -> Needs:
+    def _keep(self, call: Call, noted: Noted, results: Results) -> Needs:
         """Keeps with ``call`` what its layers need, unless something is there already."""
         if call.needs is None:
-            call.needs = self._travelling.of(call, self._model.training, noted, results)
+            call.needs = self._travelling.of(call, noted, results, self._model.training)
         if call.blocks is None and not call.needs.travels:
             call.blocks = noted.blocks
         return call.needs
@@ -255,14 +255,15 @@ class SplitForward:
         """Returns the model's output, from the hidden states that the last block returned, and what ``travels`` with
         them."""
         given = self.given(call, travels) if travels else NONE
-        looks = call.looks_at_uses(not self._loss_graph.checked) and torch.is_grad_enabled()
+        looks = call.looks_at_uses(call.signature not in self._loss_graph.checked) and torch.is_grad_enabled()
         # Ahead of the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if looks else []
         leaves = self._ahead.no_leaves() if looks else None
         with self._ahead.absent(given, leaves):
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
-            self._loss_graph.check(output if self._loss_in is None else self._loss_in(output), inputs, leaves)
+            roots = output if self._loss_in is None else self._loss_in(output)
+            self._loss_graph.check(call.signature, roots, inputs, leaves)
         return output
 
     def output(self, call: Call, returned: Callable[[], Tensor], leaves: dict[str, list[Tensor]] | None = None) -> Any:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from ds_lgamp.integrations.split.autocast import Autocast
 
 _KEPT = 64
 """For how many values to keep what a module would return, such as for sizes of images."""
@@ -48,13 +51,16 @@ class Imagined:
         self._module = module
         self._full_shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
         self._by_shape: dict[Any, Any] = {}
-        """What it would return, by the shapes of its arguments; None if that depends on values of integers, too."""
+        """What it would return, by its mode and the shapes of its arguments; None if that depends on values of
+        integers, too."""
         self._by_value: OrderedDict[Any, Any] = OrderedDict()
 
     def __call__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Returns what the module would return for these arguments, with a :class:`Shape` for every tensor."""
         leaves, structure = tree_flatten((positional, named))
-        shapes = str(structure), *((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves)
+        tensors = chain(self._module.parameters(), self._module.buffers(), filter(torch.is_tensor, leaves))
+        mode = self._module.training, Autocast.on(next(tensors).device.type), str(structure)
+        shapes = *mode, *((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves)
         if shapes not in self._by_shape:
             try:
                 self._by_shape[shapes] = self._imagine(positional, named)

@@ -1,6 +1,6 @@
 """Refuses losses, and other outputs, that depend on more than the last layer computes with."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from ds_lgamp.integrations.split.parts import Part, parameters_of
 
 
 class LossGraph:
-    """Looks once at the graph of a loss or of all outputs, because the model may compute more with labels than without
-    them.
+    """Looks at the graph of a loss or of all outputs, once for every kind of call, because the model may compute more
+    with labels than without them.
 
     Args:
         model: the model.
@@ -24,23 +24,24 @@ class LossGraph:
         own = {id(parameter) for parameter in parameters_of(held)}
         self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
         """The names of the parameters that the last layer lacks, by their ids."""
-        self.checked = False
+        self.checked: set[Any] = set()
+        """The kinds of calls at which it has looked."""
 
-    def check(self, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
+    def check(self, kind: Any, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
         """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
 
         Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
 
         Args:
+            kind: the kind of the call.
             roots: the loss, or all outputs.
             inputs: the nodes that made what the last layer got, or take its gradients.
             zeros: on what the results of each stand-in depend, by the name of its part.
         """
-        tensors = [leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not tensors:
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(roots)):
             return
         makers = {id(leaf): path for path, leaves in zeros.items() for leaf in leaves}
-        for leaf in walk(tensors, inputs)[1]:
+        for leaf in walk(roots, inputs)[1]:
             if (name := self._foreign.get(id(leaf))) is not None:
                 raise ConfigError(
                     f"behind the blocks the model's output depends on parameter '{name}', which the last layer lacks; "
@@ -50,14 +51,15 @@ class LossGraph:
                 raise ConfigError(
                     f"behind the blocks the model's output depends on what '{path}' returned ahead of them; {_FIX}"
                 )
-        self.checked = True
+        self.checked.add(kind)
 
 
-def walk(tensors: Iterable[Tensor], ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
-    """Follows autograd's graph from ``tensors`` that have gradients down to its leaves, or to the nodes ``ends``.
-    Returns which of these it reached, and the leaves."""
+def walk(roots: Any, ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
+    """Follows autograd's graph from those tensors in ``roots`` that have gradients down to its leaves, or to the nodes
+    ``ends``. Returns which of these it reached, and the leaves."""
     seen: set[Any] = {None}
     reached, leaves = set(), []
+    tensors = (leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor) and leaf.requires_grad)
     left: list[Any] = [get_gradient_edge(tensor).node for tensor in tensors]
     while left:
         node = left.pop()
@@ -73,4 +75,7 @@ def walk(tensors: Iterable[Tensor], ends: Collection[Any]) -> tuple[set[Any], li
     return reached, leaves
 
 
-_FIX = f"with a {BLOCK} block, leave that term out of the forward, or write the model as a PipelineModule"
+_FIX = (
+    f"set {BLOCK}.dummy_inputs to arguments such as the script's, else leave that term out of the forward, or write "
+    "the model as a PipelineModule"
+)

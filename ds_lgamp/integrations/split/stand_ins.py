@@ -22,6 +22,7 @@ class StandIn(nn.Module):
         super().__init__()
         # Not registered: it belongs to the model.
         self.__dict__["_own"] = module
+        del self.training
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
 
     def __getattr__(self, name: str) -> Any:

@@ -261,7 +261,11 @@ class _Walk:
 
     def _saw(self, path: str, result: Any) -> Any:
         """Notes what a module has returned. Returns what takes its place, None if it stays."""
-        if self._running == path:
+        is_within = self._running not in (None, path)
+        if is_within and not self._visited:
+            # Another part called it, whose results are seen.
+            return None
+        if not is_within:
             self._running = None
         call = self._calls[path]
         self._calls[path] += 1
@@ -284,10 +288,14 @@ class _Walk:
         """Returns a result of a module, noted so that whatever depends on it is seen, also if the module is frozen."""
         if not tensor.is_floating_point():
             return tensor
-        is_leaf = not tensor.requires_grad
-        self._results.append((Result(path, call, next(numbers)), tensor.requires_grad_()))
-        # Forwards may change it in place, which is forbidden with a leaf.
-        return tensor.clone() if is_leaf else tensor
+        # Also where the forward calls the module under torch.no_grad(). Each gets a node of its own, which those of
+        # torch.chunk do not have. Forwards may change it in place, which is forbidden with a leaf.
+        with torch.enable_grad():
+            noted = tensor.requires_grad_().clone()
+        result = Result(path, call, next(numbers))
+        # A hook of the module may have kept the tensor.
+        self._results += [(result, tensor), (result, noted)]
+        return noted
 
     def _visit(self, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of ``block``."""
@@ -299,6 +307,9 @@ class _Walk:
         if self._visited:
             self._check_between(hidden)
         leaves = tree_leaves([*beside.positional, *beside.named.values()])
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter):
+                self._read(leaf)
         passed = [leaf for leaf in leaves if isinstance(leaf, Passed)]
         if any(leaf.block != self._visited - 1 for leaf in passed):
             raise self.refusal("a block gets what another one returned than the one right before it")

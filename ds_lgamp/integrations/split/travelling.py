@@ -1,17 +1,16 @@
 """What blocks, or what follows them, compute with beside the hidden states that they get: results of parts ahead of the
 blocks, which have to travel with hidden states from the first layer to all others, and code between two blocks."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.ahead import NONE, Results, Seen
+from ds_lgamp.integrations.split.ahead import NONE, Results
 from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.call import Call, Needs, Noted
 from ds_lgamp.integrations.split.loss_graph import walk
@@ -41,25 +40,19 @@ class Travelling:
         self._behind, self._notes = behind, notes
         self._known: dict[Any, Needs] = {}
 
-    def of(self, call: Call, training: bool, noted: Noted, results: Iterable[Result]) -> Needs:
+    def of(self, call: Call, noted: Noted, results: Results, trains: bool) -> Needs:
         """Returns what a call needs whose forward has ``noted`` this, and has these ``results``. All ranks find the
         same.
 
         Args:
-            training: whether the model trains or evaluates.
+            trains: whether the model is in training.
 
         Raises ConfigError if a block gets what a block returned that is not the one right before it.
         """
-        results = tuple(results)
-        arguments = [*call.positional, *call.named.values()]
-        key = (
-            training,
-            tuple(call.named),
-            *map(_kind, tree_leaves(arguments)),
-            results,
-            tuple(noted.entered),
-            noted.passes,
-        )
+        own = {id(tensor): result for result, tensor in results.items()}
+        # Which block gets what may depend on values, too, such as the number of a task.
+        gets = tuple([own.get(id(each), isinstance(each, Tensor)) for each in _beside(noted)])
+        key = trains, call.signature, tuple(results), tuple(noted.entered), noted.passes, gets
         if key not in self._known:
             for_blocks, between = self._find(call)
             needed = {*self._behind, *for_blocks}
@@ -69,13 +62,14 @@ class Travelling:
     @torch.no_grad()
     def _find(self, call: Call) -> tuple[list[Result], frozenset[int]]:
         """Returns the results on which depends what blocks get, beside the hidden states that the block before them
-        returned, and the blocks that get something else of that block: with other numbers there, they get others."""
+        returned, and the blocks that get something else of that block: with other numbers there, they get others, or
+        autograd's graph leads there. Masks have no graph, and what a mask of this call leaves out has no numbers."""
 
         def seen(given: Mapping[Result, Tensor], changed: Collection[int] = ()) -> list[Any]:
-            noted, _ = self._notes(call, given, lambda index, hidden: (other if index in changed else one)(hidden))
+            noted, _ = self._notes(call, given, lambda index, hidden: _filled(hidden, index, index in changed))
             return [(noted.entered.get(index), block) for index, block in enumerate(noted.blocks)]
 
-        noted, zeros = self._notes(call, NONE, lambda _, hidden: one(hidden))
+        noted, zeros = self._notes(call, NONE, _filled_by_index)
         given = {result: one(tensor) for result, tensor in zeros.items()}
         expected, blocks = seen(given), range(len(noted.blocks))
         between = set(noted.entered)
@@ -85,24 +79,43 @@ class Travelling:
                 if not all(found[changed + 2 :]):
                     raise ConfigError(EARLIER)
                 between |= {index for index, alike in enumerate(found) if not alike}
-        changed_by = (
-            result for result in given if not is_alike(expected, seen({**given, result: other(given[result])}))
-        )
-        return list(changed_by), frozenset(between)
+        reached = self._reached(call, zeros)
+        replaced = {result: {**given, result: _other(tensor)} for result, tensor in given.items()}
+        needed = [key for key, changed in replaced.items() if key in reached or not is_alike(expected, seen(changed))]
+        return needed, frozenset(between)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _reached(self, call: Call, like: Mapping[Result, Tensor]) -> set[Result]:
+        """Returns the results to which autograd's graph leads from what blocks get, by their shapes."""
+        # Graphs keep no tensors of inference mode.
+        call = Call(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
+        # Forwards may change it in place, which is forbidden with a leaf.
+        given = {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
+        return uses(self._notes(call, given, _filled_by_index)[0], given)
 
 
-def uses(noted: Noted, seen: Seen) -> set[Result]:
-    """Returns on which of the results that a forward has ``seen`` autograd says that what blocks get depends."""
+def uses(noted: Noted, results: Mapping[Result, Tensor]) -> set[Result]:
+    """Returns the results to which autograd's graph leads from what blocks get."""
     if not torch.is_grad_enabled():
         return set()
-    given = chain(noted.entered.values(), *((*block.positional, *block.named.values()) for block in noted.blocks))
-    # Not by pytree, which takes longer than all else here.
-    flat = chain.from_iterable(each if isinstance(each, list | tuple) else (each,) for each in given)
-    tensors = [each for each in flat if isinstance(each, Tensor) and type(each) is not Passed and each.requires_grad]
+    given = (*noted.entered.values(), *_beside(noted))
+    tensors = [each for each in given if isinstance(each, Tensor) and type(each) is not Passed and each.requires_grad]
     if not tensors:
         return set()
-    nodes = {get_gradient_edge(tensor).node: result for result, tensor in seen.items() if tensor.requires_grad}
+    nodes = {get_gradient_edge(tensor).node: result for result, tensor in results.items() if tensor.requires_grad}
     return {nodes[node] for node in walk(tensors, nodes)[0]}
+
+
+def _beside(noted: Noted) -> Iterator[Any]:
+    """Yields what blocks get beside hidden states, also in tuples and lists. Not by pytree, which takes longer than all
+    else that is done for a call."""
+    for block in noted.blocks:
+        for each in (*block.positional, *block.named.values()):
+            if isinstance(each, list | tuple):
+                yield from each
+            else:
+                yield each
 
 
 def one(like: Tensor) -> Tensor:
@@ -110,19 +123,20 @@ def one(like: Tensor) -> Tensor:
     return _random(like, 1)
 
 
-def other(like: Tensor) -> Tensor:
-    """Returns other random numbers than :func:`one`."""
-    return _random(like, 2)
+def _other(like: Tensor) -> Tensor:
+    # Their mean and their deviation differ, too, which blocks may get instead of them.
+    return 0.5 + 2 * _random(like, 2)
+
+
+def _filled(like: Tensor, index: int, changed: bool) -> Tensor:
+    """Returns random numbers for the hidden states behind a block, where its ``index`` and ``changed`` are others,
+    others, because a block may get the difference of those behind two blocks."""
+    return _other(like) * (1 + index) if changed else _random(like, 3 + index)
+
+
+def _filled_by_index(index: int, like: Tensor) -> Tensor:
+    return _filled(like, index, False)
 
 
 def _random(like: Tensor, seed: int) -> Tensor:
     return torch.empty_like(like).normal_(generator=torch.Generator(like.device).manual_seed(seed))
-
-
-def _kind(leaf: Any) -> Any:
-    """Returns what of an argument may decide which code runs. Numbers may change with every call."""
-    if isinstance(leaf, Tensor):
-        return leaf.dtype
-    if isinstance(leaf, int | float):
-        return type(leaf), bool(leaf)
-    return leaf if isinstance(leaf, str) else type(leaf)

@@ -115,6 +115,23 @@ def test_random_numbers_between_blocks_are_those_of_a_layer():
     assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
 
 
+class DroppingAlike(Between):
+    """Drops the same elements behind every block."""
+
+    def forward(self, tokens, labels):
+        kept = nn.functional.dropout(torch.ones(WIDTH), 0.5, self.training)
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden) if block is self.blocks[3] else block(hidden) * kept
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_random_numbers_for_the_code_between_several_blocks_are_refused():
+    """Each layer would draw its own."""
+    with pytest.raises(ConfigError, match="what blocks get depends on random numbers .* ahead of the blocks"):
+        layers_of(DroppingAlike(None))
+
+
 def in_place(model, number, hidden, first):
     hidden += 1
     return hidden

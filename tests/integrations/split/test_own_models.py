@@ -50,6 +50,23 @@ def in_layers(layers: OwnModelLayers, *arguments: Tensor) -> object:
     return last(hidden)
 
 
+def in_layers_apart(layers: OwnModelLayers, *arguments: Tensor) -> object:
+    """Calls the layers of the model one after another, each as if it were the only one on its rank."""
+
+    def alone(layer: nn.Module, hidden: object = None) -> object:
+        call = Call(*layers.arguments(arguments, {}))
+        layers.calls.all, layers.calls._in_chunk = [call], None
+        if hidden is not None:
+            return layer(hidden)
+        return layer.begin(call) if isinstance(layer, Ends) else layer(call)
+
+    first, *others = layers.modules
+    hidden = alone(first)
+    for layer in others:
+        hidden = alone(layer, hidden)
+    return hidden
+
+
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
