@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.buffers import version_of
-from ds_lgamp.integrations.split.imagined import Imagined, Shape
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, full_shape
 from ds_lgamp.integrations.split.parts import Part, Result, place_of
 from ds_lgamp.integrations.split.stand_ins import StandIn, replacing
 
@@ -33,7 +33,7 @@ class Ahead:
     def __init__(self, model: nn.Module, parts: Mapping[str, Part], starts: Callable[[str], None]) -> None:
         self._model, self._parts, self._starts = model, parts, starts
         self._stand_ins = {path: _Imitation(part) for path, part in parts.items() if isinstance(part, nn.Module)}
-        self._shapes = {path: Shape.of_whole(part) for path, part in parts.items() if isinstance(part, nn.Parameter)}
+        self._full_shapes = {path: full_shape(part) for path, part in parts.items() if isinstance(part, nn.Parameter)}
 
     @contextmanager
     def seen(self) -> Iterator["Seen"]:
@@ -49,6 +49,11 @@ class Ahead:
                     stack.callback(before.remove)
                     stack.callback(after.remove)
             yield seen
+
+    def _shapes(self) -> dict[str, Shape]:
+        """Returns those of parameters, of the dtype that these have by now."""
+        parameters = ((path, part) for path, part in self._parts.items() if isinstance(part, nn.Parameter))
+        return {path: Shape(part, self._full_shapes[path]) for path, part in parameters}
 
     def no_leaves(self) -> dict[str, list[Tensor]]:
         """Returns lists for the leaves of every part."""
@@ -91,7 +96,7 @@ class Ahead:
             stand_in.returned = partial(called, path)
         stand_ins = [
             (*place_of(self._model, path), self._stand_ins[path] if path in self._stand_ins else returned(path, shape))
-            for path, shape in {**self._stand_ins, **self._shapes}.items()
+            for path, shape in {**self._stand_ins, **self._shapes()}.items()
         ]
         try:
             with replacing(stand_ins):

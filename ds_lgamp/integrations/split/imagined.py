@@ -1,8 +1,8 @@
 """What a module would return, in shape, found without the values of its parameters and without its arithmetic."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -28,15 +28,9 @@ _KEPT = 64
 class Shape:
     """Shape, dtype and device of a tensor."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-
-    @classmethod
-    def of_whole(cls, parameter: nn.Parameter) -> "Shape":
-        """Returns that of the whole ``parameter``, also of one that deepspeed.zero.Init has left without elements."""
-        shape = cls(parameter)
-        shape.shape = full_shape(parameter)
-        return shape
+    def __init__(self, tensor: Tensor, shape: torch.Size | None = None) -> None:
+        self.shape = tensor.shape if shape is None else shape
+        self.dtype, self.device = tensor.dtype, tensor.device
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -80,7 +74,7 @@ class Imagined:
         own = dict(self._module.named_parameters())
         # The module may write to them.
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _without_fast_path():
 
             def imagined(tensor: Tensor) -> Tensor:
                 return tensor if with_values and _has_values(tensor) else mode.from_tensor(tensor)
@@ -93,6 +87,18 @@ class Imagined:
             with _Values() if with_values else nullcontext():
                 result = functional_call(self._module, {**parameters, **buffers}, positional, dict(named))
             return tree_map_only(Tensor, Shape, result)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Runs torch's transformer layers inside the block without the kernels that they have for evaluation, which make
+    nested tensors of masked ones and cannot be imagined."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 class _Values(TorchDispatchMode):

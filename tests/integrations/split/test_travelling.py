@@ -85,6 +85,65 @@ def test_something_travels_only_in_calls_that_need_it():
     assert {len(inputs[0]) for inputs in assert_same(model, *batch, torch.rand(2, 1))} == {2}
 
 
+class Dropping(Conditioned):
+    """Replaces the condition of some samples, or of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, tokens, labels, time=None, keep=None):
+        hidden = self.embedding(tokens)
+        rotation = None if time is None else torch.where(keep[:, None], self.condition(time), self.nothing)[:, None]
+        for block in self.blocks:
+            hidden = block(hidden, rotation)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_what_the_first_call_masks_travels_too():
+    """Calls of one form need the same, whatever the values of their arguments."""
+    model, batch, time = Dropping(), micro_batch(NAME, 0), torch.rand(2, 1)
+    layers = layers_of(model)
+    for keep in ([False, False], [True, False], [True, True]):
+        arguments = *batch, time, torch.tensor(keep)
+        assert torch.equal(in_layers(layers, *arguments), model(*arguments)), keep
+
+
+class ConditionedBehind(Conditioned):
+    def forward(self, tokens, labels, time=None):
+        hidden = self.embedding(tokens)
+        scale = 1.0 if time is None else 1 + self.condition(time)[:, None]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return cross_entropy(self.head(hidden * scale), labels)
+
+
+def test_what_dummy_inputs_do_not_show_behind_the_blocks_is_refused_in_any_call():
+    model, batch, time = ConditionedBehind(), micro_batch(NAME, 0), torch.rand(2, 1)
+    layers = layers_of(model)
+    assert torch.equal(in_layers(layers, *batch), model(*batch))
+    with pytest.raises(ConfigError, match="depends on what 'condition' returned ahead of them; set ds_lgamp.dummy_inp"):
+        in_layers(layers, *batch, time)
+    tokens = [[0] * 4]
+    layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "time": [[0.5]]})
+    for arguments in (batch, (*batch, time)):
+        assert torch.equal(in_layers(layers, *arguments), model(*arguments))
+
+
+class BeginningWithZeros(ConditionedBehind):
+    """Its head begins with zeros, as the last layers of diffusion transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+def test_layers_that_begin_with_zeros_hide_nothing_that_travels():
+    tokens = [[0] * 4]
+    dummy = {"tokens": tokens, "labels": tokens, "time": [[0.5]]}
+    assert_same(BeginningWithZeros(), *micro_batch(NAME, 0), torch.rand(2, 1), dummy_inputs=dummy)
+
+
 class ReadsTwice(nn.Module):
     """Scales ahead of its blocks and behind them, by one parameter."""
 
@@ -137,6 +196,44 @@ class Translating(nn.Module):
 
 def test_a_decoder_attends_to_what_its_encoder_returned():
     assert_same(Translating(), *micro_batch(NAME, 0))
+
+
+class Positioned(Translating):
+    """Adds a parameter of its own to what its encoder gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, tokens, labels):
+        memory, hidden = self.encoder(self.embedding(tokens) + self.position), self.embedding(labels)
+        for block in self.decoder:
+            hidden = block(hidden, memory)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_an_encoder_gets_a_parameter_in_the_dtype_that_the_engine_gives_to_the_model():
+    model = Positioned()
+    layers = layers_of(model)
+    model.to(torch.bfloat16)
+    assert torch.isfinite(in_layers(layers, *micro_batch(NAME, 0)))
+
+
+class Padded(Translating):
+    """Its encoder does not attend to padding."""
+
+    def forward(self, tokens, labels):
+        padding = torch.arange(tokens.shape[1]).expand_as(tokens) > 2
+        memory = self.encoder(self.embedding(tokens), src_key_padding_mask=padding)
+        hidden = self.embedding(labels)
+        for block in self.decoder:
+            hidden = block(hidden, memory, memory_key_padding_mask=padding)
+        return cross_entropy(self.head(hidden), labels)
+
+
+def test_an_encoder_of_torch_may_mask_padding():
+    """In evaluation, torch makes nested tensors of it."""
+    assert_same(Padded().eval(), *micro_batch(NAME, 0))
 
 
 class Frozen(MixingGpt):
