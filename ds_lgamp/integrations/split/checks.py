@@ -1,12 +1,13 @@
 """Checks of a split forward, by the arguments that have shown how to split it, where all parameters are here but those
 of blocks: what its parts compute depends on nothing that other ranks lack."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.alike import is_alike
@@ -14,8 +15,9 @@ from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import is_imagined
 from ds_lgamp.integrations.split.loss_graph import walk
+from ds_lgamp.integrations.split.parts import Result
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.integrations.split.travelling import one
+from ds_lgamp.integrations.split.travelling import one, other
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 _DEPENDS = (
@@ -23,6 +25,38 @@ _DEPENDS = (
     f"{BLOCK} block that code runs several times; give the engine random numbers as arguments, and compute masks from "
     "arguments"
 )
+
+
+@torch.no_grad()
+def results_behind(
+    split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource], only_loss: bool
+) -> set[Result]:
+    """Returns the results of parts ahead of the blocks with whose numbers the output changes other than through hidden
+    states: autograd's graph does not lead to those that are detached.
+
+    Args:
+        only_loss: whether outputs count only if they depend on hidden states.
+    """
+    call = Call(*shown.arguments)
+    noted, zeros = split.note_absent(call)
+    given = {result: one(tensor) for result, tensor in zeros.items()}
+
+    def output(given: Mapping[Result, Tensor], hidden: Tensor) -> list[Any]:
+        with undisturbed(random_sources), split.absent(given):
+            return tree_leaves(split.output(call, hidden.clone))
+
+    hidden = one(noted.hidden)
+    expected = output(given, hidden)
+    if is_imagined(expected):
+        return set()
+    changed = output(given, other(hidden))
+    counted = [not only_loss or not is_alike(*pair) for pair in zip(expected, changed, strict=True)]
+
+    def depends(result: Result) -> bool:
+        changed = output({**given, result: other(given[result])}, hidden)
+        return any(counts and not is_alike(*pair) for counts, *pair in zip(counted, expected, changed, strict=True))
+
+    return set(filter(depends, given))
 
 
 def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource]) -> None:

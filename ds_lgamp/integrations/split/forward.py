@@ -5,7 +5,7 @@ those of the model, whatever its architecture. A stand-in for a block notes what
 states on. A stand-in for a module ahead of the blocks, such as the embedding, returns zeros of the right shape.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -124,6 +124,10 @@ class SplitForward:
                 f"call with such arguments; with a {BLOCK} block, let an argument say which code the forward runs"
             )
         return noted.hidden, [seen.take(result) for result in needs.travels]
+
+    def travel_behind(self, results: Iterable[Result]) -> None:
+        """Lets the last layer have ``results``, too, in calls that come."""
+        self._travelling.behind.update(results)
 
     def needs_of(self, call: Call) -> Needs:
         """Returns what the layers of a call need, also where no part is. Draws no random numbers."""

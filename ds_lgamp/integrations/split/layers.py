@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
-from ds_lgamp.integrations.split.checks import check_travels
+from ds_lgamp.integrations.split.checks import check_travels, results_behind
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, parameters_of, part_of
 from ds_lgamp.integrations.split.survey import Survey, evaluating
@@ -83,8 +83,9 @@ class SplitLayers:
         shares = shown.read_behind or _share(ahead, behind)
         held = {**ahead, **behind} if shares else behind
         self._split = split = SplitForward(model, blocks, ahead, behind, held, shown, random_sources, loss_in)
-        if shown.travels_to_blocks or shown.travels_behind:
-            with evaluating(model, blocks):
+        with evaluating(model, blocks):
+            split.travel_behind(results_behind(split, shown, random_sources, loss_in is not None))
+            if shown.travels_to_blocks or shown.travels_behind:
                 check_travels(split, shown, random_sources)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)

@@ -37,7 +37,7 @@ class Travelling:
     """
 
     def __init__(self, behind: Collection[Result], notes: Notes) -> None:
-        self._behind, self._notes = behind, notes
+        self.behind, self._notes = set(behind), notes
         self._known: dict[Any, Needs] = {}
 
     def of(self, call: Call, noted: Noted, results: Results, trains: bool) -> Needs:
@@ -55,7 +55,7 @@ class Travelling:
         key = trains, call.signature, tuple(results), tuple(noted.entered), noted.passes, gets
         if key not in self._known:
             for_blocks, between = self._find(call)
-            needed = {*self._behind, *for_blocks}
+            needed = {*self.behind, *for_blocks}
             self._known[key] = Needs(tuple(result for result in results if result in needed), between, noted.passes)
         return self._known[key]
 
@@ -80,7 +80,7 @@ class Travelling:
                     raise ConfigError(EARLIER)
                 between |= {index for index, alike in enumerate(found) if not alike}
         reached = self._reached(call, zeros)
-        replaced = {result: {**given, result: _other(tensor)} for result, tensor in given.items()}
+        replaced = {result: {**given, result: other(tensor)} for result, tensor in given.items()}
         needed = [key for key, changed in replaced.items() if key in reached or not is_alike(expected, seen(changed))]
         return needed, frozenset(between)
 
@@ -123,7 +123,8 @@ def one(like: Tensor) -> Tensor:
     return _random(like, 1)
 
 
-def _other(like: Tensor) -> Tensor:
+def other(like: Tensor) -> Tensor:
+    """Returns other random numbers than :func:`one`."""
     # Their mean and their deviation differ, too, which blocks may get instead of them.
     return 0.5 + 2 * _random(like, 2)
 
@@ -131,7 +132,7 @@ def _other(like: Tensor) -> Tensor:
 def _filled(like: Tensor, index: int, changed: bool) -> Tensor:
     """Returns random numbers for the hidden states behind a block, where its ``index`` and ``changed`` are others,
     others, because a block may get the difference of those behind two blocks."""
-    return _other(like) * (1 + index) if changed else _random(like, 3 + index)
+    return other(like) * (1 + index) if changed else _random(like, 3 + index)
 
 
 def _filled_by_index(index: int, like: Tensor) -> Tensor:

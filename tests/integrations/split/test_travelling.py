@@ -271,6 +271,20 @@ def test_outputs_may_be_what_parts_ahead_of_the_blocks_returned():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
 
 
+class Reconstructing(PositionsGpt):
+    """Its loss compares with what it embedded, without gradients of it."""
+
+    def forward(self, tokens, labels):
+        first = self.embedding(tokens)
+        hidden = self.blocks(first + self.positions[:, : tokens.shape[1]])
+        return (hidden - first.detach()).square().mean() + cross_entropy(self.head(hidden), labels)
+
+
+def test_what_is_detached_travels_to_the_loss():
+    for inputs in assert_same(Reconstructing(), *micro_batch(NAME, 0)):
+        assert len(inputs[0]) == 2
+
+
 class Skipping(nn.Module):
     """Its last block gets what the first one returned."""
 
