@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -92,7 +92,9 @@ class Travelling:
         call = Call(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
         # Forwards may change it in place, which is forbidden with a leaf.
         given = {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
-        return uses(self._notes(call, given, _filled_by_index)[0], given)
+        # The chunk that runs must save the same tensors when it is recomputed, where this is known.
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            return uses(self._notes(call, given, _filled_by_index)[0], given)
 
 
 def uses(noted: Noted, results: Mapping[Result, Tensor]) -> set[Result]:
@@ -105,6 +107,10 @@ def uses(noted: Noted, results: Mapping[Result, Tensor]) -> set[Result]:
         return set()
     nodes = {get_gradient_edge(tensor).node: result for result, tensor in results.items() if tensor.requires_grad}
     return {nodes[node] for node in walk(tensors, nodes)[0]}
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _beside(noted: Noted) -> Iterator[Any]:
