@@ -5,7 +5,7 @@ those of the model, whatever its architecture. A stand-in for a block notes what
 states on. A stand-in for a module ahead of the blocks, such as the embedding, returns zeros of the right shape.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -165,8 +165,14 @@ class SplitForward:
         if passed:
             arguments = tree_map_only(Passed, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
+        sizes = _sizes(arguments)
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
+        if _sizes(arguments) != sizes:
+            raise ConfigError(
+                f"block {index} of the model adds to a list or dictionary that it gets, which blocks on other ranks "
+                f"lack; with a {BLOCK} block, let it return what it adds, or write the model as a PipelineModule"
+            )
         following = needs.passes[index + 1] if index + 1 < len(self._blocks) else ()
         if (len(result) if isinstance(result, tuple) else 0) != self._returned or not all(
             isinstance(result[1 + place], Tensor) for place in following
@@ -334,6 +340,12 @@ class SplitForward:
                 yield
         finally:
             self._visit = _not_running
+
+
+def _sizes(arguments: BlockArguments) -> list[int]:
+    """Returns the sizes of the lists and dictionaries among ``arguments``."""
+    given = (*arguments.positional, *arguments.named.values())
+    return [len(each) for each in given if isinstance(each, MutableSequence | MutableMapping)]
 
 
 def _places(index: int, arguments: BlockArguments) -> tuple[int, ...]:

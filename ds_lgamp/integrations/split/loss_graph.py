@@ -12,8 +12,8 @@ from ds_lgamp.integrations.split.parts import Part, parameters_of
 
 
 class LossGraph:
-    """Looks at the graph of a loss or of all outputs, once for every kind of call, because the model may compute more
-    with labels than without them.
+    """Looks at the graph of a loss or of all outputs, once for every signature of a call, because the model may
+    compute more with labels than without them.
 
     Args:
         model: the model.
@@ -25,15 +25,15 @@ class LossGraph:
         self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
         """The names of the parameters that the last layer lacks, by their ids."""
         self.checked: set[Any] = set()
-        """The kinds of calls at which it has looked."""
+        """The signatures of the calls at which it has looked."""
 
-    def check(self, kind: Any, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
+    def check(self, signature: Any, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
         """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
 
         Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
 
         Args:
-            kind: the kind of the call.
+            signature: that of the call.
             roots: the loss, or all outputs.
             inputs: the nodes that made what the last layer got, or take its gradients.
             zeros: on what the results of each stand-in depend, by the name of its part.
@@ -51,7 +51,7 @@ class LossGraph:
                 raise ConfigError(
                     f"behind the blocks the model's output depends on what '{path}' returned ahead of them; {_FIX}"
                 )
-        self.checked.add(kind)
+        self.checked.add(signature)
 
 
 def walk(roots: Any, ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:

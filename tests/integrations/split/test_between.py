@@ -176,3 +176,30 @@ def test_it_is_refused_too_where_only_later_calls_do_it(between):
     layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "asked": False})
     with pytest.raises(ConfigError, match=LATER[between]):
         in_layers(layers, *batch, True)
+
+
+class Sharing(Attention):
+    """A block that keeps its hidden states in a dictionary for later ones, or reads them there."""
+
+    def forward(self, hidden, shared, stores=False):
+        hidden = super().forward(hidden)
+        if stores:
+            shared["first"] = hidden
+        return hidden + shared.get("first", 0.0)
+
+
+class SharingGpt(PositionsGpt):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Sharing(causal=True) for _ in range(3))
+
+    def forward(self, tokens, labels):
+        hidden, shared = self.embedding(tokens), {}
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, shared, stores=number == 1)
+        return cross_entropy(self.head(hidden) * self.temperature, labels)
+
+
+def test_what_blocks_hand_on_in_a_dictionary_is_refused():
+    with pytest.raises(ConfigError, match="block 1 of the model adds to a list or dictionary that it gets, .* return"):
+        in_layers(layers_of(SharingGpt()), *micro_batch(NAME, 0))
