@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -14,10 +13,9 @@ from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import is_imagined
-from ds_lgamp.integrations.split.loss_graph import walk
 from ds_lgamp.integrations.split.parts import Result
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.integrations.split.travelling import one, other
+from ds_lgamp.integrations.split.travelling import followed, one, other, reached
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 _DEPENDS = (
@@ -42,7 +40,7 @@ def results_behind(
     given = {result: one(tensor) for result, tensor in zeros.items()}
 
     def output(given: Mapping[Result, Tensor], hidden: Tensor) -> list[Any]:
-        with undisturbed(random_sources), split.absent(given):
+        with undisturbed(random_sources), split.ahead.absent(given):
             return tree_leaves(split.output(call, hidden.clone))
 
     hidden = one(noted.hidden)
@@ -68,14 +66,12 @@ def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[R
     missed = shown.travels_to_blocks.difference(split.needs_of(call).travels)
     if shown.travels_behind:
         hidden = one(noted.hidden)
-        # Forwards may change it in place, which is forbidden with a leaf.
-        given = {result: one(tensor).requires_grad_().clone() for result, tensor in zeros.items()}
-        nodes = {get_gradient_edge(tensor).node: result for result, tensor in given.items()}
-        with torch.enable_grad(), undisturbed(random_sources), split.absent(given):
-            output = split.output(call, hidden.clone)
+        with torch.enable_grad(), undisturbed(random_sources):
+            given = followed(zeros)
+            with split.ahead.absent(given):
+                output = split.output(call, hidden.clone)
         # A hook of a part may have kept what the part would return.
-        reached = [] if is_imagined(output) else walk(output, nodes)[0]
-        missed |= shown.travels_behind.difference(nodes[node] for node in reached)
+        missed |= shown.travels_behind.difference(() if is_imagined(output) else reached(output, given))
     for result in missed:
         raise ConfigError(
             f"the forward of the model uses what '{result.path}' returned beside hidden states, but gets it from a "
@@ -134,6 +130,6 @@ def check_parts(
             if needs.between and not is_alike(entering(1), entering(number)):
                 raise ConfigError(f"what blocks get {_DEPENDS}")
             seed(number)
-            with split.absent(given):
+            with split.ahead.absent(given):
                 if not is_alike(output, split.output(call, returned)):
                     raise ConfigError(f"what the model returns {_DEPENDS}")

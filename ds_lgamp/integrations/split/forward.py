@@ -6,7 +6,7 @@ states on. A stand-in for a module ahead of the blocks, such as the embedding, r
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -98,7 +98,7 @@ class SplitForward:
             (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
-        self._ahead = Ahead(model, ahead, self._refuse_behind)
+        self.ahead = Ahead(model, ahead, self._refuse_behind)
         self._travelling = Travelling(shown.travels_behind, self.note_absent)
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in behind.items()]
         self._kept = [
@@ -208,14 +208,14 @@ class SplitForward:
                 raise _Reached
             return returned if number == index - 1 else hidden
 
-        with replacing(self._behind), self._ahead.absent(given), self._visiting(visit):
+        with replacing(self._behind), self.ahead.absent(given), self._visiting(visit):
             self._run_until_reached(call)
         return entered[0]
 
     def note_present(self, call: Call) -> tuple[Noted, Seen]:
         """Runs the forward up to the last block, where the parts ahead of the blocks are. Returns what they return,
         too."""
-        with replacing(self._behind), self._ahead.seen() as seen:
+        with replacing(self._behind), self.ahead.seen() as seen:
             return self._note(call), seen
 
     def note_absent(
@@ -223,7 +223,7 @@ class SplitForward:
     ) -> tuple[Noted, Results]:
         """Runs the forward up to the last block, where no part is. Returns what parts ahead of the blocks return, too,
         which is ``given`` or zeros. Draws no random numbers."""
-        absent = self._ahead.absent(given)
+        absent = self.ahead.absent(given)
         with undisturbed(self._random_sources), replacing(self._behind), absent as results:
             return self._note(call, fill), results
 
@@ -268,8 +268,8 @@ class SplitForward:
         looks = call.looks_at_uses(call.signature not in self._loss_graph.checked) and torch.is_grad_enabled()
         # Ahead of the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if looks else []
-        leaves = self._ahead.no_leaves() if looks else None
-        with self._ahead.absent(given, leaves):
+        leaves = self.ahead.no_leaves() if looks else None
+        with self.ahead.absent(given, leaves):
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
             roots = output if self._loss_in is None else self._loss_in(output)
@@ -291,10 +291,6 @@ class SplitForward:
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
         with self._visiting(replace, passing=False), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
-
-    def absent(self, given: Mapping[Result, Tensor]) -> AbstractContextManager[Results]:
-        """Runs the forward inside the block without the parts ahead of the blocks, of which some results are given."""
-        return self._ahead.absent(given)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
         refuse = partial(self._refuse_absent, path)

@@ -90,8 +90,7 @@ class Travelling:
         """Returns the results to which autograd's graph leads from what blocks get, by their shapes."""
         # Graphs keep no tensors of inference mode.
         call = Call(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
-        # Forwards may change it in place, which is forbidden with a leaf.
-        given = {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
+        given = followed(like)
         # The chunk that runs must save the same tensors when it is recomputed, where this is known.
         with saved_tensors_hooks(_as_it_is, _as_it_is):
             return uses(self._notes(call, given, _filled_by_index)[0], given)
@@ -103,10 +102,19 @@ def uses(noted: Noted, results: Mapping[Result, Tensor]) -> set[Result]:
         return set()
     given = (*noted.entered.values(), *_beside(noted))
     tensors = [each for each in given if isinstance(each, Tensor) and type(each) is not Passed and each.requires_grad]
-    if not tensors:
-        return set()
+    return reached(tensors, results) if tensors else set()
+
+
+def reached(values: Any, results: Mapping[Result, Tensor]) -> set[Result]:
+    """Returns the results to which autograd's graph leads from the tensors in ``values``."""
     nodes = {get_gradient_edge(tensor).node: result for result, tensor in results.items() if tensor.requires_grad}
-    return {nodes[node] for node in walk(tensors, nodes)[0]}
+    return {nodes[node] for node in walk(values, nodes)[0]}
+
+
+def followed(like: Mapping[Result, Tensor]) -> Results:
+    """Returns random numbers for results, in the shapes of these, that autograd follows."""
+    # Forwards may change them in place, which is forbidden with leaves.
+    return {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

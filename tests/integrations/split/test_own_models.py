@@ -143,9 +143,11 @@ class Twice(TiedGpt):
 
 
 class ReadsTwice(nn.Module):
+    """Scales ahead of its blocks and behind them, by one parameter."""
+
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.rand(4))
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x):

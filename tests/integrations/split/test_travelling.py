@@ -18,7 +18,7 @@ from tests.integrations.split.own_models import (
     make,
     micro_batch,
 )
-from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
+from tests.integrations.split.test_own_models import ReadsTwice, gradients_of, in_layers, layers_of
 
 NAME = "a GPT that mixes"
 
@@ -152,21 +152,6 @@ def test_layers_that_begin_with_zeros_hide_nothing_that_travels():
     tokens = [[0] * 4]
     dummy = {"tokens": tokens, "labels": tokens, "time": [[0.5]]}
     assert_same(BeginningWithZeros(), *micro_batch(NAME, 0), torch.rand(2, 1), dummy_inputs=dummy)
-
-
-class ReadsTwice(nn.Module):
-    """Scales ahead of its blocks and behind them, by one parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4))
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        x = x * self.scale
-        for layer in self.layers:
-            x = layer(x)
-        return (x * self.scale).sum()
 
 
 def test_a_parameter_may_be_read_ahead_of_the_blocks_and_behind_them():
