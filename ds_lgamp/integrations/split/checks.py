@@ -15,7 +15,7 @@ from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import is_imagined
 from ds_lgamp.integrations.split.parts import Result
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.integrations.split.travelling import followed, one, other, reached
+from ds_lgamp.integrations.split.travelling import one, other, random_results, reached
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 _DEPENDS = (
@@ -67,7 +67,7 @@ def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[R
     if shown.travels_behind:
         hidden = one(noted.hidden)
         with torch.enable_grad(), undisturbed(random_sources):
-            given = followed(zeros)
+            given = random_results(zeros)
             with split.ahead.absent(given):
                 output = split.output(call, hidden.clone)
         # A hook of a part may have kept what the part would return.

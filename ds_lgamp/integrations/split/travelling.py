@@ -90,7 +90,7 @@ class Travelling:
         """Returns the results to which autograd's graph leads from what blocks get, by their shapes."""
         # Graphs keep no tensors of inference mode.
         call = Call(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
-        given = followed(like)
+        given = random_results(like)
         # The chunk that runs must save the same tensors when it is recomputed, where this is known.
         with saved_tensors_hooks(_as_it_is, _as_it_is):
             return uses(self._notes(call, given, _filled_by_index)[0], given)
@@ -111,7 +111,7 @@ def reached(values: Any, results: Mapping[Result, Tensor]) -> set[Result]:
     return {nodes[node] for node in walk(values, nodes)[0]}
 
 
-def followed(like: Mapping[Result, Tensor]) -> Results:
+def random_results(like: Mapping[Result, Tensor]) -> Results:
     """Returns random numbers for results, in the shapes of these, that autograd follows."""
     # Forwards may change them in place, which is forbidden with leaves.
     return {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
