@@ -8,18 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from benchmarks.gpt.contenders import MasterWeights
+from benchmarks.gpu_day import own_models
 from benchmarks.gpu_day.equality import PRECISIONS, STEPS, compared, device
-
-VOCABULARY, MICRO_BATCHES, SAMPLES, LENGTH = 1024, 4, 2, 128
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-IMAGE, PATCHES = 3, 16
-"""The token that stands for a patch of an image, and patches of an image."""
-
-Arguments = dict[str, torch.Tensor]
-"""Arguments of the model. In a batch: [ranks, micro-batches, samples, ...] each."""
+from benchmarks.gpu_day.own_models import MICRO_BATCHES, SAMPLES, Arguments
 
 
 class OwnLoop(NamedTuple):
@@ -100,24 +93,6 @@ def build_optimizer(weights: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights, lr=1e-3, eps=1e-3)
 
 
-def _tokens(ranks: int) -> Arguments:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(IMAGE + 1, VOCABULARY, (ranks, MICRO_BATCHES, SAMPLES, LENGTH), generator=generator)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _without_labels(ranks: int) -> Arguments:
-    return {"input_ids": _tokens(ranks)["input_ids"]}
-
-
-def _with_images(ranks: int) -> Arguments:
-    """Returns tokens with an image at the beginning of each sample."""
-    tokens = _tokens(ranks)["input_ids"]
-    tokens[..., :PATCHES] = IMAGE
-    images = torch.randn(*tokens.shape[:-1], 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == IMAGE, -100), "pixel_values": images}
-
-
 def _own_loss(outputs: Any, arguments: Arguments) -> torch.Tensor:
     return outputs.loss
 
@@ -128,58 +103,14 @@ def _smoothed(outputs: Any, arguments: Arguments) -> torch.Tensor:
     return functional.cross_entropy(logits, arguments["input_ids"][:, 1:], label_smoothing=0.1)
 
 
-def _llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**TEXT, num_attention_heads=4))
-
-
-def _frozen_below() -> nn.Module:
-    model = _llama()
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[:2].requires_grad_(False)
-    return model
-
-
-def _llava() -> nn.Module:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
-    text = LlamaConfig(**TEXT, num_attention_heads=4)
-    return LlavaForConditionalGeneration(
-        LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, vision_feature_layer=-1)
-    )
-
-
-class _Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(256), nn.MultiheadAttention(256, 4, batch_first=True)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(hidden)
-        return hidden + self.attention(normed, normed, normed, need_weights=False)[0]
-
-
-class _OwnModel(nn.Module):
-    """A model that is none of transformers. It returns its loss alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 256)
-        self.blocks = nn.ModuleList(_Residual() for _ in range(4))
-        self.head = nn.Linear(256, VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return functional.cross_entropy(self.head(hidden).float().flatten(0, 1), labels.flatten())
-
-
 LOOPS = {
-    "transformers": OwnLoop(_llama, _tokens, _own_loss),
-    "transformers, bf16": OwnLoop(_llama, _tokens, _own_loss, precision="bf16"),
-    "transformers, frozen below": OwnLoop(_frozen_below, _tokens, _own_loss),
-    "transformers, outputs all": OwnLoop(_llama, _without_labels, _smoothed, {"outputs": "all"}),
-    "transformers, images": OwnLoop(_llava, _with_images, _own_loss, precision="bf16"),
-    "a model of one's own": OwnLoop(_OwnModel, _tokens, lambda loss, arguments: loss),
+    "transformers": OwnLoop(own_models.llama, own_models.text, _own_loss),
+    "transformers, bf16": OwnLoop(own_models.llama, own_models.text, _own_loss, precision="bf16"),
+    "transformers, frozen below": OwnLoop(own_models.frozen_below, own_models.text, _own_loss),
+    "transformers, outputs all": OwnLoop(own_models.llama, own_models.without_labels, _smoothed, {"outputs": "all"}),
+    "transformers, images": OwnLoop(own_models.llava, own_models.with_images, _own_loss, precision="bf16"),
+    "transformers, images behind blocks": OwnLoop(own_models.qwen3_vl, own_models.with_grids, _own_loss),
+    "transformers, an encoder": OwnLoop(own_models.t5, own_models.text, _own_loss),
+    "a model of one's own": OwnLoop(own_models.OwnModel, own_models.text, lambda loss, arguments: loss),
 }
 """By name. In bf16, attention is flash attention on a GPU."""
