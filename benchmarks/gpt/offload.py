@@ -16,7 +16,8 @@ OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 """DeepSpeed's keys."""
 IN_MEMORY, ON_HOST = f"{OURS}, all on the device", f"{OURS}, all on the host"
 OPTIMIZER_ON_HOST = f"{OURS}, optimizer on the host"
-DEEPSPEED, FSDP2_IN_MEMORY = "DeepSpeed ZeRO-3, all on the host", "FSDP2, all on the device"
+DEEPSPEED = "DeepSpeed ZeRO-3, all on the host"
+FSDP2_IN_MEMORY, FSDP2_ON_HOST = "FSDP2, all on the device", "FSDP2, all on the host"
 
 
 class Fsdp2:
@@ -27,10 +28,14 @@ class Fsdp2:
         recompute: mode of :class:`Gpt`.
         device: where to train.
         offload: whether weights, gradients and optimizer state lie in the memory of the host.
+        deferred_sync: whether gradients add up on the device, and are reduced and moved once per batch.
     """
 
-    def __init__(self, size: GptSize, recompute: str, device: torch.device, offload: bool) -> None:
+    def __init__(
+        self, size: GptSize, recompute: str, device: torch.device, offload: bool, deferred_sync: bool = False
+    ) -> None:
         self.batch = batch_of(size, device)
+        self.deferred_sync = deferred_sync
         with torch.device("cpu") if offload else device:
             self.model = Gpt(size, recompute).float()
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -48,7 +53,8 @@ class Fsdp2:
 
     def step(self) -> torch.Tensor:
         losses = []
-        for tokens, labels in self.batch:
+        for number, (tokens, labels) in enumerate(self.batch, 1):
+            self.model.set_requires_gradient_sync(not self.deferred_sync or number == len(self.batch))
             loss = self.model(tokens, labels)
             (loss / len(self.batch)).backward()
             losses.append(loss.detach())
@@ -67,6 +73,7 @@ CONTENDERS = (
     Contender(FSDP2_IN_MEMORY, partial(Fsdp2, offload=False)),
     Contender(f"{ON_HOST}, gradients unchecked", partial(Layered, stage=3, offload=ALL, more=UNCHECKED)),
     Contender(OPTIMIZER_ON_HOST, partial(Layered, stage=3, offload=[OPTIMIZER])),
-    Contender("FSDP2, all on the host", partial(Fsdp2, offload=True)),
+    Contender(f"{FSDP2_ON_HOST}, deferred sync", partial(Fsdp2, offload=True, deferred_sync=True)),
+    Contender(FSDP2_ON_HOST, partial(Fsdp2, offload=True)),
 )
 """In running order: what the targets compare comes first."""
