@@ -344,7 +344,7 @@ _PARALLELISM = (
     Key("expert_parallel.enabled", REFUSED, _SO_FAR, (False,)),
     Key("expert_parallel.*", MEANINGLESS, "only with expert_parallel.enabled"),
     Key("use_data_before_expert_parallelism", MEANINGLESS, "only with expert parallelism"),
-    Key("sequence_parallel_size", REFUSED, _SO_FAR, (1,)),
+    Key("sequence_parallel_size", HONOURED, "with the mpu of DeepSpeed's Ulysses", takes=COUNT),
     Key("seq_parallel_communication_data_type", MEANINGLESS, "only with sequence parallelism"),
     Key("data_parallel_size", MEANINGLESS, "the module's topology decides"),
     Key("compile.deepcompile", REFUSED, "it replaces ZeRO inside the compiled graph; remove it", (False,)),

@@ -11,6 +11,7 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 
 _NO_DATA = "the script gives micro-batches to the engine only after deepspeed.initialize"
@@ -25,6 +26,7 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     model = arguments["model"]
     layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
+    check_layout(arguments.get("mpu"), module.mpu(), settings)
     config = configuration_of_pipelines(arguments, module.num_stages)
     config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
     return explain(

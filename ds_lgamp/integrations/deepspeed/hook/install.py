@@ -29,6 +29,7 @@ from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
+from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
 from ds_lgamp.integrations.ending import end_well
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
@@ -70,7 +71,8 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
             f"and would ignore the {BLOCK} block; replace it before ds_lgamp.install(), or remove the block"
         )
     meaningless = check_keys(config)
-    check_batch_sizes(config, dist.get_world_size() if mpu is None else mpu.get_data_parallel_world_size())
+    sequence_parallel.check_key(config, mpu)
+    check_batch_sizes(config, sequence_parallel.feeding_ranks(mpu))
     try:
         made = stock(for_deepspeed(config), mpu, **options)
     except Exception as error:

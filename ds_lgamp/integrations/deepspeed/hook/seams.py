@@ -64,6 +64,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "set_train_batch_size",
         "steps_per_print",
         "train_batch",
+        "train_batch_size",
         "wall_clock_breakdown",
         "zero_allow_untested_optimizer",
         "zero_optimization",

@@ -18,6 +18,7 @@ from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, need
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
+from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout, sequence_ranks
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 
 _with_engine: WeakSet[torch.nn.Module] = WeakSet()
@@ -38,7 +39,9 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     module = pipeline_module(layers, topology_of(layers, settings))
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
-    config, mpu = configuration_of_pipelines(arguments, module.num_stages), module.mpu()
+    given_mpu, mpu = arguments.get("mpu"), module.mpu()
+    check_layout(given_mpu, mpu, settings)
+    config = configuration_of_pipelines(arguments, module.num_stages)
     rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
     # DeepSpeed gives the last engine's mpu to all. Those without a block are in no pipeline.
     mpu_of_others = stock_groups.mpu
@@ -52,10 +55,11 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             mpu=mpu,
             config=config,
             config_class=DeepSpeedConfig(for_deepspeed(config), mpu),
+            sequence_ranks=sequence_ranks(given_mpu),
             **rest,
         )
     finally:
-        stock_groups.mpu = mpu_of_others
+        stock_groups.mpu = mpu_of_others if sequence_ranks(given_mpu) == 1 else given_mpu
     _with_engine.add(model)
     return engine
 
@@ -74,11 +78,12 @@ def only_evaluates(arguments: dict[str, Any]) -> bool:
 
 
 def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
-    """Returns the configuration in which a pipeline computes the micro-batches of all of its ranks."""
+    """Returns the configuration in which a pipeline computes the micro-batches of all of its ranks. Ranks that share a
+    sequence count as if each had one of its own."""
     given = arguments["config_class"]
     return {
         **arguments["config"],
-        "train_batch_size": given.train_batch_size,
+        "train_batch_size": given.train_batch_size * sequence_ranks(arguments.get("mpu")),
         "train_micro_batch_size_per_gpu": given.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": given.gradient_accumulation_steps * pipeline_ranks,
     }

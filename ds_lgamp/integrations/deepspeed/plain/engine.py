@@ -51,6 +51,7 @@ class ModelEngine(LgampEngine):
     Args:
         user_model: its modules are the layers.
         layers: its layers.
+        sequence_ranks: how many ranks share a sequence.
         arguments: those of :class:`LgampEngine`. The batch of the configuration has the micro-batches of all ranks of a
             pipeline.
     """
@@ -58,13 +59,15 @@ class ModelEngine(LgampEngine):
     mpu: Any
     dp_world_size: int
     _placed: tuple[PlacedModule, ...] = ()
+    _sequence_ranks = 1
     scales_in_step = True
 
-    def __init__(self, user_model: torch.nn.Module, layers: Layers, **arguments: Any) -> None:
+    def __init__(self, user_model: torch.nn.Module, layers: Layers, sequence_ranks: int = 1, **arguments: Any) -> None:
         self._layers = layers
         # Not for the pipeline: all of its ranks draw data.
         training_data = arguments.pop("training_data", None)
         super().__init__(**arguments)
+        self._sequence_ranks = sequence_ranks
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
@@ -212,7 +215,11 @@ class ModelEngine(LgampEngine):
                 f"were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
                 "a batch"
             )
-        super().set_train_batch_size(train_batch_size)
+        super().set_train_batch_size(train_batch_size * self._sequence_ranks)
+
+    def train_batch_size(self) -> int:
+        """As DeepSpeedEngine's: sequences per step."""
+        return super().train_batch_size() // self._sequence_ranks
 
     @property
     def _drawing_ranks(self) -> int:
