@@ -1,7 +1,7 @@
 """The tables of docs/troubleshooting.md: every message of an error, from the code that raises it."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
@@ -63,9 +63,11 @@ class Module:
             case ast.Constant(value=str(text)):
                 return [text]
             case ast.JoinedStr(values=parts):
-                return _joined([self._part(part, scope, depth) for part in parts])
+                return _joined(
+                    [self._part(part, scope, depth) for part in parts], [ast.unparse(part) for part in parts]
+                )
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return _joined([self.texts(side, scope, depth) or [VALUE] for side in (left, right)])
+                return _joined([self.texts(side, scope, depth) or [VALUE] for side in (left, right)], (left, right))
             case ast.IfExp(body=body, orelse=orelse):
                 return self.texts(body, scope, depth) + self.texts(orelse, scope, depth)
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="format")):
@@ -163,15 +165,16 @@ def _said(node: ast.AST) -> ast.expr | None:
     return None if internal or kind in ("SystemExit", "StopIteration") else node.exc
 
 
-def _joined(parts: list[list[str]]) -> list[str]:
-    """Every way to put one text of each part behind the other."""
+def _joined(parts: list[list[str]], codes: Sequence[Hashable]) -> list[str]:
+    """Every way to put one text of each part behind the other. Parts of the same code have the same text."""
+    choices: dict[Hashable, list[str]] = {}
     ways = 1
-    for number, part in enumerate(parts):
-        ways *= max(1, len(part))
-        if ways > _MOST_WAYS:
-            parts = [*parts[:number], *([VALUE] if len(rest) != 1 else rest for rest in parts[number:])]
-            break
-    return ["".join(way) for way in product(*(part or [VALUE] for part in parts))]
+    for code, part in zip(codes, parts):
+        if code not in choices:
+            ways *= max(1, len(part))
+            choices[code] = part if len(part) == 1 or (part and ways <= _MOST_WAYS) else [VALUE]
+    chosen = (dict(zip(choices, texts)) for texts in product(*choices.values()))
+    return ["".join(texts[code] for code in codes) for texts in chosen]
 
 
 def _with_values(text: str) -> str:

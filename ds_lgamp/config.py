@@ -23,7 +23,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 BLOCK = "ds_lgamp"
 MOST_MICRO_BATCHES = 100_000
-"""Of a step. A program of more would take minutes to build, or not fit into memory."""
+"""The most micro-batches of a step. A program of more would take minutes to build, or not fit into memory."""
 
 
 def _check_trace_steps(text: str) -> str:
@@ -50,7 +50,7 @@ class LgampConfig(BaseModel):
     enabled: bool = True
     """false leaves stock DeepSpeed untouched, as if there were no block."""
     pipeline_ranks: PositiveInt | None = None
-    """Into how many pipeline ranks a model is split that is no PipelineModule; default 1. A PipelineModule has its
+    """Over how many pipeline ranks to split a model that is no PipelineModule; default 1. A PipelineModule has its
     num_stages instead."""
     schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe"] = "layered"
     """The order in which a rank computes."""
@@ -67,8 +67,8 @@ class LgampConfig(BaseModel):
     most frequent class as its speed asks for, and all ranks have equally many chunks. Without chunks_per_rank, the
     slowest rank has chunks of one layer."""
     data_rank_speeds: list[Speed] | None = None
-    """The relative speed of every data-parallel rank, such as [3, 1]. The gradient_accumulation_steps of all of them
-    are shared by it: with 4 on each of 2 ranks, 6 and 2. Losses and gradients stay the means over all micro-batches."""
+    """The relative speed of every data-parallel rank, such as [3, 1]. They share all their gradient_accumulation_steps
+    by speed: with 4 on each of 2 ranks, 6 and 2. Losses and gradients stay the means over all micro-batches."""
     micro_batch_group: PositiveInt | Literal["all"] = "all"
     """How many micro-batches go through the chunks together (layered). Fewer need less memory for activations, and more
     communication."""
@@ -91,9 +91,9 @@ class LgampConfig(BaseModel):
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept."""
     blocks: str | None = None
-    """The list at whose modules to split a model that is no PipelineModule and no nn.Sequential, by its name in the
-    model, such as "model.layers". The default is the one that the model's own pipeline plan names, or else the one with
-    most parameters."""
+    """The name in the model of the list of modules at which to split it, such as "model.layers"; not for a
+    PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one
+    with most parameters."""
     dummy_inputs: dict[str, Any] | None = None
     """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. It shows
     which of its modules work ahead of its blocks. Tensors are nested lists of numbers, or objects such as {"shape": [1,
@@ -116,10 +116,10 @@ class LgampConfig(BaseModel):
     data_rank_speeds. At stages 2 and 3, a smaller micro_batch_group sums in another order."""
 
     nonfinite: Literal["skip", "abort", "report"] | None = None
-    """What follows a loss or a gradient that is not finite, NaN or infinity; by default nothing looks for one. All
-    three name the first micro-batch, layer and parameter at fault. skip: all ranks leave out the update, which counts
+    """What happens after a loss or a gradient that is NaN or infinite; by default nothing looks for one. All three
+    values name the first micro-batch, layer and parameter at fault. skip: all ranks leave out the update, which counts
     as skipped. abort: all ranks raise NonfiniteError. report: training goes on. The host learns of it one step late, so
-    that it never waits for the device. With fp16, infinite gradients remain the business of the loss scale."""
+    that it never waits for the device. With fp16, the loss scale takes care of infinite gradients, as always."""
 
     asynchronous_save: bool = True
     """true: save_checkpoint copies the state to the host's memory, and returns while a thread writes it. The next save,
@@ -129,22 +129,22 @@ class LgampConfig(BaseModel):
     """How many checkpoints to keep in a directory; default all."""
 
     trace: str | None = None
-    """A folder for what every rank really did in the steps of trace_steps: actions, waits, bytes and memory. ``ds_lgamp
-    view`` shows it. Relative to the working directory; all ranks write there."""
+    """A folder in which to record what every rank does in the steps of trace_steps: actions, waits, bytes and memory.
+    ``ds_lgamp view`` shows it. Relative to the working directory; all ranks write there."""
     trace_steps: TraceSteps | None = None
     """The first and the last training step that trace records, such as "10:12", which is the default. Steps count from
     1."""
     live_checkpoint: Annotated[str, Field(min_length=1)] | None = None
     """A folder on each node, for this job alone. Each step's state is copied there beside training, so that a job that
     dies loses one step at most: load_checkpoint then makes it a checkpoint, and goes on from it. In /dev/shm it is in
-    memory, which outlives processes but no node. It takes two states, three where overlap_update or offloading update
-    ahead of the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied by
+    memory, which outlives processes but not the node. It takes two states, three where overlap_update or offloading
+    update ahead of the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied by
     default."""
 
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first
-    batch may take ten times as long, because it may compile. Warnings come earlier. null: ranks wait for ever, and only
-    warn."""
+    batch may take ten times as long, because it may compile. Warnings come earlier. null: ranks only warn, and wait for
+    ever."""
 
     @property
     def patience(self) -> float:
@@ -275,7 +275,7 @@ def bounds_by_speed(settings: LgampConfig, pipeline_ranks: int, blocks: Sequence
     """Bounds of equally many chunks for each pipeline rank, whose sizes follow ``pipeline_rank_speeds``.
 
     Args:
-        blocks: the bounds of the model's alike layers in its layer list; chunks hold whole ones.
+        blocks: the bounds of the model's blocks in its layer list; chunks hold whole blocks.
 
     Raises ConfigError if the speeds are not one for each rank, or if a chunk would be empty.
     """

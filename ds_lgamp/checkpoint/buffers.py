@@ -1,4 +1,4 @@
-"""How a checkpoint names the copies of a buffer: the first rank's, and beside it every other one that differs."""
+"""Names the copies of a buffer in a checkpoint: the first rank's, and every other one that differs from it."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

@@ -6,7 +6,7 @@ import xxhash
 from pydantic import Field
 
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-"""64-bit XXH3 in hexadecimal. It runs as fast as memory is read, while CRC-32 takes longer than reading the file."""
+"""64-bit XXH3 in hexadecimal. It is as fast as reading memory, while CRC-32 takes longer than reading the file."""
 
 Hasher = xxhash.xxh3_64
 """Incremental form: construct it with the first bytes, pass the next ones to ``update``, read ``hexdigest`` at the

@@ -66,7 +66,7 @@ def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
 def discard(tensors: Path) -> None:
     """Removes the tensors of a failed save unless they are already published. Removes the checkpoint's folder if it is
     then empty."""
-    # Where state.json cannot be read at the moment, nobody knows, and they stay.
+    # If state.json cannot be read at the moment, it may name them, so they stay.
     with suppress(OSError):
         if not _is_named(tensors):
             shutil.rmtree(tensors, ignore_errors=True)
@@ -121,7 +121,7 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
 
 
 def _is_forgotten(tensors: Path) -> bool:
-    """Whether a save has made the folder, and none goes on there."""
+    """Whether an interrupted save has left the folder."""
     with suppress(OSError):
         return re.fullmatch(f"{TENSORS}[0-9a-f]{{8}}", tensors.name) is not None and _rests(tensors, *tensors.iterdir())
     return False

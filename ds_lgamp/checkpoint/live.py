@@ -1,10 +1,9 @@
 """Live states: each unit is copied to a file when its update is final, beside what the program does next.
 
-While the state of a step is written into one slot, that of the step before lies whole in another. So ranks that die,
-whenever that is, leave a state that is at most one step old. All ranks must have that state before one of them gives up
-an older one. Therefore each waits for its last state before the sum over all ranks that ends the next step
-(:meth:`LiveState.before_step`). Where units are updated after that sum, two slots do. Where they are updated ahead of
-it, there are three.
+While the state of a step is written into one slot, that of the step before lies whole in another. So ranks that die at
+any moment leave a state that is at most one step old. All ranks must have that state before one of them gives up an
+older one. Therefore each waits for its last state before the sum over all ranks that ends the next step
+(:meth:`LiveState.before_step`). If units are updated after that sum, two slots suffice; if before it, three are needed.
 """
 
 import shutil
@@ -32,7 +31,7 @@ _STAGED = 1 << 26
 
 
 class Rest(NamedTuple):
-    """What a state has beside units, at the end of a step."""
+    """What a state holds beside units, at the end of a step."""
 
     step: int
     directory: str | None
@@ -55,7 +54,7 @@ class LiveState:
 
     Args:
         folder: of the live states. Those of runs that are over are removed ahead of the first copy of a step.
-        run: a number of this run, alike on all ranks.
+        run: a number of this run, the same on all ranks.
         units: all units of this rank.
         optimizer: has their state.
         device: where buffers lie.

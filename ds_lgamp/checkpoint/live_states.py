@@ -62,7 +62,7 @@ class LiveSlots(NamedTuple):
 
     @property
     def written(self) -> float:
-        """When the last of them was, in seconds since 1970."""
+        """When the last of them was written, in seconds since 1970."""
         return max(slot.written for slot in self.slots)
 
     def read_by(self, process: int, processes: int) -> list[Seen]:
@@ -188,8 +188,8 @@ def last_step(directory: Path) -> int:
 
 
 def _published(directory: Path) -> float:
-    """Returns what :func:`last_step` does; infinity if stock DeepSpeed wrote the last checkpoint, of which nobody knows
-    whether a live state is newer."""
+    """Returns what :func:`last_step` does; infinity if stock DeepSpeed wrote the last checkpoint, because then it is
+    unknown whether a live state is newer."""
     try:
         last = folders.read_latest(directory)
     except CheckpointError:

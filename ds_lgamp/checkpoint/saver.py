@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints on all ranks together; can write while they train."""
+"""Writes and reads checkpoints on all ranks together, and can write while they train."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ REST = 9
 _LOOK = 1.0
 """Seconds after which a thread that rests looks whether a rank fails."""
 _PATIENCE = 60.0
-"""Seconds to wait for a disk without a word."""
+"""Seconds to wait for a disk before saying so."""
 _savers: list["Saver"] = []
 """Savers that are writing, in the order they began."""
 
@@ -200,8 +200,8 @@ class Saver:
 
 @contextmanager
 def _told_of_stuck_disks(writer: ChecksummedWriter, folder: Path) -> Iterator[None]:
-    """Says so while this rank waits for its disk. Nobody can end such a wait: the system may not even let the process
-    die."""
+    """Logs inside the block while this rank waits for its disk. Nothing can end such a wait: the system may not even
+    let the process die."""
     over, name = threading.Event(), f"rank {dist.get_rank()} on {socket.gethostname()}"
 
     def watch() -> None:

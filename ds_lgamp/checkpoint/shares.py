@@ -1,4 +1,4 @@
-"""What each rank knows of a checkpoint's description, and how the shares of all ranks become one."""
+"""What each rank knows of a checkpoint's description. Joins the shares of all ranks."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

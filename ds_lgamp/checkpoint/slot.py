@@ -1,7 +1,7 @@
 """The files of one slot of a live state: numbers at fixed places, and a header that makes them a state.
 
 FOLDER/live-RUN/RANK-SLOT.bin     the numbers, in blobs
-FOLDER/live-RUN/RANK-SLOT.json    the header: what the blobs hold, their checksums, and everything that is no tensor
+FOLDER/live-RUN/RANK-SLOT.json    the header: what the blobs hold, their checksums, and everything but tensors
 
 The header is removed before the first blob changes, and renamed into place when all of them are on the disk. So the
 slot of a rank that dies while it writes has no header.
@@ -145,7 +145,7 @@ class Slot:
         return True
 
     def drop(self) -> None:
-        """Lets the state in the slot be none."""
+        """Drops the state in the slot."""
         self._header.unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -62,7 +62,7 @@ class Optimizer(_Strict):
     kind: str | None = Field(alias="class")
     groups: list[Encoded]
     scalars: list[Encoded]
-    """By group, the state that is no tensor with the parameter's shape."""
+    """By group, the state without tensors of the parameter's shape."""
 
     @model_validator(mode="after")
     def _have_both(self) -> "Optimizer":

@@ -1,4 +1,4 @@
-"""Encodes values that are no tensors of the model as JSON. Decoding makes data and runs no code."""
+"""Encodes values other than tensors of the model as JSON. Decoding makes data and runs no code."""
 
 import base64
 import json
@@ -61,8 +61,8 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """Decodes what :func:`encode` returned.
 
-    Tensors are on the CPU. Strings, numbers, lists and dictionaries of other classes become plain ones. If
-    a class is not imported, its objects become a :class:`Record` and its named tuples become tuples.
+    Tensors are on the CPU. Subclasses of strings, numbers, lists and dictionaries become the plain classes. If a class
+    is not imported, its objects become a :class:`Record` and its named tuples become tuples.
 
     Raises UnsupportedValue for anything that :func:`encode` does not return.
     """

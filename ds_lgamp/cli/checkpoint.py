@@ -85,7 +85,7 @@ def _publish(options: argparse.Namespace, output: TextIO) -> None:
 
 
 def _tell(options: argparse.Namespace, output: TextIO, sentence: str, **facts: Any) -> None:
-    """Writes what was done, for people or as JSON."""
+    """Writes what was done, in words or as JSON."""
     output.write(f"{json.dumps(facts) if options.json else sentence}\n")
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""What completes a path, by shell. Without it, a script of shtab completes nothing there."""
+"""What completes a path, by shell. Without it, shtab's scripts complete no paths."""
 _OF_PATHS = ("FILE", "DIR", "DIR[/TAG]", "DIR/TAG", "SOURCE", "TARGET", "FOLDER", "RECORDING", "SCRIPT", "OTHER")
 
 

@@ -144,7 +144,7 @@ def _add_checkpoint_command(commands) -> None:
 
 
 def _add_cluster_command(commands) -> None:
-    command = commands.add_parser("cluster", help="describe a cluster of unlike networks")
+    command = commands.add_parser("cluster", help="describe a cluster with different networks")
     actions = command.add_subparsers(required=True, metavar="ACTION")
     detect = actions.add_parser(
         "detect",

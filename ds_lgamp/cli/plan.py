@@ -1,4 +1,4 @@
-"""``ds_lgamp plan``: its options. What they ask for is imported when they do."""
+"""``ds_lgamp plan``: its options. Imports what they need only when they are given."""
 
 import argparse
 import math

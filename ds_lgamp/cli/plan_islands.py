@@ -139,7 +139,7 @@ def write_best(
     """Writes the files of the first plan that a script can run into ``folder``, and returns it. The launch line gives
     ``source``, the cluster file, to ``ds_lgamp run``.
 
-    Raises ValueError with the first reason if no plan can be written, or if nodes have unlike numbers of GPUs.
+    Raises ValueError with the first reason if no plan can be written, or if nodes have different numbers of GPUs.
     """
     if len({island.gpus_per_node for island in cluster.islands}) > 1:
         raise ValueError(f"--write starts as many processes on every node, but gpus_per_node differ in {cluster.name}")

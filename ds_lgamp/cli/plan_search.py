@@ -19,7 +19,7 @@ from ds_lgamp.planner.write import why_not, write
 
 DAY = 86400
 LOSS = 0.05
-"""Of the bandwidth that is told: how much longer a step may take than on an unlimited network."""
+"""How much longer than on an unlimited network a step may take at the bandwidth that is printed."""
 
 
 def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, output: TextIO) -> int:
@@ -172,7 +172,7 @@ def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options
 
 
 def _told(written: Plan, best: Plan) -> str:
-    """Returns what is written and, if it is not the ``best`` plan, how much slower it is."""
+    """Returns a sentence on what is written and, if it is not the ``best`` plan, how much slower it is."""
     words = describe(written.configuration)
     if written.configuration == best.configuration:
         return words

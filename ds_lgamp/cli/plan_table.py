@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 _WIDTH = 140
-"""Columns of what is no terminal."""
+"""Columns if the output is no terminal."""
 _UNLIMITED = 10_000
 
 

@@ -1,4 +1,4 @@
-"""Tells a person at a terminal that a command is still at work."""
+"""Shows at a terminal that a command is still at work."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 PATIENCE = 2.0
-"""Seconds after which people wonder."""
+"""Seconds after which to show it."""
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def at_work(on: str, console: Console | None = None, patience: float = PATIENCE)
     """If the block takes longer than ``patience`` seconds, shows what it works ``on`` and for how long, until it ends.
 
     Args:
-        console: where to show it; by default standard error. One that is no terminal gets nothing.
+        console: where to show it; by default standard error. Shows nothing if that is no terminal.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:

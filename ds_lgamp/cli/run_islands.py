@@ -1,4 +1,4 @@
-"""``ds_lgamp run --cluster``: puts the right processes together before a script starts."""
+"""``ds_lgamp run --cluster``: gives every process its rank and its networks before a script starts."""
 
 import json
 import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ds_lgamp.integrations.deepspeed.explain.assigned import LaidOut
 
 _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_")
-"""How the names of a launcher's variables begin. A dry run is started without them."""
+"""Prefixes of a launcher's variables. A dry run starts without them."""
 _DRY_RUN = timedelta(hours=1)
 
 

@@ -30,7 +30,7 @@ from ds_lgamp.view.text import text_gantt
 MOST_COMPUTES = 500_000
 """Forwards and backwards of a step that are simulated, validated and drawn in half a minute."""
 LONGEST = 1e100
-"""Of so many computes of such a duration, the sum is still a number."""
+"""The longest duration whose sum over so many computes is still finite."""
 
 
 def add_schedule_command(commands: Any) -> None:

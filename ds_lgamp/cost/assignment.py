@@ -1,4 +1,4 @@
-"""Which GPU of a cluster of unlike networks is which rank, and what that means for speeds, links and bytes."""
+"""Which rank each GPU of a cluster with islands has, and the speeds, links and bytes that follow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

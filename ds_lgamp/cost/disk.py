@@ -36,7 +36,7 @@ class OnDisk(NamedTuple):
 
     @property
     def state(self) -> bool:
-        """Whether units have something there."""
+        """Whether the disk holds state of units."""
         return self.optimizer or self.parameters
 
 

@@ -1,7 +1,7 @@
 """Predicts what live states take in their folder, and what a step writes there.
 
-A state of a rank has, of its part of every unit that trains, master weights and optimizer state, and of frozen units
-the weights. Ranks that hold the same part share it. A step writes what trains. Frozen units are written once per slot.
+A state of a rank holds master weights and optimizer state of its part of every unit that trains, and the weights of
+frozen units. Ranks that hold the same part share it. A step writes what trains. Frozen units are written once per slot.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which rank makes which matrix orthogonal, and what of each matrix the data-parallel ranks hold."""
+"""Which rank makes which matrix orthogonal, and which elements of each matrix the data-parallel ranks hold."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

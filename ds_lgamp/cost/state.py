@@ -111,7 +111,7 @@ class StateWalk:
                 ledger.take("gradients", self.finished(unit))
 
     def take_gradients(self) -> None:
-        """Takes the gradients that a rank holds all the time."""
+        """Takes the gradients that a rank holds throughout."""
         if not self.partitioned:
             for unit in self.training:
                 self.ledger.take("gradients", self.size.gradients * unit.part)

@@ -49,6 +49,6 @@ def resolve(path: str) -> Any:
 
 
 def label(owner: str, name: str) -> str:
-    """A seam for a person to read: a class is written without its module."""
+    """Returns the name of a seam in messages: a class is written without its module."""
     last = owner.rpartition(".")[2]
     return f"{last if last[0].isupper() else owner}.{name}"

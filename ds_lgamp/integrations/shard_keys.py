@@ -19,7 +19,7 @@ def active(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration that DeepSpeed gets to see: without keys that it has removed.
+    """Returns the configuration for DeepSpeed: without keys that it has removed.
 
     MiCS over groups of one rank replicates everything, which is stage 0.
     """

@@ -34,8 +34,8 @@ def work_speeds(assignment: Assignment) -> tuple[list[float], list[float]]:
     """Returns the speeds by which pipeline ranks share layers, and data-parallel ranks micro-batches.
 
     A pipeline rank is as fast as its slowest GPU. A data-parallel rank is as fast as its slowest GPU beside the others
-    of the same pipeline rank, because the layers make up for the rest. Where each GPU's speed is a product of the two,
-    all are done at the same time.
+    of the same pipeline rank, because the layers make up for the rest. If each GPU's speed is a product of the two, all
+    finish at the same time.
     """
     pipeline = list(assignment.pipeline_speeds)
     data = [

@@ -31,7 +31,7 @@ class Lamb(TensorOptimizer):
 
     Neither convention's clipping is here: apex clips by the global norm inside its step, the engine clips before it.
 
-    A step costs one all-reduce over the data-parallel ranks if they share the tensors, of two numbers per tensor. If
+    A step costs one all-reduce of two numbers per tensor over the data-parallel ranks if they share the tensors. If
     there are sliced tensors, it costs another over the tensor-parallel ranks. Reproducible runs need two of each.
 
     Args:
@@ -136,7 +136,7 @@ class Lamb(TensorOptimizer):
         return total.sqrt()
 
     def _exact_norms(self, of_shard: dict[Parameter, list[int]]) -> torch.Tensor:
-        """Returns the same norms, alike to the bit however tensors are cut. Keeps all updates in memory meanwhile."""
+        """Returns the same norms, equal to the bit however tensors are cut. Keeps all updates in memory meanwhile."""
         pieces = self.bound_pieces()
         parts: list[list[torch.Tensor]] = [[] for _ in range(2 * len(pieces))]
         for group, shard, _ in self.shards():

@@ -32,7 +32,7 @@ MATRIX_OPTIONS, OTHER_OPTIONS = frozenset(DEFAULTS) - {"eps"}, frozenset(_OF_OTH
 
 class Muon(TensorOptimizer):
     """Muon on shards (K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024), and AdamW
-    for what is no hidden matrix.
+    for everything but hidden matrices.
 
     With G the gradient of a matrix W, the numbers are those of torch.optim.Muon:
 
@@ -42,13 +42,12 @@ class Muon(TensorOptimizer):
 
     where ratio is sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)) with "match_rms_adamw".
 
-    The gradient is final, so every matrix is made orthogonal once per batch, on one data-parallel and one
-    tensor-parallel rank. They share the matrices by the work these cost. Matrices travel there and back once, in the
-    type in which the iteration begins and in that of its result. So a step costs two all-to-alls over the data-parallel
-    ranks, or one all-gather if these have whole matrices, and two all-to-alls over the tensor-parallel ranks if there
-    are sliced matrices.
+    Every matrix is made orthogonal once per batch, on one data-parallel and one tensor-parallel rank. The ranks share
+    the matrices by the work these cost. Matrices travel there and back once, in the type in which the iteration begins
+    and in that of its result. So a step costs two all-to-alls over the data-parallel ranks, or one all-gather if these
+    have whole matrices, and two all-to-alls over the tensor-parallel ranks if there are sliced matrices.
 
-    A group of ``params`` says with ``use_muon`` whether it has matrices. Its options and their defaults, as those of
+    Each group of ``params`` says with ``use_muon`` whether it has matrices. Options and their defaults, as in
     DeepSpeed's MuonWithAuxAdam:
 
     - of matrices: lr 0.02, momentum 0.95, weight_decay 0, ns_method "gram" (:class:`NewtonSchulz`), and those of

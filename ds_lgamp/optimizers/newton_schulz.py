@@ -1,4 +1,4 @@
-"""Makes matrices orthogonal, nearly: all singular values become about 1."""
+"""Makes matrices nearly orthogonal: all singular values become about 1."""
 
 from typing import NamedTuple
 

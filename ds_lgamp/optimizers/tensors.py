@@ -1,4 +1,4 @@
-"""What every optimizer of this room needs: which part of each tensor lies in the shards that it updates."""
+"""The base of these optimizers: knows which part of each tensor lies in the shards that it updates."""
 
 from collections.abc import Iterable, Iterator
 from numbers import Real
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 class TensorOptimizer(torch.optim.Optimizer):
     """A torch optimizer on shards that knows the tensors they are cut from.
 
-    :meth:`bind` tells it of them. Its groups stay the same dictionaries for life, because schedulers may hold them.
+    :meth:`bind` gives it the tensors. Its groups always stay the same dictionaries, because schedulers may hold them.
     """
 
     pieces: list[Piece] | None = None
@@ -72,7 +72,7 @@ class TensorOptimizer(torch.optim.Optimizer):
 
 
 def check_numbers(group: dict[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError if an option of ``group`` that must be a number from 0 is none."""
+    """Raises ValueError if an option of ``group`` among ``names`` is no number from 0 on."""
     for name in names:
         value = group[name]
         if isinstance(value, torch.Tensor):

@@ -40,7 +40,7 @@ def raise_everywhere(complaint: str | None, kind: type[Exception]) -> None:
 
 
 class Term(NamedTuple):
-    """Something on which ranks must agree."""
+    """A value on which ranks must agree."""
 
     value: str
     """As a sentence shows it."""
@@ -53,7 +53,7 @@ Terms = Mapping[str, Term]
 
 
 def digest(terms: Terms) -> int:
-    """Returns a number below 2^52, which fp64 holds exactly. It is most likely the same only for the same terms."""
+    """Returns a number below 2^52, which fp64 holds exactly. Different terms have the same number only by chance."""
     return int.from_bytes(hashlib.sha256(repr(sorted(terms.items())).encode()).digest()[:8], "big") >> 12
 
 

@@ -46,7 +46,7 @@ class Transfer:
         self._over: Any = None
         """The end of the copy on the device; None on a CPU, where the copy is over when it is issued."""
         self._flight = flight
-        """Who records the copy."""
+        """The recorder of the copy."""
         self._error: BaseException | None = None
 
     def wait(self) -> None:
@@ -83,7 +83,7 @@ class Transfer:
 
     @contextmanager
     def _recorded(self, stream: Any) -> Iterator[None]:
-        """Tells who records the copy when it begins and ends, on a device by the clock of its stream."""
+        """Tells the recorder when the copy begins and ends, on a device by the clock of its stream."""
         if self._flight is None:
             yield
             return

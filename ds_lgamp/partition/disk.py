@@ -1,12 +1,12 @@
 """A disk as the home of tensors: they are views of a file, which is read and written past the page cache.
 
-Whoever needs few values, such as a checkpoint, reads and writes a tensor on the disk like any other: its memory is
+Code that needs few values, such as a checkpoint, reads and writes a tensor on the disk like any other: its memory is
 mapped to the file. What moves in every step is read and written with ``O_DIRECT`` where the file system can, in pieces
 by several threads, between the file and buffers. The kernel keeps both ways coherent as long as they follow one
 another: it writes changed pages ahead of a direct read, and drops pages of the cache ahead of a direct write.
 
 The file loses its name as soon as it is open. Its space returns when the process ends, however it ends, and nothing is
-left that a later run could read. Checkpoints are what outlives a run.
+left that a later run could read. Only checkpoints outlive a run.
 """
 
 import ctypes

@@ -54,8 +54,8 @@ class FlatStorage:
     it. That is the kept part; with one data-parallel rank it is all of the storage, and a gather moves nothing. If the
     host holds the parameters, the device frees the loaded part when the gather of it is over.
 
-    ``guard.py`` stands before the values of parameters that are not complete and current. Whoever asks for them waits
-    for the gather in flight.
+    ``guard.py`` guards the values of parameters that are not complete and current. Reading them waits for the gather in
+    flight.
 
     Args:
         parameters: at least one; all of one dtype and on one device. They lie in the storage in this order.
@@ -78,7 +78,7 @@ class FlatStorage:
         self.gathering: dist.Work | None = None
         """The gather in flight."""
         self._read_ahead: dist.Work | None = None
-        """A gather that a reader has awaited, maybe on a stream of its own. The program waits for it, too."""
+        """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
         self._postponed: Work | None = None
@@ -142,10 +142,10 @@ class FlatStorage:
 
     def postpone(self, update: Work, announce: Callable[[], None] | None = None) -> None:
         """Leaves the ``update`` of this rank's shard to :meth:`start_update` or :meth:`catch_up`. All data-parallel
-        ranks do so together, and whoever needs values of the parameters catches up first.
+        ranks do so together. Code that needs values of the parameters calls :meth:`catch_up` first.
 
         With offloading, the thread of the host calls ``update``, which changes nothing but the unit's tensors there.
-        When it gets to know of the update, the caller calls ``announce``.
+        ``announce`` is called right before that thread gets the update.
         """
         self._postponed, self._announce = update, announce
         if self._loaded is not None:
@@ -247,7 +247,7 @@ class FlatStorage:
                 entry.parameter.data = view
 
     def release(self) -> None:
-        """Frees the full parameters, whoever holds them, where another gather can bring them back."""
+        """Frees the full parameters, even if they are held, where another gather can bring them back."""
         self._holders.clear()
         if not self.frees_weights or not self.resident:
             return
@@ -346,10 +346,10 @@ class FlatStorage:
         self._read_ahead = gathering
 
     def attach_parameters(self) -> None:
-        """Copies the values of parameters that somebody gave another tensor (``parameter.data = ...``) into the
-        storage. They would take no part in training there. Raises ValueError for a tensor of another shape."""
+        """Copies into the storage the values of parameters to which user code gave another tensor (``parameter.data =
+        ...``), which would take no part in training. Raises ValueError for a tensor of another shape."""
         own = self.flat.untyped_storage().data_ptr()
-        # Guards would bring values that nobody reads.
+        # Guards would gather values that nobody reads.
         with torch._C.DisableTorchFunctionSubclass():
             moved = [
                 (entry.name, entry.parameter, view)
@@ -362,6 +362,6 @@ class FlatStorage:
                     f"parameter {name} has the shape {[*parameter.shape]}, but had {[*view.shape]} when the engine was "
                     "built; resize it before that"
                 )
-            # Here guards let a gather in flight end first.
+            # Guards let a gather in flight end first.
             view.copy_(parameter.detach())
             parameter.data = view

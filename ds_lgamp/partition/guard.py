@@ -1,7 +1,7 @@
 """Guards parameters whose values this rank lacks or is still gathering.
 
-While the values of a unit are not current, its parameters have a class of their own. That class has torch's hook for
-every function that gets a tensor. Compute sees the ordinary class and pays nothing.
+While the values of a unit are not current, its parameters have another class, which has torch's hook for every function
+that gets a tensor (``__torch_function__``). Compute sees the ordinary class and pays nothing.
 """
 
 import sys
@@ -49,7 +49,7 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
             except NotGatheredError as error:
                 if function is not Tensor.detach or makes_parameter:
                     raise
-                # state_dict of any module detaches, and who only lists names needs no values.
+                # state_dict of any module detaches, and code that only lists names needs no values.
                 detached = super().__torch_function__(function, types, arguments, options).as_subclass(_Detached)
                 detached.complaint = str(error)
                 return detached

@@ -64,8 +64,7 @@ class LoadedPart:
     def __init__(self, host: Host, part: torch.Tensor) -> None:
         self.part = part
         self.home = host.weights(part.numel(), part.dtype).copy_(part)
-        """The same part on the host or its disk. Who writes to it calls :meth:`settle` before and :meth:`outdate`
-        after."""
+        """The same part on the host or its disk. Call :meth:`settle` before writing to it and :meth:`outdate` after."""
         self.is_current = True
         """Whether the device has the values of the home."""
         self._bus, self._frees = host.bus, host.parameters

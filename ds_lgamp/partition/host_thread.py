@@ -14,7 +14,7 @@ with the next job meanwhile."""
 
 
 class Job:
-    """Something that the thread does, or will do."""
+    """A function that the thread calls, or will call."""
 
     def __init__(self, function: Work, thread: Thread) -> None:
         self._function: Work | None = function
@@ -73,7 +73,7 @@ class HostThread:
             if self._threads is not None:
                 elsewhere = torch.get_num_threads()
                 self.start(partial(_compute_with, self._threads)).wait()
-                # torch remembers the number for threads that begin later, too. They are not ours.
+                # torch would use the number for threads that begin later, too, which are not this one's to change.
                 torch.set_num_threads(elsewhere)
         job = Job(function, self._thread)
         self._queue.put(job)
@@ -81,7 +81,7 @@ class HostThread:
 
 
 def _compute_with(threads: int) -> None:
-    # Who has never asked would take the number of torch at the first computation.
+    # A thread that has never asked would take torch's number at its first computation.
     torch.get_num_threads()
     torch.set_num_threads(threads)
 

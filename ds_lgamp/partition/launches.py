@@ -1,4 +1,4 @@
-"""Tells whoever records a step what this rank launches beside its compute, and when that is over."""
+"""Tells the recorder of a step what this rank launches beside its compute, and when that is over."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ listener: Listener | None = None
 
 
 def launched(lane: str, moved: int) -> Flight | None:
-    """Notes a launch. Returns what wants to know when it is over; None if nobody does."""
+    """Notes a launch. Returns the flight to notify when it is over; None if nobody records."""
     return None if listener is None else listener.launch(lane, moved)
 
 
@@ -46,12 +46,13 @@ def ends_with(work: dist.Work, flight: Flight | None) -> None:
         # On an accelerator, torch calls this in a stream that follows the collective.
         work.get_future().add_done_callback(lambda _: flight.end())
     except RuntimeError:
-        # Not every backend has futures. The wait for the collective tells then.
+        # Not every backend has futures. Then the wait for the collective ends the flight.
         return
 
 
 def followed(function: Callable[[], Any], lane: str) -> Callable[[], Any]:
-    """Returns ``function``, which another thread is to call; while somebody records, one that notes begin and end."""
+    """Returns ``function``, which another thread will call; while a step is recorded, a function that also notes begin
+    and end."""
     if listener is None:
         return function
     flight = listener.launch(lane, 0)

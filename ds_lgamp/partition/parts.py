@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
-        """Takes this rank's part of the shard and of the master weights from the full parameter, which somebody may
+        """Takes this rank's part of the shard and of the master weights from the full parameter, which user code may
         have changed after it was gathered. Master weights whose weight has not changed keep their bits."""
         self.unit.adopt(self.in_shard, keep_bits=True)
 

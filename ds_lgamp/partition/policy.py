@@ -35,7 +35,7 @@ class ZeroPolicy(NamedTuple):
     tensor_group: dist.ProcessGroup | None = None
     """The tensor-parallel ranks; None if there is one."""
     nodes: NodeGroups | None = None
-    """The groups of hierarchical shards; None if all data-parallel ranks are alike."""
+    """The groups of hierarchical shards; None without them."""
     host: Host | None = None
     """What the host does for the units, at stages 1 to 3; None if everything stays on the device."""
 

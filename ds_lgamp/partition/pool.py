@@ -15,7 +15,7 @@ import torch
 
 T = TypeVar("T")
 _whole_model = False
-"""Whether parameters of all chunks are gathered at once, which happens once in a while."""
+"""Whether parameters of all chunks are gathered at once, as for a state_dict."""
 
 
 def in_pool(device: torch.device, allocate: Callable[[], T]) -> T:

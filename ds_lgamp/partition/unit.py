@@ -25,7 +25,7 @@ class Copier(Protocol):
 
 
 class Unit:
-    """Joins the parts of parameters that are gathered, released and reduced together: ``storage``, where they lie,
+    """Joins what belongs to parameters that are gathered, released and reduced together: ``storage``, where they lie,
     ``reduction``, which sums their gradient, and ``master``, which the optimizer updates.
 
     A unit is frozen if none of its parameters requires a gradient. A frozen unit is gathered and released only, at
@@ -63,7 +63,7 @@ class Unit:
         self.trains = any(entry.parameter.requires_grad for entry in parameters)
         """False if the unit is frozen."""
         if policy.nodes is not None and not self.trains:
-            # Nobody changes a frozen unit, so what the ranks of a node keep of it is all there has to be.
+            # A frozen unit never changes, so one copy in each node suffices.
             policy = policy._replace(nodes=policy.nodes._replace(replicated=True))
         if policy.host is not None and not (self.trains or policy.host.parameters):
             policy = policy._replace(host=None)

@@ -95,15 +95,15 @@ class ZeroPartition:
 
     @torch.no_grad()
     def attach_parameters(self) -> None:
-        """Takes over values of parameters to which somebody gave another tensor. Called before a batch, and before
+        """Takes over values of parameters to which user code gave another tensor. Called before a batch, and before
         weights are saved. Parameters that are released between uses refuse such a tensor."""
         for unit in self.units:
             if not unit.storage.frees_weights:
                 unit.storage.attach_parameters()
 
     def refuse_thawed(self) -> None:
-        """Raises ValueError if somebody unfroze a parameter that was frozen when the partition was built. Called before
-        a training batch, in which no backward may reach the parameter."""
+        """Raises ValueError if a parameter that was frozen when the partition was built no longer is. Called before a
+        training batch, in which no backward may reach the parameter."""
         for unit in self.units:
             for entry in () if unit.trains else unit.storage.parameters:
                 if entry.parameter.requires_grad:
@@ -113,8 +113,8 @@ class ZeroPartition:
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Takes shards and master weights from the full parameters. Somebody changed these alike on all data-parallel
-        ranks, inside :meth:`full_parameters` or where they are not released."""
+        """Takes shards and master weights from the full parameters, which user code changed in the same way on all
+        data-parallel ranks, inside :meth:`full_parameters` or where they are not released."""
         for unit in self.units:
             unit.adopt()
 

@@ -57,7 +57,7 @@ class Software:
     """Whether one kernel computes a norm, an activation function or the loss, as in Megatron-core with Transformer
     Engine. Models of transformers compute RMSNorm, gates and some activation functions by several operations."""
     splits_sequence: bool = False
-    """Whether tensor-parallel ranks have a part of the sequence each between their matrices (sequence parallelism)."""
+    """Whether each tensor-parallel rank has a part of the sequence between matrices (sequence parallelism)."""
     all_to_all: bool = False
     """Whether an all-to-all replaces the reduce-scatter, as on gloo."""
 

@@ -28,7 +28,7 @@ def ranked(cluster: IslandCluster, demand: Demand, first: Slot | None = None) ->
     """Returns all assignments that are compared, the cheapest first.
 
     The cost is the time of compute, if it is known and divided by speed, and of all messages one after another. Of
-    equally cheap ones, those whose pipeline ranks or data-parallel ranks have alike GPUs come first. Orders that keep
+    equally cheap ones, those whose pipeline ranks or data-parallel ranks have equal GPUs come first. Orders that keep
     the nodes of hierarchical shards in islands precede all others. Of these, the one that a plan has chosen comes
     first.
 

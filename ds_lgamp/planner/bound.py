@@ -1,4 +1,4 @@
-"""The least that a step can take, without a look at its waits."""
+"""A lower bound of a step's time, which ignores its waits."""
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.compute import Compute, Seconds

@@ -34,8 +34,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Alike nodes with alike GPUs. All rates are what the hardware promises; :mod:`ds_lgamp.planner.efficiency`
-    knows what is reached."""
+    """Equal nodes with equal GPUs. All rates are what the hardware promises; :mod:`ds_lgamp.planner.efficiency` knows
+    what is reached."""
 
     name: str
     nodes: int
@@ -64,10 +64,10 @@ class Cluster:
 
 
 def parse_cluster(text: Mapping[str, Any]) -> Cluster:
-    """Reads a cluster file of alike nodes. Raises ValueError that names the field."""
+    """Reads a cluster file of equal nodes. Raises ValueError that names the field."""
     if "islands" in text:
         raise ValueError(
-            "the cluster has islands, but this takes alike nodes; ds_lgamp plan --model and ds_lgamp run take islands"
+            "the cluster has islands, but this takes equal nodes; ds_lgamp plan --model and ds_lgamp run take islands"
         )
     known = {
         "name",

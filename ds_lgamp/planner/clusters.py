@@ -2,7 +2,7 @@
 
 Rates are those of NVIDIA's data sheets. Prices are an assumption, what clouds typically ask: give your own. Nodes of
 A100 have four network cards of 200 Gbit/s, as those of the published runs in benchmarks/data/vtrain; a DGX A100 has
-eight. Younger nodes have one of 400 Gbit/s per GPU.
+eight. Nodes of later GPUs have one of 400 Gbit/s per GPU.
 
 Hosts are those of the DGX of that GPU: 2 TB for 8 GPUs, two processors of 8 channels each, with DDR4-3200 (A100),
 DDR5-4800 (H100, H200) or DDR5-5600 (B200), 8 bytes per transfer. A GPU has 16 lanes of PCIe 4.0 (A100) or 5.0 to its
@@ -87,7 +87,7 @@ def read_cluster(source: str, gpus: int = GPUS_PER_NODE) -> Cluster:
     """Returns the cluster that ``source`` names: one of :data:`CLUSTERS` with room for ``gpus`` GPUs, or a JSON file as
     :func:`parse_cluster` reads it.
 
-    Raises ValueError if there is neither, or that names the wrong field of the file.
+    Raises ValueError if there is neither, or if a field of the file is wrong, which it names.
     """
     path = Path(source)
     if source in CLUSTERS or not path.is_file():

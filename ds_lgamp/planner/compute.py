@@ -32,7 +32,7 @@ HOST_UPDATE_BYTES = 30
 """Bytes per parameter of an Adam update on the host: gradient, master and both moments read (16), master and both
 moments written (12), weights of 16 bits written (2)."""
 BUS_REACHED, HOST_MEMORY_REACHED = 0.8, 0.5
-"""Fractions of the bandwidths that copies of pinned memory and the host's update reach. Assumptions: nothing here was
+"""Fractions of the bandwidths that copies of pinned memory and the host's update reach. These are assumptions, not
 compared with a measurement."""
 
 

@@ -1,4 +1,4 @@
-"""What remains of promised rates."""
+"""The fraction of promised rates that is reached."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""Runs the program of a configuration on the clock: exact where the closed form takes all ranks to be alike."""
+"""Runs the program of a configuration on the clock: exact where the closed form assumes equal ranks."""
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.compute import ELEMENT, Compute
@@ -17,12 +17,12 @@ MOST_COMPUTES = 300_000
 
 
 def is_quick(configuration: Configuration) -> bool:
-    """Whether the clock knows the configuration, because this project's engine runs it, and takes seconds for it."""
+    """Whether the clock can run the configuration, which is one of ds_lgamp's, in seconds."""
     return is_layered(configuration) and configuration.computes <= MOST_COMPUTES
 
 
 def is_layered(configuration: Configuration) -> bool:
-    """Whether this project's engine runs the configuration, layer by layer."""
+    """Whether ds_lgamp runs the configuration under the layered schedule."""
     return configuration.schedule == "layered" and not configuration.micro_batch_outer
 
 

@@ -25,7 +25,7 @@ class Exposed:
     step: float | None
     """Of the whole step; None if the time of compute is unknown."""
     exposed: float | None
-    """Of the network that no compute hides: what the step takes longer than without a network."""
+    """Seconds of the network that no compute hides: the step less one without a network."""
 
 
 def exposed(

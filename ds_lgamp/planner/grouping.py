@@ -67,7 +67,7 @@ def cluster_text(nodes: Sequence[Node], links: Rates, inside: Link | None) -> di
     for pair, link in links.items():
         crossing.setdefault(frozenset(number[node] for node in pair), []).append(link)
     outside = {pair: _middle(several) for pair, several in crossing.items() if len(pair) == 2}
-    # One island has nothing outside: its own network stands for it.
+    # A single island has no network to others, so its own takes that place.
     between = _middle(list(outside.values()) or list(links.values()) or [inside or Link(1e9, 1e-4)])
     slowest = min((node.flops for node in nodes if node.flops is not None), default=None)
     interfaces = [nodes[members[0]].interface for members in islands]
@@ -118,5 +118,6 @@ def _middle(links: Sequence[Link]) -> Link:
 
 
 def _close(first: float | None, second: float | None) -> bool:
-    """Whether two rates differ no more than measurements of equal ones. Rates that were not measured count as equal."""
+    """Whether two rates differ by no more than measurements of equal rates do. Rates that were not measured count as
+    equal."""
     return first is None or second is None or max(first, second) <= ALIKE * min(first, second)

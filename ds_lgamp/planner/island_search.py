@@ -1,8 +1,9 @@
 """Finds the fastest configurations for a model on a cluster with islands, and the order of ranks for each.
 
-Two clusters of alike nodes, one with the fastest network of the islands and one with the slow one between them, propose
-configurations. Each of these gets the cheapest orders of ranks (:mod:`ds_lgamp.planner.assign`), and the clock runs its
-program on the links that it then uses. So a proposal counts for nothing but as a proposal.
+The search takes its configurations from two imagined clusters of equal nodes: one has the fastest network of the
+islands, the other the slow one between them. Each configuration gets the cheapest orders of ranks
+(:mod:`ds_lgamp.planner.assign`), and the clock runs its program on the links that it then uses. So the imagined
+clusters decide what is tried, not what is best.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ from ds_lgamp.schedule.program import build_timed_program
 from ds_lgamp.schedule.simulate import simulate
 
 LONG_LIST, PROPOSALS = 200, 6
-"""How many plans each cluster of alike nodes ranks, and how many of these it proposes beside the best of every method
-with every number of pipeline ranks."""
+"""How many plans each imagined cluster ranks, and how many of these are tried beside the best of every method with
+every number of pipeline ranks."""
 _REACHED = {"matmul": 1.0, "memory": 1.0, "inside": 1.0, "between": 1.0}
 """Rates of a cluster with islands are those that are reached."""
 
@@ -42,7 +43,7 @@ class IslandPlan:
     seconds: float
     """Of a step on the clock."""
     exposed: float
-    """Seconds of it that no compute hides: what it takes longer than without a network between nodes."""
+    """Seconds of it that no compute hides: the step less one without a network between nodes."""
     memory: ConfigurationMemory
 
     @property
@@ -52,7 +53,7 @@ class IslandPlan:
 
 def search_islands(model: Model, cluster: IslandCluster, sequences: int, best: int = 10) -> list[IslandPlan]:
     """Returns the ``best`` plans for steps of ``sequences`` sequences, the fastest first, and the fastest of each other
-    method. Where pipeline ranks are of unlike speeds, those of the layered schedule share layers by them.
+    method. If pipeline ranks have different speeds, the layered schedule shares layers by them.
 
     Raises ValueError if the file lacks what a plan needs, and NothingFits as :func:`ds_lgamp.planner.search.search`.
     """
@@ -74,7 +75,7 @@ def search_islands(model: Model, cluster: IslandCluster, sequences: int, best: i
 
 
 def _proposals(model: Model, cluster: Cluster, sequences: int) -> list[Configuration]:
-    """Returns what may be fast on islands, by what is fast on a ``cluster`` of alike nodes."""
+    """Returns the configurations that may be fast on islands: those that are fast on a ``cluster`` of equal nodes."""
     # The clock of islands knows no bus.
     plans = search(model, cluster, sequences, best=LONG_LIST, offload=False)
     first: dict[tuple[str, int], Configuration] = {}
@@ -84,7 +85,7 @@ def _proposals(model: Model, cluster: Cluster, sequences: int) -> list[Configura
 
 
 def alike(cluster: IslandCluster, fast: bool) -> Cluster:
-    """Returns a cluster of as many GPUs in alike nodes, with the fastest network of the islands or with the slow one
+    """Returns a cluster of as many GPUs in equal nodes, with the fastest network of the islands or with the slow one
     between them. Its GPUs have the mean speed.
 
     Raises ValueError that names the field that the file lacks.

@@ -1,4 +1,4 @@
-"""A cluster of unlike networks: islands of nodes that a fast network joins, and what lies between them."""
+"""A cluster with different networks: islands of nodes that a fast network joins, and the links between islands."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ _OF_ISLAND = (
 )
 _OF_BETWEEN = ("network", "bandwidth", "latency", "interface", "nccl_network")
 _VARIABLES = ("NCCL_", "GLOO_", "UCX_")
-"""How the names of variables begin that an island may set."""
+"""Prefixes of the variables that an island may set."""
 
 
 @dataclass(frozen=True)
 class Island:
-    """Alike nodes that one fast network joins."""
+    """Equal nodes that one fast network joins."""
 
     name: str
     nodes: tuple[str, ...]
@@ -230,6 +230,6 @@ def _refuse_twice(field_name: str, names: Sequence[str]) -> None:
 
 
 def read_islands(source: str) -> IslandCluster:
-    """Reads the JSON file ``source`` as :func:`parse_islands` does. Raises ValueError if there is none, or that names
-    the wrong field."""
+    """Reads the JSON file ``source`` as :func:`parse_islands` does. Raises ValueError if there is none, or if a field
+    is wrong, which it names."""
     return parse_islands(read_json(source))

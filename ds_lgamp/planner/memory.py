@@ -56,7 +56,7 @@ class ConfigurationMemory(NamedTuple):
     messages: int = 0
     """Sends and receives of the pipeline under way."""
     working: int = 0
-    """Of the one backward or update that runs."""
+    """Of the backward or update that runs."""
     batch: int = 0
     """Token ids, labels and tables of rotary positions of all micro-batches."""
 

@@ -12,7 +12,7 @@ from ds_lgamp.planner.predict import predict
 SLOWEST, FASTEST = 1e5, 1e13
 """Bytes per second of a network card between which the needed bandwidth is looked for."""
 MOST_COMPUTES = 50_000
-"""Forwards and backwards that the clock runs in half a second, for every bandwidth anew."""
+"""The most forwards and backwards to run on the clock, half a second for each bandwidth."""
 
 
 def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:

@@ -84,7 +84,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
     """Predicts a step of ``model`` on ``cluster``.
 
     With ``on_clock``, or with hierarchical shards or offloading, a layered step is run action by action, and takes
-    :func:`ds_lgamp.planner.exact.exact_seconds`. Otherwise a formula takes all chunks and ranks to be alike.
+    :func:`ds_lgamp.planner.exact.exact_seconds`. Otherwise a formula assumes equal chunks and ranks.
 
     Raises ValueError if the configuration needs more GPUs than there are, or if tensor ranks or layers do not divide.
     """
@@ -170,8 +170,8 @@ def _with_end(stage: _Stage, end: Seconds, tensor_parallel: float, parameters: f
 def _layered_waits(
     model: Model, cluster: Cluster, configuration: Configuration, network: Network, stages: Sequence[_Stage]
 ) -> dict[str, float]:
-    """Returns the seconds of the waits of a layered step, by the clock's closed form: each wait is what the step takes
-    longer with its cause than without it.
+    """Returns the seconds of the waits of a layered step, by the clock's closed form: each wait is the time of the step
+    with its cause less that without it.
 
     The closed form knows equal ranks only, so the slowest rank stands for all of them; :func:`_lighter` corrects this.
     It gives collectives a network card of their own. Messages that cross nodes share it, so a collective here also
@@ -283,7 +283,7 @@ def _bubble(configuration: Configuration, stages: Sequence[float]) -> float:
     """Seconds that the slowest pipeline rank waits. ``stages`` gives those of one micro-batch on each rank.
 
     The first micro-batch passes a chunk of every other rank before the slowest rank has work without a pause, or does
-    so on the way back (arXiv 2104.04473, section 2.2, for ranks that are not alike).
+    so on the way back (arXiv 2104.04473, section 2.2, for ranks that differ).
     """
     return (sum(stages) - max(stages)) / configuration.chunks_per_rank
 
@@ -313,9 +313,9 @@ def _exposed(
 def _exposed_by_micro_batches(
     configuration: Configuration, beside: Seconds, gather: float, reduction: float
 ) -> tuple[float, float]:
-    """With micro-batches outside, each of them gathers twice (stage 3) and reduces (stages 2 and 3).
-    Then gathers run ahead of the compute and reductions behind it; otherwise only the backward of the last micro-batch
-    can hide a reduction. Stages 1 and 2 gather behind the update, when nothing computes."""
+    """With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
+    ahead of the compute and reductions behind it; otherwise only the backward of the last micro-batch can hide a
+    reduction. Stages 1 and 2 gather behind the update, when nothing computes."""
     rounds = configuration.micro_batches if configuration.micro_batch_outer else 1
     gathers = 2 * rounds * gather if configuration.zero_stage == 3 else 0.0
     reductions = reduction * (rounds if configuration.zero_stage >= 2 else 1)

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: "25 Gbit/s", "80 GB", "312 TFLOP/s", "5 us", "2.5 USD/h"."""
+"""Numbers with units: "25 Gbit/s", "80 GB", "312 TFLOP/s", "5 us", "2.5 USD/h"."""
 
 import re
 from collections.abc import Mapping

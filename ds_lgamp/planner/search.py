@@ -36,7 +36,7 @@ class Plan:
 
 
 def method_of(configuration: Configuration) -> str:
-    """Names the way to train in the words of tables."""
+    """Returns the name of the method, as tables show it."""
     if configuration.micro_batch_outer:
         return f"ZeRO-{configuration.zero_stage}"
     if configuration.hierarchy is not None:
@@ -99,7 +99,7 @@ def search(
 Need = tuple[ConfigurationMemory, Configuration]
 
 WORTH_A_LOOK = 1.5
-"""A plan that takes so many times as long as the best one of its method is not looked at."""
+"""Plans that take more than so many times as long as the best one of their method are left out."""
 
 
 def _by_bound(
@@ -200,15 +200,14 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[P
 
 
 FAR_BEHIND = 2.5
-"""A plan that takes so many times as long as the best one by the formula is not run on the clock. Where links are slow,
-the formula has told 0.5 to 1.2 times the clock's seconds."""
+"""Plans that take more than so many times as long as the best one by the formula are not run on the clock. On slow
+links, the formula gives 0.5 to 1.2 times the clock's seconds."""
 MOST_CLOCKED = 400_000
 """Forwards and backwards that a search runs on the clock, which takes it about three seconds."""
 
 
 def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[Plan]:
-    """Returns all ``plans``, which are sorted: those of this project's engine with the seconds of the clock, as far as
-    they may be the best."""
+    """Returns all ``plans``, which are sorted: the layered ones that may be the best have the seconds of the clock."""
     clocked, left = [], MOST_CLOCKED
     for plan in plans:
         computes = plan.configuration.computes

@@ -1,7 +1,7 @@
 """The shortest time to train a model, however many GPUs that takes: the critical batch limits how many can help.
 
-A pipeline of as many ranks as layers, with one micro-batch, is as fast as anything, but its GPUs stand idle. So at
-least ``BUSY`` of the GPUs' time must be compute.
+No training is faster than a pipeline of as many ranks as layers with one micro-batch, but its GPUs are idle most of the
+time. So at least ``BUSY`` of the GPUs' time must be compute.
 """
 
 from collections.abc import Iterator

@@ -13,8 +13,8 @@ from ds_lgamp.schedule.program import build_rank_program
 
 
 def as_executed(model: Model, configuration: Configuration) -> Configuration:
-    """Returns the configuration of the same program in this project's terms. Stock ZeRO-3 is the layered order with a
-    chunk for every layer and one micro-batch in a group."""
+    """Returns the configuration with the same program under the layered schedule. Stock ZeRO-3 is the layered order
+    with a chunk for every layer and one micro-batch in a group."""
     if not configuration.micro_batch_outer:
         return configuration
     return replace(configuration, schedule="layered", chunks_per_rank=model.layers, micro_batch_group=1)
@@ -51,7 +51,7 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
             parameters += ends[chunk]
         units.append(UnitSize(aligned(parameters), aligned(parameters), (chunk,)))
     if users:
-        # The engine ties all that precedes and follows the layers.
+        # The engine ties everything that precedes and follows the layers.
         tied = aligned(sum(ends.values()))
         units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=min(2, configuration.pipeline_ranks)))
     return units

@@ -1,8 +1,8 @@
 """Writes a configuration as files that train with it: ``ds_config.json`` and ``launch.sh``; with islands also
 ``step.json``, by which ``ds_lgamp run`` orders the ranks as the plan does.
 
-Without tensor parallelism these start an unedited script that trains a model of transformers. Its every rank feeds
-micro-batches of its own, and the P ranks of a pipeline compute all of them as one program. So a rank accumulates M / P
+Without tensor parallelism these start an unedited script that trains a model of transformers. Every rank feeds its own
+micro-batches, and the P ranks of a pipeline compute all of them as one program. So a rank accumulates M / P
 micro-batches, and P must divide M (docs/transformers.md). With tensor parallelism they start launch/pretrain_gpt.py,
 whose ranks of a pipeline read the same M micro-batches.
 """
@@ -35,7 +35,7 @@ def write(
 ) -> None:
     """Writes the files into ``folder``.
 
-    Raises ValueError if :func:`why_not` has a reason, if the GPUs of the configuration are no whole nodes of the
+    Raises ValueError if :func:`why_not` has a reason, if the GPUs of the configuration do not fill whole nodes of the
     cluster, if one of the files exists, or if they cannot be written.
     """
     reason = why_not(model, configuration)
@@ -128,7 +128,7 @@ def _offload(configuration: Configuration) -> dict[str, dict[str, str]]:
 def launch_script(
     model: Model, configuration: Configuration, cluster: Cluster, islands: OnIslands | None = None
 ) -> str:
-    """Returns what ``launch.sh`` holds. Raises ValueError if the GPUs are no whole nodes."""
+    """Returns what ``launch.sh`` holds. Raises ValueError if the GPUs do not fill whole nodes."""
     gpus, per_node = configuration.gpus, min(configuration.gpus, cluster.gpus_per_node)
     if gpus % per_node:
         raise ValueError(

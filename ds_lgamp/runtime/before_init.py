@@ -1,4 +1,4 @@
-"""What processes of a job know and tell each other before ``torch.distributed`` is initialised."""
+"""Lets processes of a job talk to each other before ``torch.distributed`` is initialised."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 NODE = "DS_LGAMP_NODE"
-"""The variable that names this node, where the host's name does not: in containers, or for several on one machine."""
+"""The variable that names this node if host names do not, as in containers, or for several nodes on one machine."""
 _NODE_NUMBERS = "GROUP_RANK", "CROSS_RANK", "SLURM_NODEID"
 """Variables with the node's number: of torchrun, of the deepspeed launcher and of Slurm."""
 _PATIENCE = timedelta(minutes=10)
@@ -23,7 +23,7 @@ def node_name() -> str:
 
 
 def node_number() -> int | None:
-    """Returns the launcher's number of this node; None if the launcher tells none."""
+    """Returns the launcher's number of this node; None if the launcher gives none."""
     for name in _NODE_NUMBERS:
         with suppress(KeyError, ValueError):
             return int(os.environ[name])
@@ -41,8 +41,8 @@ def launcher_hosts_store() -> bool:
 
 
 def attempt() -> str:
-    """Returns what tells this start of the ranks from earlier ones that used the same store. Where rank 0 hosts the
-    store, each start has a new one, and torchrun's nodes may count restarts differently."""
+    """Returns a text that distinguishes this start of the ranks from earlier ones that used the same store. Where rank
+    0 hosts the store, each start has a new one, and torchrun's nodes may count restarts differently."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_hosts_store() else "0"
 
 

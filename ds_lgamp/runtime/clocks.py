@@ -1,4 +1,4 @@
-"""Clocks of the host and of devices, which show the same on all ranks."""
+"""Clocks of the host and of devices, which show the same time on all ranks."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_lgamp.partition.agreement import everyone, host_group
 
 ROUNDS = 8
-"""Questions to the first rank, of which the one that was answered soonest counts."""
+"""How often to ask the first rank. The fastest answer counts."""
 
 Mark = Any
 """A moment: seconds of the host's clock, or an event of the device."""
@@ -31,8 +31,8 @@ def machine() -> str:
 def common_zero(own_machine: str, clock: Clock = time.perf_counter) -> float:
     """Returns what this rank's clock showed at one moment, the same for all ranks. Collective over all ranks.
 
-    Ranks on the machine of the first rank have its clock. Others ask it for the time: they are off by no more than half
-    the way there and back.
+    Ranks on the machine of the first rank have its clock. Others ask it for the time, and are off by at most half a
+    round trip.
     """
     group = host_group()
     facts = everyone((own_machine, clock()), group)
@@ -79,11 +79,11 @@ class HostClock:
     now = staticmethod(time.perf_counter)
 
     def base_on(self, mark: Mark) -> float:
-        """Returns the seconds at ``mark``, which is near to what is asked next."""
+        """Returns the seconds at ``mark``; the next marks are near to it."""
         return self.seconds(mark)
 
     def seconds(self, mark: Mark) -> float:
-        """Returns the seconds at ``mark`` since all ranks began. Waits for it, if it is still to come."""
+        """Returns the seconds at ``mark`` since all ranks began. Waits for ``mark`` if it lies ahead."""
         return mark - self._zero
 
     def is_past(self, mark: Mark) -> bool:

@@ -7,8 +7,8 @@ any size. When the hub itself dies, all see it. A hub that leaves well hands its
 that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.runtime.stalls`), and
 otherwise it sleeps until something happens.
 
-The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever,
-a timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that is terminated speaks first
+The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever, a
+timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
 (:mod:`ds_lgamp.runtime.termination`).
 """
 
@@ -134,7 +134,7 @@ class Lifeline:
             try:
                 self._serve(self._leaving.is_set, looks=True)
             finally:
-                # A timer that nobody sets anew would end this process.
+                # The timer would end this process if nothing set it again.
                 self.stalls.finish()
             self._serve(lambda: len(self._neighbours) < 2, _STAY)
         finally:
@@ -154,7 +154,7 @@ class Lifeline:
                 next_look = now + TICK
             left = min(deadline, next_look if looks else math.inf) - now
             for key, _ in self._selector.select(max(0.0, left)):
-                # What an earlier event did may have closed this one's connection.
+                # An earlier event may have closed the connection of this one.
                 if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
                     key.data(key.fileobj)
 
@@ -162,7 +162,7 @@ class Lifeline:
         try:
             self.stalls.look(self._neighbours, self._hub)
         except Exception:
-            # A fault there must not take with it what watches for deaths.
+            # An error there must not stop the watch for deaths.
             logger.exception(f"ds_lgamp: {self._own.name} cannot tell whether ranks stand still")
 
     def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
@@ -280,7 +280,7 @@ class Lifeline:
         if source is not None:
             self._watched.discard(source)
         self._spread(kind, verdict)
-        # Whoever refuses says so itself, unless SIGTERM is about to end this rank.
+        # A rank that refuses says so itself, unless SIGTERM is about to end it.
         if (kind == _VERDICT or self._terminated) and not self._leaving.is_set():
             say(self._last_words())
         self._judged.set()
@@ -315,7 +315,7 @@ class Lifeline:
     def _spread(self, kind: str, verdict: str) -> None:
         for neighbour in list(self._watched):
             neighbour.send(f"{kind} {verdict}")
-        # Whoever knows the verdict ends too, without a goodbye.
+        # Neighbours that know the verdict end too, without a goodbye.
         self._watched.clear()
 
     def _last_words(self) -> str:

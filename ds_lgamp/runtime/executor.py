@@ -65,7 +65,7 @@ class Executor:
         timing: records where the time goes.
         owns: tells whether a tensor is a view of a chunk's parameters; None if parameters are never released.
         stored_inputs: moves inputs to the host and back; None if the programs leave them on the device.
-        alike: the global ranks with the same chunks, this one among them.
+        alike: the global ranks with the same chunks, including this one.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Executor:
         self.current: Action | None = None
         """The action that runs; None between actions."""
         self.program: Sequence[Action] = ()
-        """The actions of the current batch. What stands here and in the next attributes is for another thread to read
+        """The actions of the current batch. Another thread reads this and the next attributes
         (:mod:`ds_lgamp.runtime.whereabouts`)."""
         self.row = -1
         """The index of the last action that began; the length of the program once only sends are left."""
@@ -149,8 +149,8 @@ class Executor:
                 self._stored_inputs.clear()
             action = "the end of the batch" if self.current is None else str(self.current)
             label = f" of {here.label}" if here.label else ""
-            # Of a StopIteration and the RuntimeError that it caused, contextlib would hand out the StopIteration, which
-            # ends loops of scripts.
+            # contextlib would raise the StopIteration instead of the RuntimeError that it caused, and end a loop of the
+            # script.
             cause = None if isinstance(error, StopIteration) else error
             raise ActionError(
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "

@@ -52,7 +52,7 @@ class FirstSeen:
         if self._sums is None or (layer, micro_batch) in self._noted:
             return
         if micro_batch >= self._sums.shape[2]:
-            # The script gives more of them to a step than it said. The norm still tells whether they are finite.
+            # The script gives the step more micro-batches than it said. The norm still tells whether they are finite.
             return
         self._noted.add((layer, micro_batch))
         forward, backward = self._sums[:, self._rows[layer], micro_batch]

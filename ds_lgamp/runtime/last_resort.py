@@ -1,4 +1,5 @@
-"""What works where little else in this process does: last words, the system's clock, the device library's record."""
+"""The last means of a process that no longer runs: its last message, the system's timer, the device library's
+record."""
 
 import faulthandler
 import math
@@ -95,7 +96,7 @@ def end(sentence: str, rank: int) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Writes to standard error, but does not wait for who reads there."""
+    """Writes to standard error, but does not wait for a reader."""
     _try(lambda: os.write(2, text.encode()), 1.0)
 
 

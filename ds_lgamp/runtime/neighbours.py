@@ -88,7 +88,7 @@ def listen(address: str, alone: bool) -> socket.socket:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if alone or not _is_loopback(str(place[0])):
             return socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
-    # Other machines know by that name an interface of this one, and this one does not know which.
+    # Other machines reach an interface of this one by that name, but this one does not know which.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
@@ -123,7 +123,7 @@ def join(member: Member, token: str, own: Member) -> Connection:
         expected = WELCOME.encode() + b"\n"
         answer = b""
         while len(answer) < len(expected):
-            # No more than the answer: what follows it is for others to read.
+            # Reads only the answer, because other code reads what follows it.
             received = peer.recv(len(expected) - len(answer))
             if not received:
                 break

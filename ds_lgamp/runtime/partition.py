@@ -1,4 +1,4 @@
-"""What the executor asks of whoever holds parameters and gradients."""
+"""What the executor asks of the holder of parameters and gradients."""
 
 from typing import Protocol
 

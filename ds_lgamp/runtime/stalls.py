@@ -1,4 +1,4 @@
-"""What ranks tell each other over the lifeline about where they stand."""
+"""Lets ranks tell each other over the lifeline where they stand."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ class StallTalk:
         self._observer = Observer(own.rank, own.host)
         self._rounds, self._asking = Rounds(), Asking()
         self._left: dict[int, tuple[float, str]] = {}
-        """By rank, when it said goodbye: by this process's clock, and for people."""
+        """By rank, when it said goodbye: by this process's clock, and in words."""
         self._failing = ""
         """Which rank fails, but completes a checkpoint first; "" if none does."""
         self._last_resort = LastResort()
@@ -49,7 +49,7 @@ class StallTalk:
             neighbours: the ranks at the other ends of connections.
             hub: the connection to the hub; None if this rank is the hub.
         """
-        # Ahead of what could fail: a timer that nobody sets anew would end this process.
+        # First, because what follows could fail, and the timer would end this process if nothing set it again.
         self._arm(here.limit)
         now = time.monotonic()
         own = self._observer.look(now)

@@ -33,7 +33,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.running = False
-        """While this is False, timing costs next to nothing."""
+        """While this is False, timing costs almost nothing."""
         self._device = device
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, Any, Any]] = []

@@ -1,4 +1,4 @@
-"""Lets a rank speak before SIGTERM ends it. Launchers terminate the other ranks of a node as soon as one has ended.
+"""Lets a rank say why before SIGTERM ends it. Launchers terminate the other ranks of a node as soon as one has ended.
 
 By default SIGTERM ends a process whatever it does. Here Python's handler writes to a socket instead, even while the
 main thread waits in C code. The lifeline's thread reads there, says what it knows, and then ends the process by the
@@ -30,7 +30,7 @@ _PATIENCE = 2.0
 _HELD = 0
 """What the main thread writes. It is the number of no signal."""
 _SENDER = struct.Struct("3i")
-"""Process, user and group of who has written to a socket."""
+"""Process, user and group of the writer to a socket."""
 
 
 class Termination:
@@ -49,7 +49,7 @@ class Termination:
         return self._bell.fileno()
 
     def catch(self) -> None:
-        """From now on SIGTERM leaves the end of this process to who waits for it.
+        """From now on SIGTERM does not end this process, but lets the thread that waits for it do so.
 
         Does nothing in another thread than the main one, where SIGTERM has another action than the default one, or
         where signals are written to another file.

@@ -51,7 +51,7 @@ class Traced(Protocol):
 class Trace:
     """Records the training steps ``first`` to ``last`` of one rank. All ranks have one.
 
-    While it records, it takes the place of the executor's timing, and times for that as well.
+    While it records, it takes the place of the executor's timing, and passes times on to it.
 
     Args:
         folder: where the recording goes. It may exist.
@@ -89,8 +89,8 @@ class Trace:
         """What was launched and not awaited yet, by the action that launched it."""
 
     def begin(self, number: int, executor: Traced, spec: Callable[[], ProgramSpec]) -> None:
-        """Records the training step that begins, if it is to be. Collective over all ranks in the first step that is
-        recorded.
+        """Records the training step that begins, if its number is one to record. Collective over all ranks in the first
+        recorded step.
 
         Args:
             executor: runs the step.
@@ -189,7 +189,7 @@ class _Block(AbstractContextManager):
 
 
 class _Flight:
-    """Something beside compute. Whoever says first that it is over gives it its end."""
+    """A launch beside compute. The first call of :meth:`end` counts."""
 
     __slots__ = ("_now", "action", "lane", "moved", "over", "start")
 
@@ -264,7 +264,7 @@ def _write_all(steps: "deque[_Step]", output: "_Output", clock: HostClock) -> No
 
 
 def _memory_of(device: torch.device) -> Callable[[], int]:
-    """Returns what reads the bytes alive on ``device``; on a CPU, those of the process in main memory."""
+    """Returns a function that reads the bytes alive on ``device``; on a CPU, those of the process in main memory."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         if not hasattr(module, "memory_stats_as_nested_dict"):

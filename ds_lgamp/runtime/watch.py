@@ -1,4 +1,4 @@
-"""Notices that ranks stand still, and judges who is to blame: the part of the lifeline that has no sockets.
+"""Notices that ranks stand still, and finds the rank to blame: the part of the lifeline that has no sockets.
 
 A rank that waits for long says so to the hub. The hub then asks all ranks where they stand. Those whose threads still
 run answer at once.
@@ -13,7 +13,7 @@ from ds_lgamp.schedule.culprit import Silent, Stall, stalled_longest, without_hu
 from ds_lgamp.schedule.standing import Standing
 
 ANSWER = 3.0
-"""Seconds in which a rank answers whose threads run."""
+"""Seconds within which a rank answers if its threads run."""
 _WARN_AFTER = 30.0
 """Seconds that a rank waits before it is worth a warning, or a quarter of the limit if that is less."""
 _QUARTER = 4
@@ -40,7 +40,7 @@ class Rounds:
         self._asked: set[int] = set()
         self._answers: dict[int, Standing] = {}
         self._silent: dict[int, tuple[float, str]] = {}
-        """By rank, since when it has not answered: by the caller's clock, and for people."""
+        """By rank, since when it has not answered: by the caller's clock, and in words."""
         self._warnings = Warnings()
 
     def want(self) -> None:

@@ -25,13 +25,13 @@ FIRST_BATCH = 10
 _EARLY, _ASKED_AFTER = 8, 5.0
 """A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
 _MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
-"""How the functions of torch.distributed begin that no rank can leave before all of the group have entered."""
+"""Prefixes of the functions of torch.distributed that no rank can leave before all of the group have entered."""
 _FRAMES = 12
 """How many calls of a stack to show, the innermost ones."""
 
 
 class Place(Enum):
-    """What runs on the main thread. For people, as it follows "stands"."""
+    """What runs on the main thread. Its text follows "stands"."""
 
     SCRIPT = "outside of a batch"
     DATA = "where it reads the data"
@@ -62,7 +62,7 @@ class Whereabouts:
         """Called in the main thread with a limit that differs from the one before. From then on the main thread may
         keep the interpreter, so that no other thread sees the limit."""
         self.awaited = ""
-        """What the main thread waits for that another thread does with all ranks; "" if nothing."""
+        """What another thread does with all ranks while the main thread waits for it; "" if nothing."""
         self._executor: weakref.ref[Running] | None = None
         self.thread = threading.main_thread().ident
 
@@ -92,7 +92,7 @@ class Whereabouts:
         """A batch, from its data to its end, or a part of it.
 
         Args:
-            label: the batch, for people.
+            label: the batch, in words.
             limit: how many seconds ranks may stand still in it. The first batch of its kind may take longer.
             ends: whether the batch ends with the block.
         """
@@ -113,7 +113,7 @@ class Whereabouts:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """The main thread waits for ``what`` another thread does with all ranks."""
+        """Notes that the main thread waits inside the block for ``what`` another thread does with all ranks."""
         self.awaited = what
         try:
             yield
@@ -121,7 +121,7 @@ class Whereabouts:
             self.awaited = ""
 
     def __str__(self) -> str:
-        """For people, as it follows "stands"."""
+        """Returns words that follow "stands"."""
         executor = self.executor
         current = None if executor is None else executor.current
         place = f"in {current}" if self.place is Place.BATCH and current is not None else self.place.value

@@ -12,8 +12,8 @@ host, beside the program. Once it is over, ``LOAD3`` copies this rank's part of 
 of ``F3.5`` to the rank of chunk 4, where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that
 ``B3.5`` computed to the rank of chunk 2, where ``RECV_B2.5`` posts the receive.
 
-``RETURN2`` gives the script the outputs of its call 2, where it computes the loss. All pipeline ranks come to it, and
-then the script has its turn.
+``RETURN2`` returns the outputs of call 2 to a script that computes the loss itself. The script goes on when all
+pipeline ranks have reached it.
 """
 
 import re
@@ -89,8 +89,8 @@ _TEXT = re.compile(
 
 
 class Action(NamedTuple):
-    """One entry of a pipeline rank's program. ``chunk`` and ``micro_batch`` are -1 if the kind has none. That of RETURN
-    is the number of a call."""
+    """One entry of a pipeline rank's program. ``chunk`` and ``micro_batch`` are -1 if the kind has none. The
+    ``micro_batch`` of RETURN is the number of a call."""
 
     kind: Kind
     chunk: int = -1

@@ -90,7 +90,7 @@ class Card:
 
 
 def _lane(kind: Kind) -> str:
-    """Returns what actions of this kind share, one after another."""
+    """Returns the lane of actions of this kind. Those of one lane run one after another."""
     if kind in COLLECTIVES:
         return "between nodes" if kind in BETWEEN_NODES else "network"
     return {Kind.LOAD_INPUT: Kind.LOAD, Kind.STORE_INPUT: Kind.STORE}.get(kind, kind).value

@@ -30,7 +30,7 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _RUN_GROUPS = 5
-"""Of more groups than these, those in the middle take as long as the third."""
+"""With more groups than this, each of those in the middle takes as long as the third."""
 
 
 class Shape(NamedTuple):
@@ -195,7 +195,7 @@ def _messages_leave(micro_batches: int, first: int, trip: float, forward: float,
 
 
 def _zigzag(ranks: int, micro_batches: int, both: float, hop: float) -> float:
-    """Returns how long 1F1B takes on ``ranks`` alike ranks: (M + P - 1) t, and 2h for P - 1 of P micro-batches.
+    """Returns how long 1F1B takes on ``ranks`` equal ranks: (M + P - 1) t, and 2h for P - 1 of P micro-batches.
 
     The number of round trips was found by simulation, and the tests compare it with the clock.
     """

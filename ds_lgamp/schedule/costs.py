@@ -1,8 +1,8 @@
 """How long the actions of a program take.
 
 :class:`Durations` has one number for all chunks, links and ranks, :class:`Costs` one for each of them. The clock reads
-:class:`Costs`. A collective on several networks and a tensor-parallel chunk are durations here: whoever knows networks
-and GPUs computes them.
+:class:`Costs`. A collective on several networks and a tensor-parallel chunk are durations here: callers that know
+networks and GPUs compute them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -126,7 +126,7 @@ def uniform_costs(spec: ProgramSpec, durations: Durations) -> Costs:
 
 
 def sized_costs(spec: ProgramSpec, of_layer: Durations, layers: Sequence[float], speeds: Sequence[float] = ()) -> Costs:
-    """Returns the costs of a program whose chunks have unequal numbers of layers, on ranks of unlike speeds.
+    """Returns the costs of a program whose chunks have unequal numbers of layers, on ranks of different speeds.
 
     Args:
         of_layer: durations of one layer on a rank of speed 1. Messages and updates do not depend on either.

@@ -1,4 +1,4 @@
-"""Finds the rank that holds the others up: from where every rank stands, along what each waits for.
+"""Finds the rank that holds up the others, from the action of every rank and what each waits for.
 
 The search begins at a rank that waits. It follows each wait to those ranks that have not done yet what is waited for,
 until it comes to one that does not answer, or that waits for nobody. If all of them have done it, the network between
@@ -17,7 +17,8 @@ _SHOWN = 5
 
 
 class Cause(IntEnum):
-    """Why a search ends at a rank. The first one found of the smallest cause is the culprit."""
+    """Why a search ends at a rank. Smaller causes come first; of ranks with the same cause, the first one found is the
+    culprit."""
 
     SILENCE = 0
     """It does not answer."""
@@ -84,12 +85,12 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
 
 
 _TRIED = 8
-"""Of how many ranks a search finds what they wait for."""
+"""From how many waiting ranks to search."""
 
 
 def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall | None:
     """Returns the stall that has lasted longest, among those of the ranks that have waited longest; None if no rank
-    waits, or if all that do may: they are outside of batches, and who keeps them waiting may go on."""
+    waits, or if all that do may wait: outside of batches, for ranks that may go on."""
     waiting = sorted((each for each in standings.values() if each.waits), key=lambda each: -each.seconds)
     stalls = [find(victim, standings, silent) for victim in waiting[:_TRIED]]
     judged = [stall for stall in stalls if stall.is_judged or stall.cause is Cause.SILENCE]
@@ -156,12 +157,11 @@ class _Search:
     def is_behind(self, other: Standing, standing: Standing, wait: Wait) -> bool:
         if wait.is_call:
             same = any(each.is_call and each.what == wait.what and each.ranks == wait.ranks for each in other.waits)
-            # Between batches a script calls what it likes, on each rank. Who had entered the call would not be waited
-            # for.
+            # Between batches each rank may make any call, and a rank that has entered this one is not waited for.
             always = wait.blocks and not standing.inside
             return not same and (always or _reached(other) <= _reached(standing))
         if wait.times == 0:
-            # It was launched in the batch before, which all have left that stand outside of it.
+            # It was launched in the batch before, which every rank outside of a batch has left.
             return other.batch < standing.batch and other.inside
         return (other.batch, other.done.get(wait.what, 0)) < (standing.batch, wait.times)
 

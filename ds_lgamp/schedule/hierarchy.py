@@ -7,7 +7,7 @@ class Hierarchy(NamedTuple):
     """How W data-parallel ranks form nodes of h ranks each. Node n has the ranks n h to (n + 1) h - 1.
 
     Gathers, and the first half of every reduction, stay inside a node. The ranks with the same place in their node are
-    **peers**. Between peers travels the rest: 1/h of a chunk.
+    **peers**. Peers exchange the rest: 1/h of a chunk.
     """
 
     node_ranks: int

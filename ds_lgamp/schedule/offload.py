@@ -15,7 +15,7 @@ from ds_lgamp.schedule.actions import COMPUTE, OFFLOADING, RECEIVES, Action, Kin
 from ds_lgamp.schedule.orders import pieces_of
 
 BLOCK = 4096
-"""Bytes that the disk moves at least, and whose multiples it moves."""
+"""The disk moves multiples of so many bytes."""
 PIECE = 8 << 20
 """Bytes of a piece of a tensor that moves on its own."""
 PIECES = 4

@@ -17,7 +17,7 @@ SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 
 
 def default_placement(schedule: str) -> str:
-    """The placement of a schedule for which none is given."""
+    """Returns the default placement of ``schedule``."""
     return "contiguous" if schedule in SINGLE_CHUNK_SCHEDULES else "modular"
 
 
@@ -100,8 +100,9 @@ def forward_only(placement: Placement, rank: int, micro_batches: int, group: int
 
 
 def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """The script computes the loss: it calls the model on every pipeline rank, for one micro-batch each, and wants the
-    outputs before its next call. So calls go forward one by one. The backwards of ``order`` follow the last one."""
+    """For a script that computes the loss: it calls the model on every pipeline rank, for one micro-batch each, and
+    needs the outputs before its next call. So the forwards of one call follow those of another. The backwards of
+    ``order`` follow the last call."""
     chunks, pipeline_ranks = chunks_of(placement, rank), max(placement) + 1
     for call, members in enumerate(micro_batch_groups(micro_batches, pipeline_ranks)):
         yield from _forward(chunks, members)
@@ -112,7 +113,7 @@ def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, 
 
 
 def pieces_of(actions: Iterable[Action]) -> Iterator[list[Action]]:
-    """Yields the pieces into which the script's turns cut ``actions``. All but the last one end with RETURN."""
+    """Yields ``actions`` in pieces, cut behind each RETURN."""
     piece: list[Action] = []
     for action in actions:
         piece.append(action)

@@ -23,7 +23,7 @@ class Window(NamedTuple):
 
 def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
     """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. Stage 3 ends by releasing every resident chunk. So
-    do its pieces, because the script may evaluate when it has its turn."""
+    does each piece that ends with RETURN, because the script may evaluate then."""
     windows = windows_of(spec, actions)
     refreshed, resident = started_of(spec, actions)
     lowered: list[Action] = []

@@ -118,10 +118,12 @@ def split_automatic(layer_types: Sequence[Hashable]) -> list[int]:
 
 
 def shares_by_speed(items: int, speeds: Sequence[float], least: int = 1) -> list[int]:
-    """Returns how many of ``items`` alike pieces of work each worker takes, so that the last one is done early.
+    """Returns how many of ``items`` equal pieces of work each worker takes, so that the last worker finishes as early
+    as possible.
 
-    Every item goes to the worker that would be done with it first; of several to the one with the fewest, then to the
-    first. So no other shares have a smaller maximum of share / speed (D'Hondt's method), and equal speeds share evenly.
+    Every item goes to the worker that would finish it first; among such workers to the one with the fewest items, then
+    to the first. So no other shares have a smaller maximum of share / speed (D'Hondt's method), and equal speeds share
+    evenly.
 
     Args:
         speeds: the relative speed of each worker, greater than 0. ``[6, 2]`` shares 8 items as 6 and 2, and 4 as 3 and
@@ -136,13 +138,13 @@ def shares_by_speed(items: int, speeds: Sequence[float], least: int = 1) -> list
 
 
 def split_by_speed(layers: int, placement: Placement, speeds: Sequence[float]) -> list[int]:
-    """Returns chunk bounds for which ranks of unlike speeds are done at the same time, as near as whole layers allow.
+    """Returns chunk bounds with which ranks of different speeds finish together, as nearly as whole layers allow.
 
     A rank's layers follow its speed (:func:`shares_by_speed`). Its chunks share them evenly. So a fast rank has larger
     chunks, not more of them: a chunk of any rank takes about as long as any other, and no rank waits for a slow one.
 
     Args:
-        layers: the number of alike layers, at least one for every chunk.
+        layers: the number of equal layers, at least one for every chunk.
         speeds: the relative speed of each rank.
     """
     counts = Counter(placement)

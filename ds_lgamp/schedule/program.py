@@ -53,8 +53,8 @@ def build_timed_program(spec: ProgramSpec) -> Program:
     """Builds the programs of all pipeline ranks without SEND and RECV, for the clock alone: ``simulate(...,
     sends_at_once=True)``.
 
-    The clock takes posts for free, and each SEND stands directly behind its compute. So it gets the same times as from
-    :func:`build_program`, sooner.
+    On the clock posts take no time, and each SEND directly follows its compute. So the times equal those of
+    :func:`build_program`, with less work.
     """
     return [build_rank_program(spec, rank, _TIMED_PASSES) for rank in range(spec.pipeline_ranks)]
 
@@ -75,8 +75,8 @@ def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:
 
 
 def _collectives(spec: ProgramSpec) -> Program:
-    """Returns the gathers and reductions of every pipeline rank. Waits change no order, but place what goes on between
-    nodes."""
+    """Returns the gathers and reductions of every pipeline rank. Waits do not change their order, but decide where the
+    collectives between nodes stand."""
     passes: tuple[Pass, ...] = (add_residency, add_reductions)
     if spec.hierarchy is not None:
         passes += (add_step, add_waits)

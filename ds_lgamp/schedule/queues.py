@@ -6,7 +6,7 @@ asks for one. A queue starts its work in the order in which the host launched it
 - An operation starts once everything before it in its queue has started, everything before it on its stream is done,
   and what its stream waits for is done.
 - Every link has a stream for each kind of message. A send is done once its receive has started, a receive once its send
-  has started. No memory in between holds a message.
+  has started. No buffer in between holds a message.
 - A compute that needs a message waits for the receive.
 - Gathers and reductions start together on all data-parallel ranks, because these run the same program.
 - A script's turn begins when all pipeline ranks have launched everything before it: hosts meet, because outputs travel.

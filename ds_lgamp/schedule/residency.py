@@ -34,8 +34,8 @@ def updated_windows(visits: Sequence[int], ahead: int, defers_gathers: bool) -> 
 def next_distinct(visits: Sequence[int], count: int) -> list[list[int]]:
     """Returns, for each visit, the first ``count`` different chunks from there on; fewer if there are no more.
 
-    Stage 3 holds so many resident chunks. With two or more, a gather overlaps the compute of the chunk before it, and
-    the turn drops no chunk that is still needed. With N chunks on the rank, the layered order in K groups takes
+    At stage 3 these are the resident chunks. With two or more, a gather overlaps the compute of the chunk before it,
+    and the turn drops no chunk that is still needed. With N chunks on the rank, the layered order in K groups takes
     K(2N - 2B) + B gathers for B < N resident chunks, else N.
     """
     windows: list[list[int]] = []

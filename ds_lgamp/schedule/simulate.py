@@ -6,7 +6,7 @@
   says when they are launched and awaited. They may share a network card with its messages
   (:mod:`ds_lgamp.schedule.card`). With hierarchical shards, so do the collectives between nodes, beside those inside.
 - With offloading, loads, stores and updates on the host run beside all that, each kind one after another.
-- The simulated step is one of many. What stands behind STEP counts as of the previous step and starts at time 0. The
+- The simulated step is one of many. Actions behind STEP count as those of the previous step and start at time 0. The
   step ends with the last update on the host if that follows a reduction: the next step waits for it first.
 - All data-parallel ranks behave alike.
 - A script's turn takes no time, but begins on all pipeline ranks together.

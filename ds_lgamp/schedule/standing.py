@@ -12,7 +12,7 @@ from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 _MESSAGES = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _LAUNCHES = "launches"
-"""What counts gathers and reductions together: all data-parallel ranks launch them in the same order."""
+"""The key that counts gathers and reductions together: all data-parallel ranks launch them in the same order."""
 
 
 class Neighbours(NamedTuple):
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks on which it depends; none if any rank may be meant."""
     text: str
-    """What it waits for, for people."""
+    """What it waits for, in words."""
     what: str
     """What each of ``ranks`` must have done: a key of :attr:`Standing.done`, or the name of a call that all make."""
     times: int = -1
@@ -51,11 +51,11 @@ class Standing(NamedTuple):
     rank: int
     host: str
     place: str
-    """For people, as it follows "stands": "in F7.3"."""
+    """In words that follow "stands": "in F7.3"."""
     batch: int
     """How many batches it has begun."""
     label: str
-    """The batch, for people."""
+    """The batch, in words."""
     row: int
     """How many actions of the batch it has begun, less one."""
     inside: bool
@@ -125,7 +125,7 @@ def _message(program: Sequence[Action], compute: Action, doing: str, neighbours:
 
 
 def _sending(program: Sequence[Action], row: int, neighbours: Neighbours) -> Wait:
-    """The oldest message under way must be taken before one more may be."""
+    """Returns the wait of a send: the receiver must take the oldest message before one more may be under way."""
     kind = program[row].kind
     sent = done_before(program, row + 1)[kind.value]
     return _taking(kind, max(1, sent - SENDS_IN_FLIGHT), neighbours)
@@ -157,6 +157,6 @@ _SHOWN = 8
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Returns the numbers of ``ranks`` for people, the first ones if there are many."""
+    """Returns the numbers of ``ranks`` in words, only the first ones if there are many."""
     numbers = ", ".join(map(str, ranks[:_SHOWN]))
     return numbers if len(ranks) <= _SHOWN else f"{numbers}, ... ({len(ranks)} in all)"

@@ -1,4 +1,4 @@
-"""Storing on the host: the inputs of chunks, from which backward passes recompute.
+"""Stores the inputs of chunks, from which backward passes recompute, on the host.
 
 An input leaves for the host behind its forward and comes back one compute ahead of its backward, but not ahead of the
 script's turn. One of them leaves at a time. An input that is needed soon stays on the device, as all do of a last chunk

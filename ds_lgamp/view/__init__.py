@@ -1,1 +1,1 @@
-"""Steps to look at: drawings of simulated programs, and recordings of simulated and real ones. Pure Python."""
+"""Shows steps: draws simulated programs, and reads and draws recordings of simulated and real ones. Pure Python."""

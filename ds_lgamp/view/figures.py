@@ -145,7 +145,7 @@ def _along(steps: Sequence[Step], path: Sequence[Place]) -> dict[str, float]:
         spent[each.kind if each.lane == "compute" else each.lane] += end - start
         now = end
     spent[BETWEEN] += max(step.end for step in steps) - now
-    # Sums of rounded times leave something where there is nothing.
+    # Sums of rounded times that should be zero may not be.
     return {kind: time for kind, time in spent.items() if time > 1e-9 * now}
 
 

@@ -48,7 +48,7 @@ def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str 
 
 
 def _embedded(model: dict[str, Any]) -> str:
-    """JSON that no name in it can end early."""
+    """Returns JSON for a script element, which no name in it can close."""
     return json.dumps(model, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""What the clock needs to run a recorded program again: how long its actions took."""
+"""Measures how long the actions of a recorded program took, for the clock to run the program again."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def simulated_1f1b(shown: Shown) -> Recording:
         return [sum(time for time, rank in zip(times, home) if rank == each) for each in range(ranks)]
 
     def with_nodes(inside: Sequence[float], between: Sequence[float]) -> list[float]:
-        """Stage 1 has no shards of nodes, so that what it gathers and sums up takes both ways."""
+        """Adds up both kinds of collectives: stage 1 has no shards of nodes, so its gathers and sums take both ways."""
         return [sum(pair) for pair in zip(inside, between, strict=True)] if between else list(inside)
 
     hop = fmean(costs.hop.values()) if costs.hop else 0.0
@@ -65,8 +65,8 @@ def costs_of(shown: Shown) -> Costs:
 
     Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
     program. Collectives: from the last launch of a rank that takes part, or the end of the one ahead, to the first end.
-    Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did.
-    Nothing is known of waits for network cards, so messages and collectives do not share one.
+    Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did. A
+    recording does not show waits for network cards, so messages and collectives do not share one.
     """
     spec = shown.recording.program_spec()
     means = _means(shown, spec)
@@ -99,7 +99,7 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
     collectives: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     peers = Peers(spec, shown.recording.ranks)
     for rank, step in enumerate(shown.steps):
-        # Where data-parallel ranks are of unlike speeds, fast ones have more micro-batches.
+        # Faster data-parallel ranks may have more micro-batches.
         has_as_many = micro_batches_of(step) == spec.micro_batches
         # A backward may have two intervals: it recomputes, waits for the gradient, and goes on.
         spent: defaultdict[Action, float] = defaultdict(float)
@@ -132,7 +132,7 @@ def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Inte
 def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
     fastest: dict[Link, float] = {}
     for made, idle, each, link in _messages(shown, spec):
-        # Whoever is busy starts late on what has long arrived.
+        # A rank that is busy starts late on a message that has long arrived.
         if idle <= made:
             fastest[link] = min(fastest.get(link, float("inf")), each.start - made)
     known = fmean(fastest.values()) if fastest else 0.0

@@ -39,6 +39,6 @@ def with_arrivals(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequ
 
 
 def micro_batches_of(step: Step) -> int:
-    """Returns how many micro-batches a step has. Data-parallel ranks of unlike speeds have unlike numbers."""
+    """Returns how many micro-batches a step has. Data-parallel ranks of different speeds have different numbers."""
     computes = (action_of(each.name) for each in step.intervals if each.lane == "compute")
     return max((action.micro_batch + 1 for action in computes if action is not None), default=0)

@@ -21,7 +21,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 VERSION = 1
 """Of the format."""
 LANES = ("compute", "wait", "gather", "reduce", "between nodes", "send", "load", "store", "host update")
-"""What a rank does beside each other. Intervals of one rank do not overlap in the lane compute; in others they may."""
+"""What a rank does at the same time. Its intervals do not overlap in the lane compute; in others they may."""
 _ORDER = {lane: number for number, lane in enumerate(LANES)}
 LANE_OF = {
     Kind.GATHER: "gather",
@@ -68,7 +68,7 @@ class Interval(NamedTuple):
     kind: str = ""
     """In the lane compute: forward, backward or step. In the lane wait: what for, such as gather or activation."""
     bytes: int = 0
-    """What a collective, message or transfer moves; 0 if it is nothing or unknown."""
+    """What a collective, message or transfer moves; 0 if nothing or unknown."""
 
 
 class Step(NamedTuple):

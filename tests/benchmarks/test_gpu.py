@@ -194,7 +194,7 @@ def test_a_run_for_which_no_time_was_left_has_not_failed():
         ("none", [(range(6), False)]),
     ],
 )
-def test_what_is_recomputed(recompute, expected):
+def test_each_mode_recomputes_its_layers(recompute, expected):
     assert segments(LAYERS, recompute) == expected
 
 

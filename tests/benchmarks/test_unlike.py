@@ -31,7 +31,7 @@ def test_alternating_ranks_take_a_node_of_each_island_in_turn():
     assert Place("", (0, 0, 0, 1), "", 4).nodes_of_ranks(ALTERNATING) == [0, 3, 1, 2]
 
 
-def test_islands_of_unlike_sizes_have_no_shards_of_a_node():
+def test_islands_of_different_sizes_have_no_shards_of_a_node():
     assert TWO.island_nodes == 2 and Place("", (0, 0, 0, 1), "", 4).island_nodes is None
     named = {place.part: " ".join(one.name for one in contenders(place)) for place in PLACES}
     assert {part: "hpZ" in names or "HSDP" in names for part, names in named.items()} == {

@@ -13,7 +13,7 @@ def names(digests):
     return {places: names_to_write(own, first).get("mean") for places, own in zip(RANKS, copies)}
 
 
-def test_copies_that_are_alike_are_written_by_the_first_rank():
+def test_copies_that_are_equal_are_written_by_the_first_rank():
     written = names(dict.fromkeys(RANKS, "a"))
     assert written == {**dict.fromkeys(RANKS), (0, 0, 0): "buffers/0/mean"}
 

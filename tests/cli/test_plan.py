@@ -49,7 +49,7 @@ def test_each_row_is_predicted_in_its_order(capsys, table):
     assert seconds(capsys, table({}, {"tensor_parallel": "16", "data_parallel": "2"})) == [fast, slow]
 
 
-def test_parts_add_up(capsys, table):
+def test_parts_of_a_predicted_step_add_up(capsys, table):
     assert main(["plan", "--runs", table({}), "--cluster", "a100", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert sum(run["parts_seconds"].values()) == pytest.approx(run["seconds"]) and 0 < run["mfu"] < 1

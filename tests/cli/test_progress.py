@@ -28,6 +28,6 @@ def test_what_ends_soon_or_nobody_watches_shows_nothing(terminal, seconds):
     assert "searching" not in shown(terminal, seconds)
 
 
-def test_an_error_passes():
+def test_an_error_inside_the_block_is_raised():
     with pytest.raises(ValueError), at_work("searching", Console(file=io.StringIO(), force_terminal=True)):
         raise ValueError

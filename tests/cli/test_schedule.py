@@ -20,7 +20,7 @@ def report(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_json_report(capsys):
+def test_json_has_the_program_and_its_figures(capsys):
     assert main([*EXAMPLE, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["valid"] is True

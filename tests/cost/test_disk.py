@@ -45,7 +45,7 @@ def use(on_disk, size, units=UNITS, offload=EVERYTHING):
         (OnDisk(optimizer=True, parameters=True), FP32, 16, 16, 16, 2),
     ],
 )
-def test_bytes_of_each_kind(on_disk, size, held, read, written, sides):
+def test_each_kind_of_state_takes_its_bytes(on_disk, size, held, read, written, sides):
     loaded = LOADS * size.weights * PART * on_disk.parameters
     assert use(on_disk, size) == DiskUse(
         3 * held * PART, 3 * read * PART + loaded, 3 * written * PART, 2 * held * PART + sides * SIDE

@@ -21,7 +21,7 @@ def test_no_rank_has_more_than_the_average_and_one_item(work, count):
 
 
 @given(works, ranks)
-def test_items_that_are_alike_go_round(work, count):
+def test_items_that_are_equal_go_round(work, count):
     owners = spread([7] * len(work), count)
     assert owners == [item % count for item in range(len(work))]
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from ds_lgamp.cost.storage import ALIGNMENT, offsets, part_size
 
 
-def test_a_layout_by_hand():
+def test_parameters_begin_at_multiples_of_32_elements():
     assert offsets([1, 32, 33]) == [0, 32, 64, 128]
     assert [part_size(128, ranks) for ranks in (1, 2, 3)] == [128, 64, 64]
 

@@ -76,6 +76,19 @@ def function(value):
     ]
 
 
+def test_a_name_has_the_same_text_wherever_a_message_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("docs.messages.PACKAGE", tmp_path)
+    (tmp_path / "module.py").write_text(
+        """
+def function(value):
+    key = "one" if value else "other"
+    raise ValueError(f"{key} is {value}; remove {key}")
+"""
+    )
+    (place,) = Module(tmp_path / "module.py").raised()
+    assert place.texts == (f"one is {VALUE}; remove one", f"other is {VALUE}; remove other")
+
+
 def test_a_message_stands_beside_its_advice():
     assert "| … chunks cannot occupy … pipeline ranks | use at most … pipeline ranks or more chunks |" in messages(
         "programs"

@@ -60,7 +60,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("flags", MODELS)
-def test_flags_of_the_model(flags, arguments, parse):
+def test_flags_describe_the_model(flags, arguments, parse):
     config = arguments.transformer_config(parse(flags))
     assert {key: getattr(config, key) for key in MODELS[flags]} == MODELS[flags]
 
@@ -99,7 +99,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("flags", SCHEDULERS)
-def test_the_scheduler_of_the_flags(flags, arguments, parse):
+def test_flags_choose_the_scheduler(flags, arguments, parse):
     assert arguments.deepspeed_config(parse(flags))["scheduler"] == SCHEDULERS[flags]
 
 
@@ -119,7 +119,7 @@ def test_a_shorter_warm_up_than_deepspeeds_is_refused(iterations, arguments, par
     assert arguments.deepspeed_config(parse(f"--lr-warmup-iters {iterations}", own))["scheduler"] == own["scheduler"]
 
 
-def test_the_optimizer_of_the_flags(arguments, parse):
+def test_flags_set_the_options_of_the_optimizer(arguments, parse):
     flags = "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 --weight-decay 0.1 --lr 0.02"
     params = arguments.deepspeed_config(parse(flags))["optimizer"]["params"]
     expected = {"lr": 0.02, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}

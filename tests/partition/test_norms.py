@@ -57,7 +57,7 @@ def test_plain_sums_of_squares_depend_on_cuts():
         ([1.0, float("inf")], math.nan),
     ],
 )
-def test_special_values(values, norm):
+def test_extreme_values_have_their_norm_and_infinite_ones_nan(values, norm):
     gradients = [torch.tensor(values)] if values else []
     assert exact_norm(gradients, None, CPU).item() == pytest.approx(norm, rel=1e-15, nan_ok=True)
 

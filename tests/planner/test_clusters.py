@@ -109,7 +109,7 @@ def test_what_is_no_cluster_is_refused(tmp_path, text, message):
         read_cluster(str(path))
 
 
-def test_a_file_is_read(tmp_path):
+def test_a_cluster_file_is_read(tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(FILE))
     assert read_cluster(str(path)) == parse_cluster(FILE)

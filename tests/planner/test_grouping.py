@@ -44,12 +44,12 @@ def test_nodes_at_a_site_are_an_island_at_any_rates_that_differ_and_scatter(site
 
 
 @pytest.mark.parametrize("field", [{"network": "roce"}, {"gpus": 4}, {"flops": 2e12}], ids=str)
-def test_unlike_nodes_are_no_island_however_fast_their_link(field):
+def test_different_nodes_are_no_island_however_fast_their_link(field):
     nodes = [node(), node(**field), node()]
     assert islands_of(nodes, links([0, 0, 0])) == [[0, 2], [1]]
 
 
-def test_speeds_that_scatter_are_alike():
+def test_speeds_that_scatter_count_as_equal():
     assert islands_of([node(), node(flops=1.2e12)], links([0, 0])) == [[0, 1]]
 
 

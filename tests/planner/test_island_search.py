@@ -67,7 +67,7 @@ def test_what_the_file_lacks_is_named(lacking):
         alike(rooms(**{lacking: None}), fast=True)
 
 
-def test_islands_are_told_from_alike_nodes(tmp_path):
+def test_islands_are_told_from_equal_nodes(tmp_path):
     for text, expected in (('{"islands": []}', True), ('{"nodes": 1}', False)):
         file = tmp_path / "cluster.json"
         file.write_text(text)

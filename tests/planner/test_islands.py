@@ -82,7 +82,7 @@ def test_nodes_may_be_a_number():
     assert cluster.numbered and list(cluster.nodes) == ["east-0", "east-1", "west-0"]
 
 
-def test_a_file_is_read(tmp_path):
+def test_a_cluster_file_with_islands_is_read(tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(FILE))
     assert read_islands(str(path)) == parse_islands(FILE)
@@ -90,8 +90,8 @@ def test_a_file_is_read(tmp_path):
         read_islands(str(tmp_path / "missing.json"))
 
 
-def test_predictions_of_given_runs_are_for_alike_nodes():
-    with pytest.raises(ValueError, match="has islands, but this takes alike nodes"):
+def test_predictions_of_given_runs_refuse_islands():
+    with pytest.raises(ValueError, match="has islands, but this takes equal nodes"):
         parse_cluster(FILE)
 
 

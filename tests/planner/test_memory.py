@@ -31,7 +31,7 @@ MANY_GRADIENTS = Configuration(2, 1, 1, 1, 8, 2, "layered", 8, resident_chunks=1
 @given(models(), configurations(), st.booleans())
 @example(Model.gpt("narrow", 8, 128, 8, 1024, 1000), MANY_MESSAGES, False)
 @example(Model.gpt("wide", 8, 4096, 8, 1024, 1000), MANY_GRADIENTS, False)
-def test_it_is_that_of_the_program_of_every_rank(model, configuration, all_to_all):
+def test_the_closed_form_is_the_memory_of_the_program_of_every_rank(model, configuration, all_to_all):
     """Within 4 %. In models so small that messages are more than that, within three messages."""
     software = replace(default_software(configuration), all_to_all=all_to_all)
     message = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result
@@ -59,7 +59,7 @@ def test_gradients_that_wait_for_the_next_step_count_beside_its_first_forwards(s
 @pytest.mark.slow
 @settings(max_examples=200)
 @given(models(), configurations())
-def test_it_bounds_that_of_programs_that_post_receives_on_arrival(model, configuration):
+def test_the_closed_form_bounds_programs_that_post_receives_on_arrival(model, configuration):
     """Beside a GPU a rank posts a receive when its message has been sent, so fewer are posted."""
     software = default_software(configuration)
     message = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result
@@ -122,7 +122,7 @@ def test_a_gpu_lacks_what_its_memory_does_not_hold():
 
 
 @pytest.mark.timing
-def test_it_takes_less_than_a_millisecond():
+def test_the_closed_form_takes_less_than_a_millisecond():
     configuration = Configuration(8, 8, 1, 1, 512, zero_stage=3, schedule="layered", chunks_per_rank=4)
     model = replace(MODEL, layers=32)
     seconds = []

@@ -110,7 +110,7 @@ def test_the_bubble_is_that_of_the_schedule_if_the_ends_of_the_model_are_light()
     assert few.bubble / (few.compute + few.tensor_parallel) == pytest.approx((3 * 8 + 4 + 7 - 16) / 16, rel=0.05)
 
 
-def test_chunks_divide_the_bubble_of_unlike_ranks_too():
+def test_chunks_divide_the_bubble_of_different_ranks():
     """The last rank has the head, so the first micro-batch passes the other ranks in less time."""
     places = [replace(LAYERED, data_ranks=1, zero_stage=0, chunks_per_rank=chunks) for chunks in (1, 4)]
     one, four = map(step, places)

@@ -109,13 +109,13 @@ def check_loss(grid, configuration, assembled, expected):
 
 
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), slow_except([(2, 2)], LAYOUTS, several=True))
-def test_every_pair_of_factors_equals_one_process(pipeline_ranks, data_ranks):
+def test_every_pair_of_factors_trains_as_one_process(pipeline_ranks, data_ranks):
     check_all(pairwise(full_product()), pipeline_ranks, data_ranks)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), LAYOUTS)
-def test_full_product_equals_one_process(pipeline_ranks, data_ranks):
+def test_the_full_product_of_factors_trains_as_one_process(pipeline_ranks, data_ranks):
     check_all(full_product(), pipeline_ranks, data_ranks)
 
 

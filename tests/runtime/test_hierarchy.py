@@ -111,5 +111,5 @@ def test_training_equals_one_process_and_sends_what_the_formulas_say():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), [(1, 4), (1, 2), (2, 2), (1, 6), (2, 4)])
-def test_every_layout_does(pipeline_ranks, data_ranks):
+def test_training_at_every_layout_equals_one_process_and_sends_what_the_formulas_say(pipeline_ranks, data_ranks):
     run_on_ranks(pipeline_ranks * data_ranks, train_all, pipeline_ranks, data_ranks, 1)

@@ -47,7 +47,7 @@ LOSER = Seen(1, 0, [2, 3], [], [], [], [])
     ],
     ids=str,
 )
-def test_origin(ranks, origin):
+def test_the_origin_is_what_first_made_loss_or_norm_not_finite(ranks, origin):
     assert find_origin(ranks, layers=4) == origin
 
 

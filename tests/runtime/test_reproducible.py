@@ -17,7 +17,7 @@ def test_views_are_copied_and_what_is_plain_stays_itself():
     assert same is whole and other == "text"
 
 
-def test_gradients_are_laid_out_too():
+def test_gradients_become_contiguous_and_aligned():
     leaf, arrived = torch.randn(4, 5, requires_grad=True), []
     made = leaf * 1
     made.grad_fn.register_prehook(lambda gradients: arrived.extend(gradients))

@@ -23,13 +23,13 @@ from tests.schedule.strategies import program_specs
         ("STEP", Action(Kind.STEP)),
     ],
 )
-def test_text_form(text, action):
+def test_an_action_is_written_and_parsed_in_this_form(text, action):
     assert str(action) == text
     assert Action.parse(text) == action
 
 
 @given(st.sampled_from(list(Kind)), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_text_form_round_trips(kind, chunk, micro_batch):
+def test_every_action_is_parsed_from_its_text_form(kind, chunk, micro_batch):
     if kind is Kind.STEP:
         action = Action(kind)
     elif kind is Kind.RETURN:

@@ -343,6 +343,6 @@ def test_a_shared_card_carries_no_transfers():
     assert shared.step_time == simulate(spec, program, costs).step_time
 
 
-def test_it_adds_what_it_says():
+def test_offloading_adds_the_kinds_of_actions_that_it_lists():
     kinds = {action.kind for action in build_program(layered())[0]}
     assert OFFLOADING <= kinds and {Kind.WAIT_LOAD, Kind.WAIT_STORE} <= WAITS

@@ -132,7 +132,7 @@ def test_every_chunk_and_micro_batch_computes_once(spec):
 
 
 @given(program_specs())
-def test_gather_and_reduce_counts(spec):
+def test_gathers_and_reductions_are_as_many_as_the_formulas_say(spec):
     """The formulas of the method, per rank: N chunks, B resident, K groups. All chunks train."""
     spec = replace(spec, first_trained=0)
     calls = spec.micro_batches // spec.pipeline_ranks

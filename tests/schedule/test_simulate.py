@@ -32,7 +32,7 @@ def timeline(schedule, ranks, chunks_per_rank, micro_batches, durations=UNIT_DUR
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 12))
-def test_layered_step_time(ranks, chunks_per_rank, micro_batches):
+def test_a_layered_step_takes_as_long_as_the_formula_says(ranks, chunks_per_rank, micro_batches):
     """t [(N - 1) max(M, P) + M + P - 1] with t = forward + backward, also for M below P."""
     larger = max(micro_batches, ranks)
     expected = 3 * ((chunks_per_rank - 1) * larger + micro_batches + ranks - 1)
@@ -40,7 +40,7 @@ def test_layered_step_time(ranks, chunks_per_rank, micro_batches):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_bubble_of_one_chunk_per_rank(schedule):
+def test_one_chunk_per_rank_leaves_the_bubble_of_the_formula(schedule):
     assert timeline(schedule, 4, 1, 8).bubble == pytest.approx(3 / 8)
 
 

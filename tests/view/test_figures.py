@@ -123,7 +123,7 @@ def test_a_collective_lasts_from_the_last_launch_to_the_first_end_of_those_that_
     assert costs.refresh[0] == 0, "this one takes part in both nodes, whose clocks disagree here"
 
 
-def test_the_clock_runs_the_first_ranks_share_where_replicas_are_of_unlike_speeds():
+def test_the_clock_runs_the_first_ranks_share_where_replicas_have_different_speeds():
     """Two replicas compute 6 and 2 of 8 micro-batches in equal time."""
     spec = ProgramSpec((0,), "layered", 6, 6, 0)
     fast, slow = (

@@ -1,4 +1,4 @@
-"""What transformers says of the weights while layers compute."""
+"""What transformers says about weights while layers compute."""
 
 import sys
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ from ds_lgamp.integrations.replacing import replace_attribute
 
 @contextmanager
 def whole_to_layers() -> Iterator[None]:
-    """Inside the block, transformers' ``is_deepspeed_zero3_enabled`` says no: layers get whole weights.
+    """Inside the block, transformers' ``is_deepspeed_zero3_enabled`` returns False, because layers get whole weights.
 
-    Code that hears yes, such as the fused heads of trl, asks a weight for the attributes of a ZeRO-3 parameter. In a
-    backward pass that is a tensor without them, which autograd makes of a parameter that it saved through hooks.
+    If it returned True, code such as the fused heads of trl would read the attributes of a ZeRO-3 parameter from a
+    weight. In a backward pass the weight is a tensor without them, which autograd makes of a parameter that it saved
+    through hooks.
     """
     with ExitStack() as undo:
         module = sys.modules.get("transformers.integrations.deepspeed")

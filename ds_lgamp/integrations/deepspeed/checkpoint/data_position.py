@@ -1,4 +1,4 @@
-"""The position in the engine's own data, also where another batch size or number of ranks goes on."""
+"""The position in the engine's own data, also for a run that resumes with another batch size or number of ranks."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,7 @@ def seek_data(run: Run, pulled: int, there: Epoch | None) -> None:
     """
     here = epoch_of(run)
     if run.own_data is not None and here is not None:
-        # Without own data there, nothing was taken of any.
+        # A run without own data has taken nothing from it.
         position = 0 if there is None else micro_batches_here(pulled, there, here)
         with undisturbed(run.random_sources):
             run.own_data.seek(position)

@@ -1,4 +1,5 @@
-"""Describes a run in state.json: what is no tensor and alike on all ranks. state.py checks it when it is read."""
+"""Describes a run in state.json: everything but tensors that is the same on all ranks. state.py checks it when it is
+read."""
 
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -37,7 +38,7 @@ def describe(run: Run) -> dict[str, Any]:
         "layers": _layers(run),
         "counters": {**read_fields(run, COUNTERS), PULLED: 0 if run.own_data is None else run.own_data.pulled},
         **read_fields(run, TOP_LEVEL),
-        # Only the device may know of one so far. Whoever may wait for it says so.
+        # Only the device may know of one so far. Callers that may wait for it fill this in.
         "late_overflow": False,
         "data": epoch_of(run),
         "loss_scaler": scaler_state(optimizer.loss_scaler),

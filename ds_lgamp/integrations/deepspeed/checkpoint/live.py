@@ -1,4 +1,4 @@
-"""The live state of a training run: what it holds of each step, and how a run goes on from the last one's."""
+"""The live state of a training run: what it holds of each step, and how the next run continues from it."""
 
 import logging
 import sys

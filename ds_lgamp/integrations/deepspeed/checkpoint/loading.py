@@ -1,4 +1,4 @@
-"""Goes on with a training run where a checkpoint was written, at the same layout or another."""
+"""Resumes a training run from a checkpoint, at the same layout or another."""
 
 from contextlib import suppress
 from copy import deepcopy
@@ -68,8 +68,8 @@ def _last_and_others(directory: Path) -> list[Path]:
 
 
 def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: Parts) -> tuple[Path, dict[str, Any]]:
-    """Does :func:`load` with the first of ``candidates`` whose files are whole, and returns it too. Raises that of the
-    first if none is.
+    """Does :func:`load` with the first of ``candidates`` whose files are whole, and returns it too. If none is, raises
+    the error of the first.
 
     A run that goes on from another than the first lets ``latest`` in ``directory`` name it: of the run's live states,
     those count that are newer than that.
@@ -97,8 +97,8 @@ def _rename_latest(directory: Path, damaged: Path, loaded: Path) -> None:
 
 
 def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
-    """Goes on with ``parts`` of the checkpoint ``folder`` and returns its client state. Collective over all ranks;
-    raises CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
+    """Loads ``parts`` of the checkpoint ``folder`` and returns its client state. Collective over all ranks; raises
+    CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
     state, reader = everywhere(partial(_open, folder))
     loaded = Term(f"{folder.name} with checksum {state['index_checksum']}", "load the same one on every rank")
     refuse_differing_terms({"the checkpoint": loaded}, CheckpointError)

@@ -43,7 +43,7 @@ def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, 
     state, for those of all pipeline ranks there.
 
     Ranks beyond those of the checkpoint's ``layout`` take the text of a rank that had the same numbers modulo the
-    numbers of ranks there. So what all ranks drew alike they draw alike from then on.
+    numbers of ranks there. So ranks that drew the same numbers go on drawing the same.
     """
     pipeline_rank, data_rank, tensor_rank = ranks_of(run)
     name = rank_name(

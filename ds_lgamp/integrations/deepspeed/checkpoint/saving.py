@@ -48,7 +48,7 @@ def save(
 
     tensors, state, own = everywhere(collect)
     tensors |= buffers_to_write(run)
-    # All ranks of a step have what the ranks of the step before told them, so the last step tells all of all.
+    # Each step passes on what the ranks of the step before have, so after the last one every rank has everything.
     for group in (
         run.grid.get_data_parallel_group(),
         run.grid.get_slice_parallel_group(),
@@ -61,6 +61,6 @@ def save(
 
 def share_of(run: Run, exclude_frozen: bool = False) -> Share:
     """Returns this rank's share of the description, without the scalars of the optimizer, which change."""
-    # Alike on all data-parallel ranks: the first one's suffice.
+    # The same on all data-parallel ranks, so the first one's suffice.
     parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
     return Share(parameters, {}, set(empty_extra_states(run.placed)))

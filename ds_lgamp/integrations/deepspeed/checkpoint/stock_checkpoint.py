@@ -26,7 +26,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 
 
 def _stage_named(kind: Any, name: Any) -> ZeroStageEnum:
-    """Takes the place of getattr in a file. Python 3.11.0 to 3.11.3 write the members of an enumeration so."""
+    """Takes the place of getattr in a file, by which Python 3.11.0 to 3.11.3 write the members of an enumeration."""
     if kind is not ZeroStageEnum:
         raise UnpicklingError("it asks for getattr")
     return ZeroStageEnum[name]

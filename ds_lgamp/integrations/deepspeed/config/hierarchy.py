@@ -16,8 +16,8 @@ from ds_lgamp.schedule.hierarchy import Hierarchy
 
 
 def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineModule) -> Hierarchy | None:
-    """Returns the hierarchical shards that ``config`` asks for; None if all data-parallel ranks are alike, because
-    nothing asks for them, or because the group is all ranks.
+    """Returns the hierarchical shards that ``config`` asks for; None if nothing asks for them, or if the group is all
+    ranks.
 
     Below stage 3 the keys mean nothing, as in DeepSpeed. Collective over all ranks; raises ConfigError on all of them
     if the group does not fit the data-parallel ranks or their nodes.

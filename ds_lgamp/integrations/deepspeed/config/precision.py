@@ -47,8 +47,8 @@ def refuse_precision(config: Any) -> None:
 
 
 def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a parameter that is no floating-point tensor, and for one of another type than fp32 while
-    the configuration asks for fp32.
+    """Raises ConfigError for a parameter that is no floating-point tensor, or that is not fp32 although the
+    configuration asks for fp32.
 
     Args:
         name: the parameter's name in the whole model.

@@ -1,4 +1,4 @@
-"""Refuses what the engine cannot train as asked: before anything changes, and alike on every rank."""
+"""Refuses what the engine cannot train as asked, before anything changes, and on every rank."""
 
 from typing import Any
 

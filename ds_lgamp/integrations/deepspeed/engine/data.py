@@ -128,7 +128,8 @@ def integer_elements(inputs: Any) -> int:
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Returns ``value`` with its tensors on ``device`` and the floating-point ones in ``dtype``. Lists become tuples,
     as everywhere in a pipeline. A copy from the host starts in page-locked memory. From any other memory, the host
-    would wait until the device has done all earlier work. It is no memory of the script, which may use that again."""
+    would wait until the device has done all earlier work. That memory is the engine's, so the script may reuse its
+    own."""
     if torch.is_tensor(value):
         start, from_host = value, value.device.type == "cpu"
         if from_host and device.type != "cpu":

@@ -23,8 +23,8 @@ State = dict[str, Any]
 class DiskUpdates(HostUpdates):
     """Updates for units that lie on the disk, or parts of them.
 
-    The optimizer's shards and states are tensors on the disk, so that whoever reads or writes them, also a step of the
-    whole optimizer, needs to know nothing of it. :meth:`update_alone` steps on copies in buffers instead.
+    The optimizer's shards and states are tensors on the disk, so that other code, such as a step of the whole
+    optimizer, reads and writes them like any tensor. :meth:`update_alone` steps on copies in buffers instead.
 
     Args:
         host: says what lies on the disk.
@@ -172,7 +172,7 @@ def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> Up
 
 
 def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> Parameter:
-    """Returns a parameter that stands for the shard of ``segment``, with its gradient."""
+    """Returns a parameter that takes the place of the shard of ``segment``, with its gradient."""
     copy = Parameter(values[segment.start : segment.end])
     copy.grad = gradient[segment.start : segment.end]
     return copy

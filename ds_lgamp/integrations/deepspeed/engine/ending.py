@@ -16,7 +16,7 @@ class Gathering(Protocol):
 
 
 _engines: WeakKeyDictionary[Gathering, None] = WeakKeyDictionary()
-"""In the order in which they began, which is that of all ranks: a set would have an order of its own on each rank."""
+"""In the order in which they began, which is the same on all ranks; a set would have another order on each rank."""
 _first: dict[Callable[[], None], None] = {}
 
 
@@ -40,5 +40,5 @@ def finish_engines() -> None:
     try:
         wait_for_all()
     finally:
-        # Where a save has failed, they are what there is to go on from.
+        # If a save has failed, live states are all that the next run can resume from.
         end_all()

@@ -72,11 +72,11 @@ class LgampEngine(PipelineEngine):
         module, config, optimizer = arguments["model"], arguments["config_class"], arguments.get("optimizer")
         self._lgamp_initialising = True
         self._lr_kwargs: Any = None
-        """What the script gives the scheduler's next step."""
+        """What the script passes to the scheduler's next step."""
         self.own_data: OwnData | None = None
         """Micro-batches of ``training_data``, on the ranks that need some."""
         self.zero_stage = int(config.zero_optimization_stage)
-        """The stage the user asked for. DeepSpeed is told 1, whatever it is, so that its ZeRO hooks run."""
+        """The stage that the user asked for. DeepSpeed is always told 1, so that its ZeRO hooks run."""
         self.lgamp_settings, self.partition_method = settings, partition_method
         plan = plan_training(
             settings, arguments["config"], config, module, partition_method, optimizer, self.scales_in_step
@@ -291,7 +291,7 @@ class LgampEngine(PipelineEngine):
         kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
         with kept, self.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)
-        # As far on every rank, so that seeds of stock's kind differ between batches.
+        # The same on every rank, so that seeds as stock derives them differ between batches.
         replicas = [spec] if spec.forward_only else self.replica_specs
         self.placed.micro_offset += max(replica.micro_batches for replica in replicas)
         self.fwd_outputs = self.executor.losses
@@ -422,7 +422,7 @@ class LgampEngine(PipelineEngine):
 
     def destroy(self) -> None:
         try:
-            # An engine that was refused half-built has nothing under way.
+            # An engine that was refused while it was built has nothing under way.
             if hasattr(self, "saver"):
                 self.finish_gathers()
                 self.saver.wait()

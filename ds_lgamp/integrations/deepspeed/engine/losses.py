@@ -1,4 +1,4 @@
-"""Losses of a batch: sums over micro-batches, and the averages that the rank of the loss sends to others."""
+"""Losses of a batch: sums over micro-batches, and averages that the rank of the loss sends to the others."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

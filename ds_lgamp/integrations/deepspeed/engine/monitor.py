@@ -23,13 +23,13 @@ class StepReport(NamedTuple):
     seconds: float
     """Duration on the slowest rank."""
     tokens_per_second: float
-    """Elements of integer inputs per second; 0 if the inputs are no integers."""
+    """Elements of integer inputs per second; 0 if the inputs are not integers."""
     kinds: dict[str, float]
     """Seconds by kind of work and of exposed wait, averaged over the ranks."""
     bubble: float
     """The share of the step in which a rank neither computes nor waits for data, parameters, reductions or copies, as
-    the mean of all ranks. What is left are waits for its neighbours in the pipeline and for slower ranks at the end,
-    and the work of the host in between."""
+    the mean of all ranks. It includes waits for neighbours in the pipeline and for slower ranks at the end, and the
+    host's own work."""
     peak_bytes: float
     """Highest memory since the process began, on the rank that needs most. DeepSpeed's accelerator reports it:
     allocated device memory, or on the CPU the resident set of the process."""

@@ -29,7 +29,7 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _ALIKE = {"DeepSpeedCPULion": "FusedLion"}
-"""Classes that go on with each other's state: the same rule on the host and on the device."""
+"""Classes that take over each other's state: the same rule on the host and on the device."""
 
 
 class PartitionedOptimizer(DeepSpeedOptimizer):
@@ -188,7 +188,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @property
     def _factor(self) -> float:
-        """By what the gradients that accumulated are multiplied, beside clipping."""
+        """The factor of the accumulated gradients, without clipping."""
         return self.loss_factor / self.loss_scale
 
     def step(self) -> None:

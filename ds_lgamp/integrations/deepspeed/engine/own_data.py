@@ -1,4 +1,4 @@
-"""The engine's own training data, of which data-parallel ranks of unlike speeds take unequal parts."""
+"""The engine's own training data, of which data-parallel ranks of different speeds take unequal parts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +26,7 @@ def complete_own_data(engine: Any) -> None:
     """Lets DeepSpeed make a loader of ``training_data`` on the rank of the loss if it has not, because it took another
     pipeline rank for the last one."""
     if engine.training_data and engine.is_last_stage() and engine.own_data is None:
-        # Other ranks have drawn already what this one draws now: their generators stay alike.
+        # Other ranks have already drawn what this one draws now, so all generators stay equal.
         with undisturbed(engine.random_sources):
             engine._build_data_iter(engine.training_data)
 
@@ -37,7 +37,8 @@ def _shares(engine: Any) -> list[int]:
 
 
 class OwnData(RepeatingLoader):
-    """The engine's own training data, repeated without end. It knows its position, whoever holds it as an iterator.
+    """The engine's own training data, repeated without end. It knows its position, also if the script holds it as an
+    iterator.
 
     Args:
         loader: the loader that DeepSpeed made. This object takes its place.

@@ -1,4 +1,4 @@
-"""What happens ahead of a layer: generators are seeded where the module or ``"reproducible": true`` asks for it."""
+"""Seeds generators ahead of every layer, where the module or ``"reproducible": true`` asks for it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

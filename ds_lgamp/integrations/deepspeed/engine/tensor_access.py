@@ -161,7 +161,7 @@ class TensorAccess:
         return part.unit.storage
 
     def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
-        """Lets the storage release its parameters again. If the parameter ``changed``, which it must do alike on all
+        """Lets the storage release its parameters again. If the parameter ``changed``, in the same way on all
         data-parallel ranks, training goes on with its new values."""
         part = self._parts[parameter]
         if changed:

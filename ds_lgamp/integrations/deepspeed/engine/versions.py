@@ -1,4 +1,4 @@
-"""Notices that a script uses tensors again which it gave as parts of micro-batches."""
+"""Notices that a script changes tensors that it has already given as parts of micro-batches."""
 
 from typing import Any
 

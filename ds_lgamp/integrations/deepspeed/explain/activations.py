@@ -66,8 +66,8 @@ def measure_activations(
     """Runs one micro-batch forward and backward through every chunk, in training mode.
 
     Args:
-        layers: those of the whole model as built, with memory or without. They are as before afterwards, but for the
-            switch of selective recomputation.
+        layers: those of the whole model as built, with memory or without. They stay as they are, but for the switch of
+            selective recomputation.
         bounds: the first layer of every chunk, then the number of layers.
         micro_batch: inputs and labels.
         config: the DeepSpeedConfig.

@@ -128,7 +128,7 @@ def enabled_block(config: dict[str, Any]) -> LgampConfig:
 
 
 def _costs(spec: ProgramSpec, layout: Layout, settings: LgampConfig, module: PipelineModule) -> Costs:
-    """Returns the costs of chunks. They are alike, unless their layers are shared by speed."""
+    """Returns the costs of chunks. They are equal, unless layers are shared by speed."""
     if settings.pipeline_rank_speeds is None:
         return uniform_costs(spec, UNIT_DURATIONS)
     blocks = split_automatic(layer_types(module))

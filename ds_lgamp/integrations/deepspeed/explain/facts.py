@@ -82,7 +82,7 @@ class Explanation:
     placement: str
     zero_stage: int
     hierarchy: dict[str, Any] | None
-    """The fields of :class:`ds_lgamp.schedule.hierarchy.Hierarchy`; None if all data-parallel ranks are alike."""
+    """The fields of :class:`ds_lgamp.schedule.hierarchy.Hierarchy`; None without hierarchical shards."""
     offload: dict[str, Any] | None
     """The fields of :class:`ds_lgamp.schedule.offload.Offload`; None if everything stays on the device."""
     chunks: int

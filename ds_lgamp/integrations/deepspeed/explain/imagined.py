@@ -1,4 +1,4 @@
-"""Imagined ranks: one process stands for a rank of many, and collectives move nothing."""
+"""Imagined ranks: one process plays one rank of many, and collectives move nothing."""
 
 import functools
 import inspect

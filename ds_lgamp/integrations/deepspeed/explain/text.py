@@ -1,4 +1,4 @@
-"""Writes the explanation for a person to read."""
+"""Writes the explanation as text."""
 
 import itertools
 from collections.abc import Container, Sequence
@@ -61,7 +61,7 @@ def _on_host(facts: Explanation) -> str:
 
 
 def _shards(facts: Explanation) -> str:
-    """Returns words on how shards are spread over nodes; nothing if all data-parallel ranks are alike."""
+    """Returns words on how shards are spread over nodes; nothing without hierarchical shards."""
     if facts.hierarchy is None:
         return ""
     kind = "replicated" if facts.hierarchy["replicated"] else "refreshed"
@@ -69,7 +69,7 @@ def _shards(facts: Explanation) -> str:
 
 
 def _by_speed(facts: Explanation) -> str:
-    """Returns lines on what follows the speeds of ranks; nothing if they are alike."""
+    """Returns lines on what follows the speeds of ranks; nothing if these are equal."""
     text = ""
     if facts.pipeline_rank_speeds is not None:
         text += f"\nlayers by the speeds of pipeline ranks, {_numbers(facts.pipeline_rank_speeds)}"

@@ -1,4 +1,4 @@
-"""What the step of LAMB or Muon communicates, and what Muon's takes in memory, before anything runs."""
+"""Predicts what the step of LAMB or Muon communicates, and the memory of Muon's, before anything runs."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,1 +1,1 @@
-"""How the engine comes behind an unchanged script."""
+"""Puts the engine behind an unchanged script."""

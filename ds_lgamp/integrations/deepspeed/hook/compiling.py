@@ -1,4 +1,4 @@
-"""Keeps DeepSpeed from compiling at the start of a job, and names the lock of a compilation that no process does."""
+"""Keeps DeepSpeed from compiling at the start of a job, and names the lock that a killed compilation has left."""
 
 import logging
 import os

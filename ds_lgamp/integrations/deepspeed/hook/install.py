@@ -59,7 +59,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
     try:
         settings = read_block(config)
     except ConfigError:
-        # On a rank that is alone with its mistake, the others would wait for it.
+        # If only one rank raised, the others would wait for it.
         refuse_differing_ranks(config)
         raise
     if settings is None:

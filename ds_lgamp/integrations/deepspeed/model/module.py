@@ -54,7 +54,7 @@ class PlacedModule(PipelineModule):
     chunk_functions: dict[int, list[Callable]]
     """The layers of every chunk of this rank, as functions."""
     before_layer: BeforeLayer | None = None
-    """Comes ahead of every layer, before its seed; None if nothing does."""
+    """Called ahead of every layer, before its seed; None if nothing is."""
 
     full_parameters: Callable[[], AbstractContextManager[None]]
     """Keeps this rank's parameters complete and current inside a block. All data-parallel ranks enter it together."""

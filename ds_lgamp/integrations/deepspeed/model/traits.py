@@ -1,4 +1,4 @@
-"""What layers have beside tensors, and users change before ``deepspeed.initialize``: a rate of dropout, a hook."""
+"""What layers have beside tensors that users may change before ``deepspeed.initialize``: a rate of dropout, a hook."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def traits_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Traits]]:
 def adopt_traits(layers: Mapping[str, nn.Module], traits: Mapping[str, Traits]) -> str | None:
     """Gives layers, which were built anew, the ``traits`` of those whose places they take.
 
-    Returns a complaint if one of these had other hooks, which cannot move; else None.
+    Returns a complaint if one of the latter had other hooks, which cannot move; else None.
     """
     for prefix, layer in layers.items():
         for name, part in layer.named_modules(prefix=prefix):

@@ -1,4 +1,5 @@
-"""Lets all ranks agree on what is next, so that a rank that calls something else is named and nobody waits for it."""
+"""Lets all ranks agree on what they do next, so that a rank that calls something else is named and no rank waits for
+it."""
 
 import math
 from collections.abc import Sequence

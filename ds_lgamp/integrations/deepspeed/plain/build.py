@@ -71,8 +71,7 @@ def _has_hooks_of_zero_3(model: torch.nn.Module) -> bool:
 
 
 def only_evaluates(arguments: dict[str, Any]) -> bool:
-    """Whether the engine of these ``arguments`` gets nothing to train with, such as that of a model that another one is
-    compared with."""
+    """Whether the engine of these ``arguments`` gets nothing to train with, such as that of a reference model."""
     given = arguments.get("optimizer"), arguments.get("model_parameters"), arguments["config_class"].optimizer_name
     return all(each is None for each in given)
 

@@ -1,4 +1,4 @@
-"""The engine of plain scripts, behind ``deepspeed.initialize`` for models that are no PipelineModule."""
+"""The engine of plain scripts, behind ``deepspeed.initialize`` for all models but a PipelineModule."""
 
 import sys
 from collections.abc import Iterator
@@ -340,7 +340,7 @@ class ModelEngine(LgampEngine):
 
     def _begin_batch(self, schedule: ProgramSchedule) -> BatchState:
         """Begins a batch for training. Its program runs in pieces, between which the script has its turn."""
-        # What a batch has left that failed goes.
+        # Drops what a failed batch has left.
         self._measuring = ExitStack()
         self._measuring.enter_context(monitored(self, self._step_monitor, self._loader))
         spec = schedule.spec

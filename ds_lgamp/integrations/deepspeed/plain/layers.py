@@ -93,7 +93,8 @@ class SequentialLayers:
 
 
 class Compiled(nn.Module):
-    """Stands in for a model whose layers are compiled, and not the model as a whole: nobody calls it as a whole."""
+    """Stands in for a model whose layers are compiled. The model as a whole is not, because the engine never calls
+    it."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 A pipeline's names are those of its ``state_dict()``, of its checkpoints, and of the safetensors files made from them:
 the number of the layer, or ``tied_modules`` and the key, then the name inside the layer. GPTModel's names are those of
 its ``state_dict()``. With Transformer Engine, norms are parts of the linear layers that follow them. Its extra states,
-the scales of 8-bit numbers, are no weights and are left out.
+the scales of 8-bit numbers, are left out.
 """
 
 from __future__ import annotations

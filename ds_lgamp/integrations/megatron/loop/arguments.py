@@ -27,7 +27,7 @@ MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_la
 and 3."""
 _OFFLOADED = ("offload_optimizer", "offload_param")
 _OF_ONE_RANK = ("rank", "local_rank", "tensorboard", "wandb")
-"""How arguments begin that may differ, because only one rank heeds them."""
+"""Prefixes of arguments that may differ, because only one rank heeds them."""
 _OF_THE_ENDS = {
     "reset_attention_mask": "the masks",
     "sft": "the boundaries of its documents",

@@ -16,7 +16,7 @@ _KEYS = ("chunks_per_rank", "layers_per_chunk", "pipeline_rank_speeds")
 
 
 def cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
-    """The number of chunks, and their layout; None as the layout if Megatron-LM cuts the layers alike without one. A
+    """The number of chunks, and their layout; None as the layout if Megatron-LM makes the same cut without one. A
     layout takes the place of the flags that it was made of.
 
     Raises ConfigError if the layers cannot be cut so, or if two settings cut them.

@@ -1,4 +1,4 @@
-"""Megatron-LM's evaluation for scripts that ask for more of a model than its loss."""
+"""Megatron-LM's evaluation for scripts that ask a model for more than its loss."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 
 
 def collecting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-LM's ``evaluate``, where weights are complete if the script collects what is no loss: its
+    """Returns Megatron-LM's ``evaluate`` with complete weights if the script collects more than losses: its
     ``process_non_loss_data_func`` runs a batch on the last rank alone, where no other rank would gather, and its
     ``non_loss_data_func`` may read weights.
 

@@ -117,7 +117,7 @@ class ForwardBackward:
             self._trace.close()
 
     def _run(self, batch: Batch, sizes: tuple[Any, ...]) -> None:
-        # Models of a loop of one's own may take turns in a pipeline.
+        # The script's own loop may let models take turns in a pipeline.
         shapes = *sizes, *(getattr(batch.config, field) for field in _OF_SHAPES)
         spec, program = self._program(
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only

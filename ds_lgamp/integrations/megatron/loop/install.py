@@ -168,7 +168,7 @@ def _skipping(stock: Callable[[Any], None], training: Any) -> Callable[[Any], No
 
     @wraps(stock)
     def dummy_train_step(data_iterator: Any) -> None:
-        # A chunk has an iterator of its own, or none, as those between the first and the last.
+        # Each chunk has its own iterator; those between the first and the last may have none.
         every = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         iterators = [iterator for iterator in every if iterator is not None]
         machine = training.get_rerun_state_machine()

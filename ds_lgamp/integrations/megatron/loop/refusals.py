@@ -61,8 +61,8 @@ def refuse_unsupported(batch: Batch) -> None:
 
 
 def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) -> None:
-    """Raises ConfigError if a script of one's own trains with another stage, other chunks or another recomputation than
-    its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
+    """Raises ConfigError if a script with its own loop trains with another stage, other chunks or another recomputation
+    than its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
     if batch.forward_only:
         return
     distributed = getattr(getattr(batch.models[0], "ddp_config", None), "use_distributed_optimizer", None)
@@ -85,7 +85,7 @@ def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) ->
 
 
 def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
-    """Raises ConfigError if a batch trains models that nobody has sharded. Evaluation takes them as they are."""
+    """Raises ConfigError if a batch trains models that are not sharded. Evaluation takes them as they are."""
     if not batch.forward_only and partition_of(batch.models) is None:
         raise ConfigError(
             f"zero_optimization.stage is {zero_stage}, but the model is in {type(batch.models[0]).__name__}; wrap the "

@@ -2,8 +2,8 @@
 
 Megatron-core refuses a virtual pipeline on one rank (``parallel_state``). Without that refusal, it would silently give
 all layers to every chunk (``transformer_block``), and number the layers of every chunk from the first
-(``transformer_layer``). In a model with tied embeddings, both ends would have a weight of their own. patches/ mends all
-four in Megatron-core.
+(``transformer_layer``). In a model with tied embeddings, both ends would have a weight of their own. The patches in
+patches/ mend all four.
 """
 
 from collections.abc import Callable, Iterator, Sequence

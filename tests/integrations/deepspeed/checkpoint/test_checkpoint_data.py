@@ -283,7 +283,7 @@ def test_a_run_computes_what_stock_deepspeed_does_and_resumes_where_it_was(two, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WIDER_CASES, ids=str)
-def test_so_it_does_on_four_ranks(four, case):
+def test_a_run_on_four_ranks_computes_what_stock_deepspeed_does_and_resumes_where_it_was(four, case):
     check(four, case)
 
 

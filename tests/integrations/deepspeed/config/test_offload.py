@@ -30,7 +30,7 @@ def test_adam_without_bias_correction_needs_the_kernel_of_the_host(beside_a_gpu)
 @pytest.mark.parametrize(
     "config", [config_of("adam"), config_of("DeepSpeedCPUAdam", bias_correction=False), config_of("lion")]
 )
-def test_others_update_on_the_host(beside_a_gpu, config):
+def test_adam_and_deepspeeds_optimizers_of_the_cpu_update_on_the_host(beside_a_gpu, config):
     refuse_offloaded_optimizer(config, None)
 
 

@@ -65,7 +65,7 @@ def compiled_functions():
     return graphs
 
 
-def test_functions_are_compiled_too():
+def test_layers_that_are_functions_are_compiled():
     first, second = run_on_ranks(2, compiled_functions)
     assert any("@" in graph or "matmul" in graph for graph in first), "the tied module's function"
     assert any("2" in graph for graph in second), "the plain function"

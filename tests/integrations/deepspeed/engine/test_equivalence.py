@@ -97,11 +97,11 @@ def run_grid(cases, grid):
 
 
 @pytest.mark.parametrize("grid", slow_except([(2, 2)], FACTORS["grid"]), ids=str)
-def test_every_pair_of_factors(grid):
+def test_every_pair_of_factors_trains_as_one_process(grid):
     run_grid(pairwise_cases(), grid)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("grid", FACTORS["grid"], ids=str)
-def test_full_product(grid):
+def test_the_full_product_of_factors_trains_as_one_process(grid):
     run_grid(full_product(), grid)

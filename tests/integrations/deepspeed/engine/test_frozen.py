@@ -286,7 +286,7 @@ def two_ranks():
 
 
 @pytest.mark.slow
-def test_counts_by_hand(two_ranks):
+def test_gathers_and_reductions_are_those_counted_by_hand(two_ranks):
     """Of chunks 0 to 6, the last two in forward order stay. Chunks 1, 4 and 5 train beside frozen parameters, chunk 2
     is frozen, chunk 3 has no parameters, and chunks 0 and 6 share a frozen embedding.
 

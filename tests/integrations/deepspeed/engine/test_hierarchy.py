@@ -189,7 +189,7 @@ def train_in_precisions():
 
 
 @pytest.mark.slow
-def test_half_precision_trains_as_without_nodes_and_reproducible_nodes_are_alike_to_the_bit():
+def test_half_precision_trains_as_without_nodes_and_reproducible_nodes_are_equal_to_the_bit():
     for found, exact in run_on_ranks(4, train_in_precisions):
         for name, (plain, *nodes) in found.items():
             for numbers in nodes:

@@ -226,7 +226,7 @@ def test_a_skipped_step_changes_no_bit_and_training_goes_on(ranks, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SLOW)
-def test_the_same_holds_at_other_layouts(slow_ranks, layout):
+def test_at_other_layouts_one_rank_says_what_was_spoilt_and_a_skipped_step_changes_no_bit(slow_ranks, layout):
     results = [rank[layout] for rank in slow_ranks]
     for fault in FAULTS:
         check_sentence(results, layout, fault)

@@ -192,5 +192,5 @@ def every_pair(grid):
 
 @pytest.mark.full
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_pair_of_factors(grid):
+def test_the_result_of_every_pair_of_factors_is_that_of_a_run_on_the_device(grid):
     run_cases(grid, every_pair(grid))

@@ -170,7 +170,7 @@ def test_the_result_is_that_of_one_update_per_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_pair_of_factors(grid):
+def test_the_result_of_every_pair_of_factors_is_that_of_one_update_per_step(grid):
     run_cases(grid, [case for case in chosen_cases() if case["grid"] == grid])
 
 

@@ -271,7 +271,7 @@ def shares():
 
 
 @pytest.mark.slow
-def test_so_it_is_for_data_parallel_ranks_of_the_same_unlike_speeds():
+def test_runs_with_the_same_unequal_speeds_are_the_same_to_the_bit():
     first, *others = (merged(list(on_ranks)) for on_ranks in zip(*run_on_ranks(2, shares)))
     assert others == [first, first] and len(first.parameters) == 1 + 5 * 6 + 3
 

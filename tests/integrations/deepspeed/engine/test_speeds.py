@@ -87,7 +87,7 @@ def train_full():
 
 
 @pytest.mark.full
-def test_every_order_at_every_stage():
+def test_every_order_at_every_stage_trains_as_one_process():
     run_on_ranks(4, train_full, seconds=1500)
 
 

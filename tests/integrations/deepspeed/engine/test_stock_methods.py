@@ -180,7 +180,7 @@ def test_a_limit_of_the_norm_and_a_rate_that_the_script_sets_are_those_of_the_ne
     beside_stock(ranks, change_limit_and_rate)
 
 
-def test_so_is_the_limit_of_a_pipeline(ranks):
+def test_a_limit_of_the_norm_of_a_pipeline_is_that_of_the_next_step(ranks):
     beside_stock(ranks, change_limit_of_pipeline)
 
 

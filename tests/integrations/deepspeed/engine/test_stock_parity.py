@@ -47,7 +47,7 @@ def compare():
 
 
 @pytest.mark.slow
-def test_optimizer_and_scheduler_of_the_configuration():
+def test_optimizer_and_scheduler_of_the_configuration_step_as_in_stock():
     for rank in run_on_ranks(4, compare):
         for stock, layered in rank:
             assert layered[0] == pytest.approx(stock[0], rel=1e-5)
@@ -62,7 +62,7 @@ def train_with_torch_scheduler():
     return rates
 
 
-def test_a_torch_scheduler_of_the_configuration():
+def test_a_torch_scheduler_of_the_configuration_sets_the_rates():
     assert run_on_ranks(4, train_with_torch_scheduler)[3] == pytest.approx(
         [0.01, 0.005, 0.005, 0.0025, 0.0025, 0.00125]
     )

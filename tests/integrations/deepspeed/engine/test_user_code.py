@@ -382,7 +382,7 @@ def approximately(value):
 
 
 @pytest.mark.parametrize("function", COMPARISONS, ids=lambda function: function.__name__)
-def test_equals_stock(results, function):
+def test_user_code_gets_the_results_of_stock_deepspeed(results, function):
     for rank in results:
         stock, layered = rank[function.__name__]
         assert layered == approximately(stock), inspect.getdoc(function)

@@ -352,7 +352,7 @@ def test_the_step_takes_the_memory_that_explain_predicts(ranks, number):
 
 
 @pytest.mark.slow
-def test_other_optimizers_and_layouts_too():
+def test_the_engine_steps_other_optimizers_and_layouts_as_one_process_does():
     more = [
         Case("MuonWithAuxAdam", 3, Training(blocks=4, tied=True, clipping=0.2), scheduled=True),
         Case("own Muon", 0, settings={"bf16": {"enabled": True}}),
@@ -377,7 +377,7 @@ def test_a_checkpoint_goes_on_at_another_layout(more):
 
 
 @pytest.mark.slow
-def test_reproducible_runs_end_alike_to_the_bit(more):
+def test_reproducible_runs_end_equal_to_the_bit(more):
     for rank in more:
         assert rank["to the bit"] == [[True] * 3] * 2
 

@@ -57,7 +57,7 @@ def test_latent_attention_is_refused():
 
 
 @pytest.mark.parametrize("option", ["reset_attention_mask", "reset_position_ids"])
-def test_documents_need_an_end(option):
+def test_options_for_documents_need_the_token_that_ends_one(option):
     with pytest.raises(ConfigError, match=f"{option} is True, but end_of_document is None; name the token"):
         layer_specs(config(), **{option: True})
 

@@ -81,7 +81,7 @@ def test_megatron_lm_builds_everything_else_itself(stages, begun, ranks, chunks)
     assert begun == ["begun"] * 2
 
 
-def test_stages_2_and_3_take_the_place_of_data_parallelism_there_too(builders, monkeypatch):
+def test_stages_2_and_3_take_the_place_of_data_parallelism_in_builders(builders, monkeypatch):
     args = Namespace(
         accumulate_allreduce_grads_in_fp32=True, check_for_nan_in_loss_and_grad=False, data_parallel_random_init=False
     )

@@ -102,7 +102,7 @@ def test_without_a_block_ranks_train_like_one_process(place, start, alone):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_with_a_block_they_do_too(place, with_block, alone):
+def test_with_a_block_ranks_train_like_one_process(place, with_block, alone):
     assert_close(with_block(place), alone, 1e-5 if place.startswith("T2") else 1e-6)
 
 

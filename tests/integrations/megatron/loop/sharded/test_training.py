@@ -100,7 +100,7 @@ def test_two_ranks_train_as_megatrons_own_loop_does(name, small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-def test_four_ranks_do_too(name, large):
+def test_four_ranks_train_as_megatrons_own_loop_does(name, large):
     assert_trained_alike(name, large)
 
 
