@@ -19,7 +19,12 @@ _AGREED = "raise_everywhere"
 """The function that raises its first argument on every rank."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "configuration": ("config.py", "integrations/deepspeed/config/", "integrations/speeds.py"),
+    "configuration": (
+        "config.py",
+        "integrations/deepspeed/config/",
+        "integrations/program_spec.py",
+        "integrations/speeds.py",
+    ),
     "engine": ("integrations/",),
     "models": ("integrations/transformers/", "integrations/deepspeed/plain/"),
     "megatron": ("integrations/megatron/",),

@@ -79,6 +79,14 @@ def pretrain(
     return losses_of(trained(ranks, flags, launcher, seconds=seconds, script=script, model=model))
 
 
+def start_in(folder: Path) -> str:
+    """Returns flags that start every run from the same weights, which it saves in ``folder``. Freshly drawn weights
+    would differ by pipeline rank."""
+    megatron_tree()
+    pretrain(1, f"--save {folder} --save-interval 1 --exit-interval 1")
+    return f"--load {folder} --finetune"
+
+
 def trained(
     ranks: int,
     flags: str = "",

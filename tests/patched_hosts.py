@@ -9,7 +9,8 @@ import ds_lgamp
 from ds_lgamp.config import LgampConfig
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.config.bad_input import MODULES, merged, pipeline
+from tests.integrations.deepspeed.config.bad_input import merged
+from tests.integrations.deepspeed.config.bad_modules import MODULES, pipeline
 from tests.integrations.deepspeed.config.test_bad_input import refusal
 from tests.integrations.deepspeed.engine.test_equivalence import check, pairwise_cases
 from tests.integrations.deepspeed.hook.test_install import attributes_of, differences

@@ -1,18 +1,6 @@
 import pytest
 
-from ds_lgamp.config import ConfigError, chunk_bounds, micro_batch_shares, place, program_spec, read_block
-
-TYPES = ["embedding", "block", "block", "block", "block", "norm", "head"]
-WEIGHTS = [4.0, 1, 1, 1, 1, 0, 4]
-
-
-def test_an_empty_block_means_layered_modular_automatic():
-    settings = read_block({"ds_lgamp": {}})
-    bounds = chunk_bounds(settings, 2, TYPES, WEIGHTS)
-    placement = place(settings, len(bounds) - 1, 2)
-    spec = program_spec(settings, placement, 8, 3)
-    assert bounds == [0, 2, 3, 4, 7] and placement == (0, 1, 0, 1)
-    assert (spec.schedule, spec.micro_batch_group, spec.resident_chunks) == ("layered", 8, 2)
+from ds_lgamp.config import ConfigError, read_block
 
 
 @pytest.mark.parametrize("config", [{}, {"ds_lgamp": {"enabled": False}}, {"ds_lgamp": None}])
@@ -20,23 +8,9 @@ def test_no_block_or_a_disabled_one_is_none(config):
     assert read_block(config) is None
 
 
-@pytest.mark.parametrize(
-    ("block", "bounds"),
-    [({"layers_per_chunk": 3}, [0, 3, 6, 7]), ({"chunks_per_rank": 2}, [0, 1, 3, 6, 7])],
-)
-def test_chunks_by_count_and_by_weight(block, bounds):
-    assert chunk_bounds(read_block({"ds_lgamp": block}), 2, TYPES, WEIGHTS) == bounds
-
-
 @pytest.mark.parametrize(("keys", "steps"), [({}, (10, 12)), ({"trace_steps": "3:3"}, (3, 3))])
 def test_a_trace_has_its_first_and_its_last_step(keys, steps):
     assert read_block({"ds_lgamp": {"trace": "runs/trace", **keys}}).traced_steps == steps
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
-    settings = read_block({"ds_lgamp": {"schedule": schedule}})
-    assert settings.one_chunk_per_rank and place(settings, 4, 4) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -68,63 +42,3 @@ def test_bad_blocks_are_refused_in_a_sentence(block, message):
     assert message in str(refused.value) and "\n" not in str(refused.value)
     # The caller puts the name of the program first.
     assert not str(refused.value).startswith("ds_lgamp:")
-
-
-@pytest.mark.parametrize(
-    ("block", "ranks", "message"),
-    [
-        (
-            {"layers_per_chunk": 9},
-            2,
-            "ds_lgamp.layers_per_chunk is 9, which cuts 7 layers into 1 chunks for 2 pipeline ranks; use at most 6",
-        ),
-        ({"layers_per_chunk": 4}, 3, "layers_per_chunk is 4, which cuts 7 layers into 2 chunks .*; use at most 3$"),
-        (
-            {},
-            5,
-            "neither ds_lgamp.chunks_per_rank nor ds_lgamp.layers_per_chunk is given, which cuts 7 layers into 4 "
-            "chunks for 5 pipeline ranks; set ds_lgamp.chunks_per_rank",
-        ),
-        ({}, 8, "num_stages of the PipelineModule is 8, but it has 7 layers; use at most as many"),
-        (
-            {"schedule": "interleaved_1f1b", "layers_per_chunk": 3},
-            2,
-            "layers_per_chunk is 3, which cuts 7 layers into 3 chunks, but schedule 'interleaved_1f1b' needs a "
-            "multiple of 2 pipeline ranks; set ds_lgamp.chunks_per_rank instead",
-        ),
-    ],
-)
-def test_chunks_that_do_not_fit_the_ranks_are_refused_by_their_key(block, ranks, message):
-    with pytest.raises(ConfigError, match=message):
-        chunk_bounds(read_block({"ds_lgamp": block}), ranks, TYPES, WEIGHTS)
-
-
-def test_the_most_layers_per_chunk_that_an_error_names_do_fit():
-    for layers in range(2, 12):
-        for ranks in range(2, layers + 1):
-            with pytest.raises(ConfigError) as refused:
-                chunk_bounds(read_block({"ds_lgamp": {"layers_per_chunk": layers}}), ranks, TYPES[:1] * layers, [])
-            most = int(str(refused.value).split()[-1])
-            cuts = [read_block({"ds_lgamp": {"layers_per_chunk": count}}) for count in (most, most + 1)]
-            assert len(chunk_bounds(cuts[0], ranks, TYPES[:1] * layers, [])) > ranks
-            with pytest.raises(ConfigError):
-                chunk_bounds(cuts[1], ranks, TYPES[:1] * layers, [])
-
-
-def test_more_chunks_than_layers_are_refused():
-    with pytest.raises(ConfigError, match="ds_lgamp.chunks_per_rank is 4: 2 pipeline ranks would need 8 layers"):
-        chunk_bounds(read_block({"ds_lgamp": {"chunks_per_rank": 4}}), 2, TYPES, WEIGHTS)
-
-
-def test_a_batch_that_does_not_interleave_is_refused():
-    settings = read_block({"ds_lgamp": {"schedule": "interleaved_1f1b"}})
-    with pytest.raises(ConfigError, match="needs a multiple of 2 .* but a batch has 3 .gradient_accumulation_steps"):
-        program_spec(settings, (0, 1, 0, 1), 3, 1)
-
-
-def test_a_step_of_absurdly_many_micro_batches_is_refused():
-    settings = read_block({"ds_lgamp": {}})
-    with pytest.raises(ConfigError, match="makes 1099511627776 micro-batches of a step.*; use at most 100000"):
-        program_spec(settings, (0, 1), 2**40, 1)
-    with pytest.raises(ConfigError, match="use at most 100000"):
-        micro_batch_shares(read_block({"ds_lgamp": {"data_rank_speeds": [1.0, 2.0]}}), 2**40, 2)

@@ -21,6 +21,7 @@ FLOORS = (
     (
         "integrations.ending",
         "integrations.handshake",
+        "integrations.program_spec",
         "integrations.replacing",
         "integrations.seams",
         "integrations.shard_keys",

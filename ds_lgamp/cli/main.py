@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ds_lgamp.cli.completion import complete_paths
 from ds_lgamp.cli.examples import with_examples
@@ -87,6 +87,14 @@ def _add_checkpoint_command(commands) -> None:
     command.set_defaults(run=_checkpoint, parser=command)
     actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
     of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
+    _add_readers(actions, of_one)
+    _add_export(actions, of_one)
+    _add_makers(actions)
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_readers(actions, of_one: dict[str, Any]) -> None:
     info = actions.add_parser("info", help="print what a checkpoint holds", **with_examples("checkpoint info"))
     info.add_argument("source", **of_one)
     verify = actions.add_parser(
@@ -95,6 +103,9 @@ def _add_checkpoint_command(commands) -> None:
         **with_examples("checkpoint verify"),
     )
     verify.add_argument("source", **of_one)
+
+
+def _add_export(actions, of_one: dict[str, Any]) -> None:
     export = actions.add_parser(
         "export", help="write a checkpoint in another format", **with_examples("checkpoint export")
     )
@@ -114,6 +125,10 @@ def _add_checkpoint_command(commands) -> None:
         "--pipeline-ranks", type=int, metavar="P", help="deepspeed: pipeline ranks of the run that will load it"
     )
     export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: its data-parallel ranks")
+
+
+def _add_makers(actions) -> None:
+    """Adds the actions that make checkpoints."""
     importing = actions.add_parser(
         "import",
         help="make a checkpoint from weights or from a stock DeepSpeed checkpoint",
@@ -139,8 +154,6 @@ def _add_checkpoint_command(commands) -> None:
     publishing.add_argument(
         "target", type=Path, metavar="DIR", help="the directory of checkpoints, which gets DIR/global_stepN"
     )
-    for action in (info, verify, export, importing, publishing):
-        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_cluster_command(commands) -> None:

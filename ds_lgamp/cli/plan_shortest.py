@@ -5,9 +5,9 @@ from typing import TextIO
 
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.configuration import describe
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.scaling import critical_batch
-from ds_lgamp.planner.search import describe
 from ds_lgamp.planner.shortest import BUSY, shortest
 
 

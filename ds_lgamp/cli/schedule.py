@@ -38,6 +38,23 @@ def add_schedule_command(commands: Any) -> None:
     command = commands.add_parser(
         "schedule", help="build, check, simulate and draw a training step's program", **with_examples("schedule")
     )
+    _add_program(command)
+    _add_durations(command)
+    command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
+    command.add_argument(
+        "--svg", type=Path, metavar="FILE", help="also draw the program beside 1F1B with the same work, as SVG"
+    )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="also draw both into a page to zoom into; a browser opens the file"
+    )
+    command.add_argument(
+        "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
+    )
+    command.set_defaults(run=_schedule, parser=command)
+
+
+def _add_program(command: argparse.ArgumentParser) -> None:
+    """Adds the options that say what the program is."""
     command.add_argument("--schedule", choices=SCHEDULES, default="layered")
     command.add_argument("--pipeline-ranks", type=count, default=4, metavar="P")
     command.add_argument("--chunks-per-rank", type=count, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
@@ -70,6 +87,10 @@ def add_schedule_command(commands: Any) -> None:
         help="what the host holds: the optimizer's state and master weights, which it updates, or the parameters too",
     )
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
+
+
+def _add_durations(command: argparse.ArgumentParser) -> None:
+    """Adds the options that say how long its actions take."""
     command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
     command.add_argument("--backward", type=float, default=2.0, help="time of one chunk's backward for one micro-batch")
     command.add_argument("--hop", type=float, default=0.0, help="time to send a tensor to the next rank")
@@ -83,17 +104,6 @@ def add_schedule_command(commands: Any) -> None:
     command.add_argument("--update", type=float, default=0.0, help="time of one chunk's update")
     command.add_argument("--load", type=float, default=0.0, help="time of one chunk's weights from host to device")
     command.add_argument("--store", type=float, default=0.0, help="time of one chunk's gradient from device to host")
-    command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
-    command.add_argument(
-        "--svg", type=Path, metavar="FILE", help="also draw the program beside 1F1B with the same work, as SVG"
-    )
-    command.add_argument(
-        "--html", type=Path, metavar="FILE", help="also draw both into a page to zoom into; a browser opens the file"
-    )
-    command.add_argument(
-        "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
-    )
-    command.set_defaults(run=_schedule, parser=command)
 
 
 def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from ds_lgamp.cost.offload import HostMemory, on_host
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.offload import BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
+from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
 
 class OnDisk(NamedTuple):
@@ -64,7 +64,7 @@ class _Homes(NamedTuple):
 
 def room(size: int) -> int:
     """Returns the bytes that ``size`` bytes take in the file and in a buffer."""
-    return -(-size // BLOCK) * BLOCK
+    return -(-size // DISK_BLOCK) * DISK_BLOCK
 
 
 def disk_use(

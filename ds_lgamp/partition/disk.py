@@ -27,9 +27,9 @@ from threading import Lock, Thread
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-# O_DIRECT needs addresses, offsets and lengths that are multiples of BLOCK.
+# O_DIRECT needs addresses, offsets and lengths that are multiples of DISK_BLOCK.
 from ds_lgamp.cost.disk import room
-from ds_lgamp.schedule.offload import BLOCK, PIECE, PIECES
+from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES
 
 Move = Callable[[int, list, int], int]
 """``os.preadv`` or ``os.pwritev``."""
@@ -74,7 +74,7 @@ class Disk:
         Raises:
             ValueError: the disk has too little space.
         """
-        bytes_ = max(room(size * dtype.itemsize), BLOCK)
+        bytes_ = max(room(size * dtype.itemsize), DISK_BLOCK)
         with self._lock:
             fitting = [there for there, offsets in self._free.items() if offsets and there >= bytes_]
             taken = min(fitting, default=bytes_)
@@ -95,8 +95,8 @@ class Disk:
 
         Args:
             home: a tensor on this disk, which nobody writes meanwhile.
-            start: a multiple of :data:`BLOCK`.
-            memory: bytes from :func:`aligned`, as many as should be read; a multiple of :data:`BLOCK`.
+            start: a multiple of :data:`DISK_BLOCK`.
+            memory: bytes from :func:`aligned`, as many as should be read; a multiple of :data:`DISK_BLOCK`.
         """
         with self._lock:
             self.bytes_read += memory.nbytes
@@ -162,8 +162,8 @@ def aligned(size: int, pinned: bool = False) -> torch.Tensor:
     if pinned:
         # It begins with a page.
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    whole = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
-    return whole[-whole.data_ptr() % BLOCK :][:size]
+    whole = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, device="cpu")
+    return whole[-whole.data_ptr() % DISK_BLOCK :][:size]
 
 
 def _move_piece(move: Move, file: "_File", memory: torch.Tensor, start: int) -> None:

@@ -171,3 +171,32 @@ class Configuration:
         else:
             bounds = split_evenly(model.layers, self.chunks)
         return [end - start for start, end in zip(bounds, bounds[1:])]
+
+
+def method_of(configuration: Configuration) -> str:
+    """Returns the name of the method, as tables show it."""
+    if configuration.micro_batch_outer:
+        return f"ZeRO-{configuration.zero_stage}"
+    if configuration.hierarchy is not None:
+        return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
+    if configuration.uses_host:
+        kinds = [configuration.offload] if configuration.offload is not None else []
+        held = " and ".join([*kinds, *["inputs"] * configuration.stores_inputs])
+        return f"{configuration.schedule}, {held} on the host"
+    return configuration.schedule
+
+
+def describe(configuration: Configuration) -> str:
+    """Returns the configuration in a few words."""
+    of = configuration
+    words = [method_of(of), f"W{of.data_ranks} P{of.pipeline_ranks} T{of.tensor_ranks}", f"ZeRO-{of.zero_stage}"]
+    if not of.micro_batch_outer:
+        words.append(f"{of.chunks_per_rank} chunks per rank")
+        if of.zero_stage == 3:
+            words[-1] += f", {min(of.resident_chunks, of.chunks_per_rank)} resident"
+    if of.hierarchy is not None:
+        words.append(f"shards of {of.hierarchy.node_ranks} ranks")
+    words.append(f"{of.micro_batches} micro-batches of {of.micro_batch}")
+    if of.group < of.micro_batches:
+        words[-1] += f" in groups of {of.group}"
+    return ", ".join(words)

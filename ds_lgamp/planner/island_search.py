@@ -13,14 +13,14 @@ from math import gcd
 from ds_lgamp.cost.assignment import Assignment
 from ds_lgamp.planner.assign import ranked
 from ds_lgamp.planner.cluster import Cluster, Link
-from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.configuration import Configuration, method_of
 from ds_lgamp.planner.demand import demand_of
 from ds_lgamp.planner.exact import MOST_COMPUTES, costs_of
 from ds_lgamp.planner.exposed import network_costs
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.memory import ConfigurationMemory, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.search import method_of, search
+from ds_lgamp.planner.search import search
 from ds_lgamp.planner.sizes import as_executed
 from ds_lgamp.schedule.costs import Costs
 from ds_lgamp.schedule.placement import shares_by_speed

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ds_lgamp.planner.activations import Software, layer_bytes
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.gradients import Gradients, RankUnit
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.order import Order
 from ds_lgamp.planner.sizes import (
@@ -144,18 +145,6 @@ def _visited(order: Order, sums: list[int], computes: int) -> int:
     return whole + (begun * (sums[chunks + 1] - sums[chunks]) if begun else 0)
 
 
-class _Unit(NamedTuple):
-    """A unit of the rank."""
-
-    first: int
-    """Its first user among the chunks of the rank, and its last one."""
-    last: int
-    part: int
-    """Elements of one part, and of all parts."""
-    full: int
-    copies: int
-
-
 class _Rank:
     """A pipeline rank at the moments when it may need most. Chunks are numbered on the rank."""
 
@@ -166,12 +155,12 @@ class _Rank:
         self.recomputed = [recomputes(configuration, chunk) for chunk in own]
         self.has_input = [chunk > 0 for chunk in own]
         self.result = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result
-        self.partitioned = stage > 0 and data_ranks > 1
         self.units = []
         for unit in units_of(model, configuration, rank):
             part, parts = unit.part(stage, data_ranks), unit.parts(stage, data_ranks)
             users = own.index(unit.chunks[0]), own.index(unit.chunks[-1])
-            self.units.append(_Unit(*users, part, part * parts, unit.copies))
+            self.units.append(RankUnit(*users, part, part * parts, unit.copies))
+        self.gradients = Gradients(configuration, software, self.units, len(own))
         self.part, self.full = sum(unit.part for unit in self.units), sum(unit.full for unit in self.units)
         self.batch = batch_bytes(model, configuration, software)
         kept = [self.kept_by(chunk) for chunk in range(len(own))]
@@ -188,7 +177,7 @@ class _Rank:
         """Yields the memory at each moment that may be the worst."""
         for micro_batches, earlier, final in self.groups():
             order = Order(self.configuration, self.rank, micro_batches)
-            if earlier and self.reduces_every_group:
+            if earlier and self.gradients.reduces_every_group:
                 yield self.last_forward(order, earlier, final)
             for number in order.turning_points():
                 yield self.backward(order, number, earlier, final)
@@ -209,7 +198,7 @@ class _Rank:
         reductions of the group before."""
         forwards = order.forwards(0) - 1
         chunk = order.forward_chunk(forwards)
-        gradients, buffers = self.gradients(-1, earlier - 1, True)
+        gradients, buffers = self.gradients.held(-1, earlier - 1, True)
         gathered = self.gathered(order.next_chunks(0, self.configuration.resident_chunks, again=not final))
         stored, messages = self.stored(order, forwards, 0), self.messages(order, 0, earlier, final)
         working = self.sizes[chunk].forward + (self.result if self.has_input[chunk] else 0)
@@ -228,7 +217,7 @@ class _Rank:
         messages = self.messages(order, number, earlier, final)
         resident = order.next_chunks(number, self.configuration.resident_chunks, again=not final)
         is_last_round = final and number >= order.total - per_round
-        gradients, buffers = self.gradients(chunk, earlier or number // per_round, is_last_round)
+        gradients, buffers = self.gradients.held(chunk, earlier or number // per_round, is_last_round)
         working = self.sizes[chunk].backward + (self.result if self.copies_input(chunk) else 0)
         return self.moment(gradients, buffers, self.gathered(resident), stored, messages, working)
 
@@ -236,21 +225,21 @@ class _Rank:
         """Yields the memory when a backward awaits a reduction of the group before, the oldest or that of the rank's
         first chunk, or in its own group that of the rank's last chunk. First and last chunks may have an end of the
         model."""
-        last, waiting = order.chunks - 1, []
-        if final and not earlier or self.reduces_every_group:
-            waiting.append((last - self.held, last, earlier == 0))
-        if earlier and self.reduces_every_group:
-            waiting += {(last, self.held - 1, earlier == 1), (last + 1 - self.held, 0, earlier == 1)}
+        last, waiting, most = order.chunks - 1, [], self.gradients.most_full
+        if final and not earlier or self.gradients.reduces_every_group:
+            waiting.append((last - most, last, earlier == 0))
+        if earlier and self.gradients.reduces_every_group:
+            waiting += {(last, most - 1, earlier == 1), (last + 1 - most, 0, earlier == 1)}
         for chunk, awaited, new in waiting:
             if chunk < 0:
                 continue
             number = (last - chunk) * order.round
-            gradients, buffers = self.gradients(chunk, earlier, final, begun=False)
+            gradients, buffers = self.gradients.held(chunk, earlier, final, begun=False)
             gathered = self.gathered(order.next_chunks(number, self.configuration.resident_chunks, again=not final))
             stored = self.stored(order, order.forwards(number), number)
             messages = self.messages(order, number, earlier, final)
             units = [unit for unit in self.units if unit.first == awaited]
-            for held, rest, finishing in self.finishing(units, gradients, buffers, new):
+            for held, rest, finishing in self.gradients.finishing(units, gradients, buffers, new):
                 yield self.moment(held, rest, gathered, stored, messages, finishing)
 
     def end(self) -> Iterator[ConfigurationMemory]:
@@ -261,15 +250,16 @@ class _Rank:
         is_interleaved = configuration.schedule == "interleaved_1f1b"
         together = configuration.pipeline_ranks if is_interleaved else configuration.group
         earlier = -(-micro_batches // together) - 1
-        gradients, buffers = self.gradients(-1, earlier, True)
+        gradients, buffers = self.gradients.held(-1, earlier, True)
         yield self.moment(gradients, buffers, self.gathered([0]), 0, sent, 0)
-        outstanding = range(len(self.sizes) if earlier and not self.reduces_every_group else self.held)
+        reduces = self.gradients.reduces_every_group
+        outstanding = range(len(self.sizes) if earlier and not reduces else self.gradients.most_full)
         awaited = [unit for unit in self.units if unit.first in outstanding]
-        new = not (earlier and self.reduces_every_group)
-        for held, rest, finishing in self.finishing(awaited, gradients, buffers, new):
+        new = not (earlier and reduces)
+        for held, rest, finishing in self.gradients.finishing(awaited, gradients, buffers, new):
             yield self.moment(held, rest, 0, 0, sent, finishing)
         gradients = element.master * self.part
-        if not self.partitioned and element.gradients != element.master:
+        if not self.gradients.partitioned and element.gradients != element.master:
             gradients += element.gradients * self.part
         copies = max((unit.copies * unit.part for unit in self.units if unit.copies > 1), default=0)
         yield self.moment(gradients, 0, 0, 0, sent, element.master * copies)
@@ -309,70 +299,10 @@ class _Rank:
 
     def gathered(self, resident: list[int]) -> int:
         """Returns the bytes of gathered weights while the chunks ``resident`` are whole."""
-        if not self.partitioned or self.configuration.zero_stage < 3:
+        if not self.gradients.partitioned or self.configuration.zero_stage < 3:
             return 0
         whole = (unit.full for unit in self.units if unit.first in resident or unit.last in resident)
         return self.element.weights * sum(whole)
-
-    @property
-    def reduces_every_group(self) -> bool:
-        """Whether gradients are reduced after each group of micro-batches, as stages 2 and 3 do."""
-        return self.partitioned and self.configuration.zero_stage > 1 and self.configuration.schedule == "layered"
-
-    @property
-    def held(self) -> int:
-        """How many full gradients a rank may hold before a backward awaits the reduction of one."""
-        return min(self.configuration.resident_chunks, len(self.sizes))
-
-    def gradients(self, chunk: int, earlier: int, final: bool, begun: bool = True) -> tuple[int, int]:
-        """Returns the bytes of gradients, and those of their buffers.
-
-        Args:
-            chunk: whose backward runs; -1 if all are done.
-            earlier: how often all chunks have run their backwards before, in groups or rounds of micro-batches.
-            final: whether no other group or round follows.
-            begun: whether the chunk has a full gradient. Otherwise it waits until one less is held.
-        """
-        element, reduces = self.element, final or self.reduces_every_group
-        if not self.partitioned:
-            return element.gradients * self.part, 0
-        # Gradients that are not reduced after every group begin to accumulate once, so that none waits for a reduction.
-        accumulated = earlier > 0 and not self.reduces_every_group
-        held = len(self.sizes) + 1 if accumulated else self.held + (chunk < 0 or not begun)
-        shards = buffers = 0
-        for unit in self.units:
-            # Reductions begin in the order of the backwards, from the last chunk to the first.
-            behind = unit.first - chunk
-            accumulating = (unit.last >= chunk or accumulated) and not (reduces and behind > 0)
-            accumulating = accumulating and (begun or behind < 0 or unit.last > chunk)
-            reducing = reduces and 0 < behind < held
-            reducing_earlier = earlier > 0 and self.reduces_every_group and behind < (0 if begun else 1)
-            reducing_earlier = reducing_earlier and 0 < behind + len(self.sizes) < held
-            if accumulating or reducing or reducing_earlier:
-                buffers += element.gradients * unit.full
-            if reducing or reducing_earlier:
-                buffers += element.gradients * (unit.full if self.software.all_to_all else unit.part)
-            if (reduces and behind >= held) or (self.reduces_every_group and earlier > reducing_earlier):
-                shards += element.master * unit.part
-        return shards, buffers
-
-    def finishing(
-        self, awaited: list[_Unit], gradients: int, buffers: int, new: bool
-    ) -> Iterator[tuple[int, int, int]]:
-        """Yields the bytes of gradients, of their buffers, and of the result of a reduction as each one ends.
-
-        Args:
-            awaited: the units under reduction that are awaited.
-            gradients, buffers: before.
-            new: whether results become gradients. Otherwise they are added to gradients that exist.
-        """
-        element = self.element
-        if not self.partitioned or (element.gradients == element.master and not self.software.all_to_all):
-            return
-        for unit in sorted(awaited, key=lambda unit: -unit.first):
-            yield gradients, buffers, element.master * unit.part
-            buffers -= element.gradients * (unit.full + (unit.full if self.software.all_to_all else unit.part))
-            gradients += element.master * unit.part if new else 0
 
     def messages(self, order: Order, backwards: int, earlier: int, final: bool) -> int:
         """Returns the bytes of messages under way during a backward that follows ``backwards`` others of its group."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ds_lgamp.planner.bound import Bound
+from ds_lgamp.planner.candidates import chunks_per_rank, divisors, tensor_rank_numbers
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.scaling import critical_batch, tokens_needed
-from ds_lgamp.planner.search import Plan, chunks_per_rank, divisors, tensor_rank_numbers
+from ds_lgamp.planner.search import Plan
 
 BUSY = 0.5
 DAY = 86400

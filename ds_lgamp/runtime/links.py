@@ -4,8 +4,7 @@ Both ends of a link know the shapes in advance. Gradients have the shapes of the
 header precedes the first activation that crosses a chunk boundary. If shapes are dynamic, a header precedes every
 activation, and the receive is posted once the header has been read.
 
-The tensors of a message travel as one, so that a message is one operation on the device. Headers travel between hosts,
-so that reading one does not wait for the device.
+Headers travel between hosts, so that reading one does not wait for the device.
 
 Streams that share hardware queues need receives on arrival (:mod:`ds_lgamp.schedule.receives`). A rank then reads a
 header as soon as it is due, because a message that nobody receives would block the sender's queue.
@@ -20,24 +19,10 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.launches import Flight, launched
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
+from ds_lgamp.runtime.messages import HEADER_ELEMENTS, MessageSpec, allocate, pack
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
-_HEADER_ELEMENTS = 128
-_ALIGNMENT = 16
-"""In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
-_DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-]
 RESET = "reset the links between batches of other shapes"
 
 
@@ -46,78 +31,6 @@ class LinkError(RuntimeError):
 
     def __init__(self, peer: int, error: RuntimeError) -> None:
         super().__init__(f"the link to rank {peer} failed: {str(error).splitlines()[0]}")
-
-
-class MessageSpec(NamedTuple):
-    """The shapes and dtypes of a message: the tensors that cross a chunk boundary for one micro-batch."""
-
-    is_tuple: bool
-    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-
-    @classmethod
-    def of(cls, value: Tensors) -> "MessageSpec":
-        return cls(isinstance(value, tuple), tuple((tensor.shape, tensor.dtype) for tensor in as_tuple(value)))
-
-    def to_header(self) -> torch.Tensor:
-        """Returns an int64 tensor of 128 elements on the host, padded with zeros.
-
-        It holds is_tuple, the number of tensors, then the dtype, number of dimensions and sizes of each tensor. Raises
-        TypeError for a dtype that no link carries, ValueError if the tensors do not fit.
-        """
-        numbers = [int(self.is_tuple), len(self.tensors)]
-        for shape, dtype in self.tensors:
-            if dtype not in _DTYPES:
-                raise TypeError(f"a chunk returned a tensor of {dtype}, which no link carries; convert it")
-            numbers += [_DTYPES.index(dtype), len(shape), *shape]
-        if len(numbers) > _HEADER_ELEMENTS:
-            raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")
-        numbers += [0] * (_HEADER_ELEMENTS - len(numbers))
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-    @classmethod
-    def from_header(cls, header: torch.Tensor) -> "MessageSpec":
-        numbers = iter(header.tolist())
-        is_tuple, count = bool(next(numbers)), next(numbers)
-        tensors = []
-        for _ in range(count):
-            dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
-            tensors.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
-        return cls(is_tuple, tuple(tensors))
-
-
-def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the message that holds ``tensors`` of ``device``: the only one itself, or the bytes of all.
-
-    No device library carries int16, so int16 travels as bytes too.
-    """
-    if len(tensors) == 1 and tensors[0].dtype is not torch.int16:
-        return tensors[0].contiguous()
-    message, members = allocate(MessageSpec.of(tuple(tensors)), device)
-    for member, tensor in zip(members, tensors):
-        member.copy_(tensor)
-    return message
-
-
-def allocate(spec: MessageSpec, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns an uninitialised message and its tensors, which share its memory.
-
-    They are no views of the message, because a view raises if autograd saved it and another view changes in place.
-    """
-    if len(spec.tensors) == 1 and spec.tensors[0][1] is not torch.int16:
-        shape, dtype = spec.tensors[0]
-        message = torch.empty(shape, dtype=dtype, device=device)
-        return message, [message]
-    starts = [0]
-    for shape, dtype in spec.tensors:
-        size = shape.numel() * dtype.itemsize
-        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    message = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-    storage, members = message.untyped_storage(), []
-    for start, (shape, dtype) in zip(starts, spec.tensors):
-        flat = torch.empty(0, dtype=dtype, device=device)
-        flat.set_(storage, start // dtype.itemsize, (shape.numel(),), (1,))
-        members.append(flat.view(shape))
-    return message, members
 
 
 class Endpoint(NamedTuple):
@@ -163,7 +76,7 @@ class Outgoing:
             self._announced[chunk] = spec
             self._headers_in_flight.append(_send(spec.to_header(), self.headers))
         elif known != spec:
-            raise ValueError(f"chunk {chunk} returned {_shapes(spec)} after {_shapes(known)}; {self.advice}")
+            raise ValueError(f"chunk {chunk} returned {spec.shapes} after {known.shapes}; {self.advice}")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches the send of one message. Waits for the oldest messages if too many are under way."""
@@ -265,7 +178,7 @@ class Incoming:
             spec = self._specs.get(self._key(*self._line[0]))
             if spec is None:
                 if self.headers is not None and self._header is None:
-                    header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
+                    header = torch.empty(HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
                     self._header = _receive(header, self.headers), header
                 return
             place = self._line.popleft()
@@ -406,7 +319,3 @@ def _wait(work: dist.Work, peer: int) -> None:
         work.wait()
     except RuntimeError as error:
         raise LinkError(peer, error) from error
-
-
-def _shapes(spec: MessageSpec) -> str:
-    return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in spec.tensors)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_lgamp.schedule.actions import COMPUTE, OFFLOADING, RECEIVES, Action, Kind, awaited_by
 from ds_lgamp.schedule.orders import pieces_of
 
-BLOCK = 4096
+DISK_BLOCK = 4096
 """The disk moves multiples of so many bytes."""
 PIECE = 8 << 20
 """Bytes of a piece of a tensor that moves on its own."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from testing.chaos.faults import FAULTS, SUCCESS
 from testing.chaos.jobs import Job
 from testing.launching import ON_CPU, free_port
 from testing.namespaces import address, throttled_network
+from testing.processes import is_alive, wait
 
 SCRIPT = SCRIPTS / "meets_chaos.py"
 START = 120.0
@@ -106,7 +107,7 @@ class _Started:
     def await_fault(self) -> None:
         """Waits for a fault that ends the job."""
         if self.fault and FAULTS[self.fault].seconds is not None:
-            self._wait(lambda: self.met or self._ended(), START)
+            wait(lambda: self.met or self._ended(), START)
 
     def await_end(self) -> None:
         """Waits for the end of all ranks that can end, and then of the launcher. Keeps the time since the fault."""
@@ -118,18 +119,18 @@ class _Started:
             starving.look([self.process.pid, *self._ranks()])
             return self._ended() or (fails and not self._ranks(stopped))
 
-        self._wait(over, START + SUCCESS)
+        wait(over, START + SUCCESS)
         self.seconds, self.starved = time.monotonic() - begun, starving.seconds
         if stopped is not None and over():
             # The launcher would do so after half a minute.
             self._send(signal.SIGKILL, self._ranks())
-        self._wait(self._ended, OF_TORCHRUN)
+        wait(self._ended, OF_TORCHRUN)
 
     def left(self) -> tuple[str, ...]:
         """Returns the processes of the job that do not end with it."""
         if not self._ended():
             return ()
-        self._wait(lambda: not any(self._processes()), 5)
+        wait(lambda: not any(self._processes()), 5)
         return tuple(" ".join(process.cmdline()) for process in self._processes())
 
     def kill(self) -> None:
@@ -143,33 +144,19 @@ class _Started:
         """Returns the processes of ranks that run."""
         files = {int(file.name.removeprefix("rank ")): file for file in self.folder.glob("rank *")}
         pids = [int(file.read_text() or 0) for rank, file in files.items() if rank != except_for]
-        return [pid for pid in pids if pid and _runs(pid)]
+        return [pid for pid in pids if pid and is_alive(pid)]
 
     def _processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(OF) == str(self.folder) and _runs(process.pid):
+                if process.environ().get(OF) == str(self.folder) and is_alive(process.pid):
                     yield process
-
-    @staticmethod
-    def _wait(over: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not over() and time.monotonic() < deadline:
-            time.sleep(0.05)
 
     @staticmethod
     def _send(number: int, pids: list[int]) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process has not ended. One that has may wait for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
-    except OSError:
-        return False
 
 
 class _Starving:

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +12,7 @@ from benchmarks.gpu_day import PARTS, Part, command, runner, trace
 from benchmarks.gpu_day.runner import FAILED, NOT_RUN, PASSED, as_table, run_parts
 from benchmarks.gpu_day.trials import TRIALS
 from testing import ROOT
+from testing.processes import is_alive, wait
 
 # Importing torch and DeepSpeed takes each part seconds, only to name the device.
 WITHOUT_A_DEVICE = """
@@ -110,14 +109,8 @@ def test_a_part_that_passed_leaves_no_children(day):
 
 def is_gone(pid):
     """Whether the process ends soon. Its entry may outlive it where no process collects orphans."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.1)
-    return False
+    wait(lambda: not is_alive(pid), 10)
+    return not is_alive(pid)
 
 
 def test_a_part_that_does_not_fit_into_the_budget_is_not_started(day):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from statistics import median
 
 import pytest
@@ -20,6 +19,7 @@ from benchmarks.virtual.steps import measure
 from ds_lgamp.schedule.actions import Action, Kind, send_of
 from ds_lgamp.schedule.simulate import simulate
 from testing.namespaces import SOCKET_QUEUE, NetworkUnavailable, throttled_network
+from testing.processes import is_alive, wait
 
 TINY = Setting(2, 1, 2, forward=0.001, backward=0.002)
 TINY_LOOPED = TINY._replace(chunks_per_rank=2)
@@ -151,19 +151,8 @@ def test_nothing_of_a_network_is_left_by_a_process_that_is_killed(permitted):
         holders = [int(number) for number in process.stdout.readline().split()]
         process.send_signal(signal.SIGKILL)
     assert len(holders) == 2
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, holders)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait(lambda: not any(map(is_alive, holders)), 10)
     assert not any(map(is_alive, holders))
-
-
-def is_alive(process):
-    """Returns whether the process runs. A process that has ended but was not waited for counts as dead."""
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.timing

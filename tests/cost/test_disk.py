@@ -7,12 +7,12 @@ from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.offload import BLOCK, PIECE, PIECES, Offload
+from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES, Offload
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
 
 BF16, FP32 = ElementBytes(weights=2, gradients=2, optimizer=8, update=0), ElementBytes(optimizer=8)
-PART = BLOCK
+PART = DISK_BLOCK
 """Elements of a part: every byte of an element makes one block."""
 UNITS = [UnitSize(2 * PART, 2 * PART, (chunk,)) for chunk in range(3)]
 EVERYTHING = Offload(parameters=True)
@@ -54,7 +54,7 @@ def test_each_kind_of_state_takes_its_bytes(on_disk, size, held, read, written, 
 
 def test_each_tensor_takes_whole_blocks():
     told = use(OnDisk(optimizer=True, parameters=True), BF16, [UnitSize(2, 2, (0,))])
-    assert told.held == 5 * BLOCK, "gradient, master weights, two moments and weights"
+    assert told.held == 5 * DISK_BLOCK, "gradient, master weights, two moments and weights"
 
 
 def test_a_frozen_unit_is_read_and_never_written():
@@ -70,17 +70,17 @@ def test_the_largest_unit_makes_the_buffers():
 
 def test_inputs_go_there_and_back():
     actions = program(None, stores_inputs=True)
-    activations = ActivationBytes(0, 0, [ChunkBytes(BLOCK + 1, 0, 0)] * 3)
+    activations = ActivationBytes(0, 0, [ChunkBytes(DISK_BLOCK + 1, 0, 0)] * 3)
     told = disk_use(actions, UNITS, None, OnDisk(inputs=True), 3, 2, BF16, activations)
     moves = sum(action.kind is Kind.STORE_INPUT for action in actions)
-    assert moves > 0 and told.written == told.read == moves * 2 * BLOCK
+    assert moves > 0 and told.written == told.read == moves * 2 * DISK_BLOCK
     assert 0 < told.held <= told.written and told.buffers == 2 * SIDE
     assert disk_use(actions, UNITS, None, OnDisk(inputs=True), 3, 2, BF16) == DiskUse(0, 0, 0, 2 * SIDE)
 
 
 def test_a_single_chunk_stores_no_inputs():
     actions = build_rank_program(ProgramSpec((0,), "layered", 2, 2, 3, 2, stores_inputs=True), 0)
-    activations = ActivationBytes(0, 0, [ChunkBytes(BLOCK, 0, 0)])
+    activations = ActivationBytes(0, 0, [ChunkBytes(DISK_BLOCK, 0, 0)])
     told = disk_use(actions, UNITS[:1], None, OnDisk(inputs=True), 3, 2, BF16, activations)
     assert told == DiskUse(0, 0, 0, 2 * SIDE)
 

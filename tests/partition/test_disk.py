@@ -14,7 +14,7 @@ import torch
 from ds_lgamp.cost.disk import room
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.disk import Disk, aligned
-from ds_lgamp.schedule.offload import BLOCK
+from ds_lgamp.schedule.offload import DISK_BLOCK
 
 SECONDS = 30
 """The longest a test waits for a process."""
@@ -56,7 +56,7 @@ def write(disk, home, values):
 
 def test_mapped_and_direct_values_follow_one_another(disk, monkeypatch):
     # Of several pieces, the last of which is short.
-    monkeypatch.setattr(disks, "PIECE", 2 * BLOCK)
+    monkeypatch.setattr(disks, "PIECE", 2 * DISK_BLOCK)
     homes = [disk.empty(ELEMENTS + number, torch.float32) for number in range(3)]
     for step in range(50):
         for number, home in enumerate(homes):
@@ -74,17 +74,17 @@ def test_bytes_are_counted_by_blocks(disk):
     home = disk.empty(ELEMENTS, torch.bfloat16)
     write(disk, home, torch.ones(ELEMENTS))
     moved(disk, home)
-    assert (disk.bytes_read, disk.bytes_written, disk.bytes_taken) == (2 * BLOCK, 2 * BLOCK, 2 * BLOCK)
+    assert (disk.bytes_read, disk.bytes_written, disk.bytes_taken) == (2 * DISK_BLOCK, 2 * DISK_BLOCK, 2 * DISK_BLOCK)
     home.fill_(2)
-    assert disk.bytes_written == 2 * BLOCK, "what goes through the page cache counts as nothing"
+    assert disk.bytes_written == 2 * DISK_BLOCK, "what goes through the page cache counts as nothing"
 
 
 def test_a_part_moves_alone(disk):
-    home = disk.empty(4 * BLOCK, torch.uint8).fill_(1)
-    memory = aligned(BLOCK).fill_(9)
-    disk.write(home, memory, 2 * BLOCK).wait()
+    home = disk.empty(4 * DISK_BLOCK, torch.uint8).fill_(1)
+    memory = aligned(DISK_BLOCK).fill_(9)
+    disk.write(home, memory, 2 * DISK_BLOCK).wait()
     assert home.view(4, -1).float().mean(1).tolist() == [1, 1, 9, 1]
-    disk.read(home, memory, 3 * BLOCK).wait()
+    disk.read(home, memory, 3 * DISK_BLOCK).wait()
     assert memory.unique().tolist() == [1]
 
 
@@ -105,16 +105,16 @@ def test_the_space_of_a_tensor_is_used_again(disk):
 
 def test_a_shorter_tensor_takes_the_smallest_space_that_is_free(disk):
     """As inputs of changing lengths do."""
-    homes = [disk.empty(blocks * BLOCK, torch.uint8) for blocks in (6, 3, 4)]
+    homes = [disk.empty(blocks * DISK_BLOCK, torch.uint8) for blocks in (6, 3, 4)]
     del homes
     taken = disk.bytes_taken
     for _ in range(3):
-        one, other = disk.empty(3 * BLOCK, torch.uint8), disk.empty(2 * BLOCK, torch.uint8)
+        one, other = disk.empty(3 * DISK_BLOCK, torch.uint8), disk.empty(2 * DISK_BLOCK, torch.uint8)
         one.fill_(1), other.fill_(2)
         assert one.unique().tolist() == [1]
         del one, other
     assert disk.bytes_taken == taken
-    whole = disk.empty(6 * BLOCK, torch.uint8).fill_(3)
+    whole = disk.empty(6 * DISK_BLOCK, torch.uint8).fill_(3)
     assert disk.bytes_taken == taken and whole.unique().tolist() == [3]
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_moves_portions_is_asked_again(disk, monkeypatch):
     for name in ("preadv", "pwritev"):
         move = getattr(os, name)
         monkeypatch.setattr(
-            os, name, lambda file, buffers, offset, move=move: move(file, [memoryview(buffers[0])[:BLOCK]], offset)
+            os, name, lambda file, buffers, offset, move=move: move(file, [memoryview(buffers[0])[:DISK_BLOCK]], offset)
         )
     home = disk.empty(ELEMENTS, torch.float32)
     write(disk, home, torch.arange(ELEMENTS))
@@ -134,14 +134,14 @@ def test_updates_leave_nothing_in_the_page_cache(tmp_path):
     disk = Disk(tmp_path)
     if disk._file.direct == disk._file.descriptor:
         pytest.skip("the file system of temporary files has no O_DIRECT")
-    home = disk.empty(64 * BLOCK, torch.uint8).fill_(1)
+    home = disk.empty(64 * DISK_BLOCK, torch.uint8).fill_(1)
     assert pages_in_memory(home) == 64
-    write(disk, home, torch.ones(64 * BLOCK))
+    write(disk, home, torch.ones(64 * DISK_BLOCK))
     assert pages_in_memory(home) == 0
 
 
 def pages_in_memory(home):
-    found = (disks.ctypes.c_ubyte * (home.nbytes // BLOCK))()
+    found = (disks.ctypes.c_ubyte * (home.nbytes // DISK_BLOCK))()
     address = disks.ctypes.c_void_p(home.data_ptr())
     assert disks._libc.mincore(address, disks.ctypes.c_size_t(home.nbytes), found) == 0
     return sum(page & 1 for page in found)

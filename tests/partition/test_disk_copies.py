@@ -11,14 +11,14 @@ from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.disk_copies import buffer_bytes
-from ds_lgamp.schedule.offload import BLOCK
+from ds_lgamp.schedule.offload import DISK_BLOCK
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def bus(tmp_path, monkeypatch):
-    monkeypatch.setattr(disks, "PIECE", BLOCK)
+    monkeypatch.setattr(disks, "PIECE", DISK_BLOCK)
     return Bus(CPU, disk=Disk(tmp_path))
 
 
@@ -50,11 +50,11 @@ def test_buffers_are_taken_once_by_each_direction(bus):
     for _ in range(2):
         bus.store(home, torch.ones(200_000)).wait()
         bus.load(torch.zeros(200_000), home).wait()
-    assert [copy._memory.nbytes for copy in copies] == [buffer_bytes()] * 2 == [disks.PIECES * BLOCK] * 2
+    assert [copy._memory.nbytes for copy in copies] == [buffer_bytes()] * 2 == [disks.PIECES * DISK_BLOCK] * 2
 
 
 def test_the_disk_reads_pieces_while_another_crosses_the_bus(bus, monkeypatch):
-    home = bus.disk.empty(8 * BLOCK, torch.uint8).fill_(1)
+    home = bus.disk.empty(8 * DISK_BLOCK, torch.uint8).fill_(1)
     reads, read = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *arguments: reads.append(1) or read(*arguments))
     first, go = threading.Event(), threading.Event()
@@ -66,7 +66,7 @@ def test_the_disk_reads_pieces_while_another_crosses_the_bus(bus, monkeypatch):
         return plain(*arguments)
 
     bus._loads._copy.copy = held
-    load = bus.load(torch.zeros(8 * BLOCK, dtype=torch.uint8), home)
+    load = bus.load(torch.zeros(8 * DISK_BLOCK, dtype=torch.uint8), home)
     assert first.wait(30)
     deadline = threading.Event()
     while len(reads) < disks.PIECES and not deadline.wait(0.01):

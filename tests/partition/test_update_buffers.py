@@ -11,7 +11,7 @@ import torch
 
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.update_buffers import Contents, UpdateBuffers
-from ds_lgamp.schedule.offload import BLOCK
+from ds_lgamp.schedule.offload import DISK_BLOCK
 
 SECONDS = 30
 ELEMENTS = 1000
@@ -23,7 +23,7 @@ class Units:
     def __init__(self, path, count):
         self.disk = Disk(path)
         self.homes = [[self.disk.empty(ELEMENTS, torch.float32).fill_(unit) for _ in "ab"] for unit in range(count)]
-        self.buffers = UpdateBuffers(self.disk, 2 * BLOCK)
+        self.buffers = UpdateBuffers(self.disk, 2 * DISK_BLOCK)
 
     def announce(self, unit, read=slice(None)):
         self.buffers.announce(unit, Contents(self.homes[unit], self.homes[unit][read]))
@@ -45,7 +45,7 @@ def test_units_are_read_and_written(tmp_path):
         assert [[home.unique().tolist() for home in homes] for homes in units.homes] == [
             [[unit + 100 * step]] * 2 for unit in range(5)
         ]
-    assert units.disk.bytes_read == units.disk.bytes_written == 3 * 5 * 2 * BLOCK
+    assert units.disk.bytes_read == units.disk.bytes_written == 3 * 5 * 2 * DISK_BLOCK
 
 
 def test_what_others_write_between_updates_is_seen(tmp_path):
@@ -63,7 +63,7 @@ def test_only_what_has_values_is_read_and_what_changed_is_written(tmp_path):
     places = units.buffers.fetch(0)
     assert places[id(units.homes[0][0])].unique().tolist() == [0] and len(places) == 2
     units.buffers.put(0, units.homes[0][1:])()
-    assert (units.disk.bytes_read, units.disk.bytes_written) == (BLOCK, BLOCK)
+    assert (units.disk.bytes_read, units.disk.bytes_written) == (DISK_BLOCK, DISK_BLOCK)
 
 
 def test_a_unit_is_written_behind_its_update_and_the_next_one_is_read_ahead(tmp_path, monkeypatch):
@@ -133,4 +133,4 @@ def test_memory_is_taken_with_the_first_update(tmp_path):
     assert not units.buffers._free
     units.announce(0)
     units.update(0)()
-    assert [buffer._memory.nbytes for buffer in units.buffers._free] == [2 * BLOCK] * 2
+    assert [buffer._memory.nbytes for buffer in units.buffers._free] == [2 * DISK_BLOCK] * 2

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds_lgamp.config import chunk_bounds, place, program_spec, read_block
+from ds_lgamp.config import read_block
+from ds_lgamp.integrations.program_spec import chunk_bounds, place, program_spec
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.demand import demand_of, demand_of_facts

@@ -95,20 +95,7 @@ def assemble(
     rank = grid.pipeline_rank
     own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
     chunks = {chunk: Chunk(model.layers[bounds[chunk] : bounds[chunk + 1]], bounds[chunk]) for chunk in own}
-    tied_name = "0.weight" if model.tied else None
-    parameters: dict[int, list[UnitParameter]] = {chunk: [] for chunk in own}
-    for name, parameter in model.parameters().items():
-        layer = int(name.split(".")[0])
-        for chunk in own:
-            if bounds[chunk] <= layer < bounds[chunk + 1] and name != tied_name:
-                parameters[chunk].append(UnitParameter(name, parameter, 0))
-    users = [chunk for chunk in own if chunk in (0, spec.chunks - 1)] if model.tied else []
-    tied = []
-    if users:
-        ends = (spec.placement[0], spec.placement[-1])
-        group = None if ends[0] == ends[1] else grid.tie_groups[min(ends), max(ends)]
-        embedding = [UnitParameter("0.weight", model.parameters()["0.weight"], 0)]
-        tied.append(TiedParameters("embedding", embedding, users, group))
+    parameters, tied = units_of(grid, spec, model, bounds, own)
     partition = build_partition(
         parameters,
         tied,
@@ -142,7 +129,28 @@ def assemble(
         stored_inputs=StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
         alike=dist.get_process_group_ranks(grid.data_group),
     )
-    return Assembled(executor, partition, [users] if users else [], [chunk for chunk in own if parameters[chunk]])
+    users = [[*each.chunks] for each in tied]
+    return Assembled(executor, partition, users, [chunk for chunk in own if parameters[chunk]])
+
+
+def units_of(
+    grid: Grid, spec: ProgramSpec, model: Model, bounds: list[int], own: list[int]
+) -> tuple[dict[int, list[UnitParameter]], list[TiedParameters]]:
+    """Returns the parameters of each of this rank's ``own`` chunks, and the tied ones that they use."""
+    tied_name = "0.weight" if model.tied else None
+    parameters: dict[int, list[UnitParameter]] = {chunk: [] for chunk in own}
+    for name, parameter in model.parameters().items():
+        layer = int(name.split(".")[0])
+        for chunk in own:
+            if bounds[chunk] <= layer < bounds[chunk + 1] and name != tied_name:
+                parameters[chunk].append(UnitParameter(name, parameter, 0))
+    users = [chunk for chunk in own if chunk in (0, spec.chunks - 1)] if model.tied else []
+    if not users:
+        return parameters, []
+    ends = (spec.placement[0], spec.placement[-1])
+    group = None if ends[0] == ends[1] else grid.tie_groups[min(ends), max(ends)]
+    embedding = [UnitParameter("0.weight", model.parameters()["0.weight"], 0)]
+    return parameters, [TiedParameters("embedding", embedding, users, group)]
 
 
 def gathered(partition: ZeroPartition, shards: Callable) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.norms import exact_norm, global_norm
 from ds_lgamp.runtime import links
 from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.messages import HEADER_ELEMENTS
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -282,7 +283,7 @@ def send_headers_late() -> None:
     send = links._send
 
     def send_late(message, endpoint):
-        if message.dtype is torch.int64 and message.numel() == links._HEADER_ELEMENTS:
+        if message.dtype is torch.int64 and message.numel() == HEADER_ELEMENTS:
             time.sleep(0.3)
         return send(message, endpoint)
 

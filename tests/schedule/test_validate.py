@@ -11,17 +11,8 @@ from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
 from ds_lgamp.schedule.waits import Waits
+from tests.schedule.mutations import assert_every_mutation_is_refused
 from tests.schedule.strategies import program_specs
-
-
-def mutations(actions):
-    """Yields every program with one action dropped, duplicated or swapped."""
-    for row in range(len(actions)):
-        yield "drop", row, actions[:row] + actions[row + 1 :]
-        yield "duplicate", row, actions[: row + 1] + actions[row:]
-        if row + 1 < len(actions):
-            swapped = [*actions[:row], actions[row + 1], actions[row], *actions[row + 2 :]]
-            yield "swap", row, swapped
 
 
 @settings(max_examples=40)
@@ -29,14 +20,7 @@ def mutations(actions):
 def test_every_single_mutation_is_refused(spec, pick):
     """The rules leave exactly one place for every action, so the validator refuses all mutations and not only 99 % of
     them."""
-    program = build_program(spec)
-    rank = pick % spec.pipeline_ranks
-    for kind, row, mutated in mutations(program[rank]):
-        faulty = [*program]
-        faulty[rank] = mutated
-        with pytest.raises(ProgramError):
-            validate(spec, faulty)
-            pytest.fail(f"{kind} of row {row} was accepted: {program[rank][row]}")
+    assert_every_mutation_is_refused(spec, pick % spec.pipeline_ranks)
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -44,11 +28,7 @@ def test_every_single_mutation_is_refused(spec, pick):
 def test_every_single_mutation_of_a_program_with_shards_of_nodes_is_refused(replicated, defers_gathers):
     hierarchy = Hierarchy(2, replicated)
     spec = ProgramSpec((0,) * 4, "layered", 2, 1, 3, defers_gathers=defers_gathers, hierarchy=hierarchy)
-    (actions,) = build_program(spec)
-    for kind, row, mutated in mutations(actions):
-        with pytest.raises(ProgramError):
-            validate(spec, [mutated])
-            pytest.fail(f"{kind} of row {row} was accepted: {actions[row]}")
+    assert_every_mutation_is_refused(spec, 0)
 
 
 @pytest.mark.parametrize("hierarchy", [None, Hierarchy(2, False)])

@@ -164,7 +164,7 @@ def test_a_process_that_a_job_leaves_is_found(tmp_path, monkeypatch):
         started = _Started.__new__(_Started)
         started.folder, started.process = tmp_path, subprocess.Popen(["true"])
         started.process.wait()
-        monkeypatch.setattr(_Started, "_wait", lambda *_: None)
+        monkeypatch.setattr("testing.chaos.started.wait", lambda *_: None)
         assert started.left() == ("sleep 60",)
     finally:
         started.kill()

@@ -3,21 +3,22 @@
 
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing import cpu_shim
+from tests.integrations.megatron.core_models import SEQUENCE, VOCABULARY, build_model, initialise
 
-VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 2, 3
+SEQUENCES, STEPS = 2, 3
 STOCK = "stock"
 
 
@@ -157,7 +158,6 @@ class Training:
             model = build_model(
                 self.place.model,
                 self.config,
-                self.layer_spec(),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
                 share_embeddings_and_output_weights=self.place.tied,
@@ -189,24 +189,6 @@ class Training:
             )
             for number, model in enumerate(models)
         ]
-
-    def layer_spec(self) -> Any:
-        """Returns Megatron-core's layer of PyTorch parts, with replacements for its missing parts."""
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.transformer.moe import moe_utils
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-        from tests.integrations.megatron.whole_sequences import WholeSequenceAttention, sequence_parallel_norm
-
-        config = self.config
-        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-        # The name is missing without Transformer Engine.
-        moe_utils.te_general_gemm = None
-        if config.context_parallel_size > 1:
-            spec.submodules.self_attention.submodules.core_attention = WholeSequenceAttention
-        if config.sequence_parallel:
-            WrappedTorchNorm.__new__ = sequence_parallel_norm
-        return spec
 
     def optimizer_of(self) -> Any:
         """Makes Megatron-core's optimizer and sets the functions of the batch in the configuration, as the loop
@@ -350,52 +332,15 @@ class Training:
         return float(sums[0] / sums[1])
 
 
-def build_model(name: str, config: Any, layer_spec: Any, **options: Any) -> Any:
-    """Builds a model of Megatron-core, or one chunk of it."""
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-    from megatron.core.models.T5 import T5Model, t5_spec
-
-    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": SEQUENCE}
-    if name == "BertModel":
-        return BertModel(config, 0, bert_layer_local_spec, **sizes, **options)
-    if name == "T5Model":
-        specs = (
-            t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers),
-            t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
-        )
-        return T5Model(config, config, *specs, **sizes, **options)
-    if config.mtp_num_layers:
-        # Layers that predict several tokens take no learned positions.
-        spec = get_gpt_mtp_block_spec(config, layer_spec, False, vp_stage=options.get("vp_stage"))
-        options |= {"position_embedding_type": "rope", "mtp_block_spec": spec}
-    return GPTModel(config, layer_spec, **sizes, **options)
-
-
-def initialise(model: Any) -> None:
-    """Gives a layer the same weights wherever it is. Every tensor-parallel rank takes its slice of the whole."""
-    from megatron.core import parallel_state
-
-    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if "layers" in parts:
-            where = parts.index("layers") + 1
-            parts[where] = str(getattr(model, parts[0]).layers[int(parts[where])].layer_number)
-        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-            parts = ["embedding", "word_embeddings", "weight"]
-        sliced = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-        shape = [size * (ranks if dimension == sliced else 1) for dimension, size in enumerate(parameter.shape)]
-        generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
-        whole = torch.randn(shape, generator=generator) * 0.05
-        if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
-            whole += 1
-        with torch.no_grad():
-            parameter.copy_(whole if sliced < 0 else whole.chunk(ranks, sliced)[rank])
-
-
 def one_or_all(items: list[Any]) -> Any:
     """Returns what Megatron-LM's loop passes: a list only if a rank has several chunks."""
     return items[0] if len(items) == 1 else items
+
+
+def assert_trained_alike(steps: list[Step], expected: list[Step], rounding: float) -> None:
+    """Compares the steps of two trainings, of which the losses change."""
+    assert expected[0] != expected[-1]
+    for step, stock in zip(steps, expected, strict=True):
+        assert (step.loss, step.norm) == pytest.approx((stock.loss, stock.norm), rel=rounding)
+        # The order of sums decides which rounding errors are zero.
+        assert step.zeros == (None if stock.zeros is None else pytest.approx(stock.zeros, rel=0.02))

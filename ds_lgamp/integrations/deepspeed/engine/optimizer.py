@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -11,25 +10,20 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.units import with_own_kernels
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
 from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
+from ds_lgamp.integrations.deepspeed.engine.optimizer_state import complaint_about_class, load_state, state_of
 from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
 from ds_lgamp.integrations.deepspeed.engine.updates import Options
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.host_home import arriving
 from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm, norm_of_rows
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
-
-_ALIKE = {"DeepSpeedCPULion": "FusedLion"}
-"""Classes that take over each other's state: the same rule on the host and on the device."""
 
 
 class PartitionedOptimizer(DeepSpeedOptimizer):
@@ -277,69 +271,17 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of this rank's master weights and optimizer state. :meth:`load_state_dict` takes it on the
         same rank of a run with the same layout. To save everything that a run needs to go on, use save_checkpoint."""
-        self.partition.catch_up()
-        return {
-            "data_rank": self._data_rank,
-            "shard": self._shard_place,
-            "class": self.class_name,
-            "partition": _partition_state(self.partition),
-            "optimizer": deepcopy(self.optimizer.state_dict()),
-        }
+        return state_of(self.optimizer, self.partition, self.dp_process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned. All ranks call it together. Raises CheckpointError on all ranks, and
         changes nothing, if the state of one rank does not fit."""
-        raise_everywhere(self._complaint_about_state(state_dict), CheckpointError)
-        _load_partition_state(self.partition, state_dict["partition"])
-        # Copied, because torch would update the given tensors in place.
-        saved, own = deepcopy(state_dict["optimizer"]), self.optimizer.state_dict()["param_groups"]
-        saved["param_groups"] = [with_own_kernels(*pair) for pair in zip(saved["param_groups"], own)]
-        self.optimizer.load_state_dict(saved)
+        load_state(self.optimizer, self.partition, self.dp_process_group, state_dict)
 
     def refresh_fp32_params(self) -> None:
         """Copies the weights to the master weights after user code changed the weights. The changes must be the same on
         all data-parallel ranks. As in DeepSpeed, master weights are rounded even where weights did not change."""
         self.partition.adopt_parameters()
-
-    def _complaint_about_state(self, state: Any) -> str | None:
-        """Returns why this rank cannot load ``state``; None if it can."""
-        if not isinstance(state, dict) or state.keys() != self._STATE_KEYS:
-            return "the state is not from engine.optimizer.state_dict(); pass what it returned on this rank"
-        rank, ranks = self._data_rank
-        if tuple(state["data_rank"]) != (rank, ranks):
-            written_rank, written_ranks = state["data_rank"]
-            return (
-                f"the state of engine.optimizer is from data-parallel rank {written_rank} of {written_ranks}, but "
-                f"this is rank {rank} of {ranks}; load it on its own rank, or use save_checkpoint and load_checkpoint"
-            )
-        if state["shard"] != self._shard_place:
-            return (
-                f"the state of engine.optimizer has {state['shard']}, but this run has {self._shard_place}; use "
-                "save_checkpoint and load_checkpoint"
-            )
-        complaint = self.complaint_about_class(state["class"])
-        if complaint is not None:
-            return complaint
-        sizes, written_sizes = (
-            [len(group["params"]) for group in groups]
-            for groups in (self.param_groups, state["optimizer"]["param_groups"])
-        )
-        if sizes != written_sizes:
-            return (
-                f"the state of engine.optimizer has parameter groups of {written_sizes} shards, but this optimizer "
-                f"of {sizes}; build model, groups and ds_config.json as they were"
-            )
-        complaint = _complaint_about_units(self.partition, state["partition"])
-        if complaint is not None:
-            return complaint
-        for unit in self.partition.units:
-            saved = state["partition"][unit.name]
-            if (saved["master"].shape, "weights" in saved) != (unit.master.values.shape, unit.master.is_copy):
-                return (
-                    f"the state of engine.optimizer holds {unit.name} for another zero_optimization.stage or data "
-                    "type; load it with the ds_config.json of the run that it comes from"
-                )
-        return None
 
     @property
     def class_name(self) -> str:
@@ -349,21 +291,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def complaint_about_class(self, written: str | None) -> str | None:
         """Returns why optimizer state of the class ``written`` does not fit. Returns None if it does, or if ``written``
         is None because the class is unknown."""
-        if written is None or len({_ALIKE.get(name, name) for name in (written, self.class_name)}) == 1:
-            return None
-        return f"the optimizer state is from {written}, but this run has {self.class_name}; use {written}"
-
-    _STATE_KEYS = {"data_rank", "shard", "class", "partition", "optimizer"}
-
-    @property
-    def _shard_place(self) -> str:
-        """Which of a unit's parts is this rank's shard, in words."""
-        policies = {unit.policy for unit in self.partition.units if unit.trains}
-        return ", ".join(sorted(f"shard {policy.shard_index} of {policy.shard_group.size()}" for policy in policies))
-
-    @property
-    def _data_rank(self) -> tuple[int, int]:
-        return self.dp_process_group.rank(), self.dp_process_group.size()
+        return complaint_about_class(written, self.class_name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError: a new group would hold whole parameters, but the optimizer updates only shards."""
@@ -397,41 +325,6 @@ def build_optimizer(
         reproducible=settings.reproducible,
         loss_scaler=loss_scaler(config),
     )
-
-
-def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
-    """Returns the state of every unit by name: the contents of its storage in their order, this rank's master weights,
-    and the weights if they are other tensors."""
-    state = {}
-    for unit in partition.units:
-        # Cloned, because torch.save writes a view with its whole storage.
-        state[unit.name] = {"contents": unit.storage.contents(), "master": unit.master.values.detach().clone()}
-        if unit.master.is_copy:
-            state[unit.name]["weights"] = unit.storage.shard.detach().clone()
-    return state
-
-
-def _complaint_about_units(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> str | None:
-    """Returns the first difference between the parameters of the units, or their order, and ``state``; None if there
-    is none."""
-    own = {unit.name: unit.storage.contents() for unit in partition.units}
-    for name in sorted(own.keys() | state.keys()):
-        here, there = own.get(name, []), state.get(name, {}).get("contents", [])
-        if here != there:
-            different = sorted({str(entry) for entry in here} ^ {str(entry) for entry in there})
-            return (
-                f"{name} has other parameters, shapes or optimizer groups than the state of engine.optimizer "
-                f"({', '.join(different) or 'in another order'}); build model and groups as they were, or use "
-                "save_checkpoint and load_checkpoint"
-            )
-    return None
-
-
-def _load_partition_state(partition: ZeroPartition, state: dict[str, dict[str, Any]]) -> None:
-    for unit in partition.units:
-        saved = state[unit.name]
-        unit.replace_shard(saved["master"], saved.get("weights"))
-    partition.gather_stale()
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:

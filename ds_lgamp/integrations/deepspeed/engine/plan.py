@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, micro_batch_shares, program_spec
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.hierarchy import hierarchy_of
 from ds_lgamp.integrations.deepspeed.config.offload import (
     disk_path,
@@ -23,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.config.refusals import (
 )
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
 from ds_lgamp.integrations.deepspeed.model.module import announced_tensors, layer_prefix, prefix_of
+from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload

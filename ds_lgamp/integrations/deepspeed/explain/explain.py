@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.integrations.deepspeed.config.offload import on_disk_of
-from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
+from ds_lgamp.integrations.deepspeed.engine.plan import Plan, plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     NO_DATA,
     UnknownActivations,
@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
 from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.selective import refuse_unless_offered
+from ds_lgamp.schedule.actions import Program
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks, split_automatic
@@ -55,22 +56,20 @@ def explain(
     """
     settings = enabled_block(config)
     plan = plan_training(settings, config, config_class, module, partition_method, optimizer, scales_in_step)
-    layout, specs = plan.layout, plan.specs
-    spec = max(specs, key=lambda replica: replica.micro_batches)
+    spec = max(plan.specs, key=lambda replica: replica.micro_batches)
     program = build_program(spec)
     validate(spec, program)
     updates = optimizer_facts(optimizer, config_class)
     precision, size = element_bytes(config_class, updates)
-    model = ModelSizes(module, layout)
+    model = ModelSizes(module, plan.layout)
     if settings.recompute == "selective":
         refuse_unless_offered(model.offers_selective)
+    samples = config_class.train_micro_batch_size_per_gpu
     activations, unknown = None, None
     try:
-        samples = config_class.train_micro_batch_size_per_gpu
         micro_batch = first_micro_batch(training_data, collate_fn, samples, no_data)
-        activations = measure_activations(
-            module, model.layers, layout.bounds, micro_batch, spec, settings, config_class
-        )
+        bounds = plan.layout.bounds
+        activations = measure_activations(module, model.layers, bounds, micro_batch, spec, settings, config_class)
     except UnknownActivations as reason:
         unknown = str(reason)
     step = Step(
@@ -85,7 +84,21 @@ def explain(
         on_disk=on_disk_of(config_class, settings),
         leaves_live_states=settings.live_checkpoint is not None,
     )
-    ranks = [step.facts(rank, actions) for rank, actions in enumerate(program)]
+    return _told(settings, module, plan, program, step, precision, updates.name, unknown)
+
+
+def _told(
+    settings: LgampConfig,
+    module: PipelineModule,
+    plan: Plan,
+    program: Program,
+    step: Step,
+    precision: str,
+    optimizer: str,
+    activations_unknown: str | None,
+) -> Explanation:
+    """Returns what ``plan`` asks for, and what each pipeline rank does in ``step``."""
+    spec, ranks = step.spec, [step.facts(rank, actions) for rank, actions in enumerate(program)]
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
         data_ranks=step.data_ranks,
@@ -104,17 +117,17 @@ def explain(
         defers_gathers=spec.defers_gathers,
         pipeline_rank_speeds=settings.pipeline_rank_speeds,
         data_rank_speeds=settings.data_rank_speeds,
-        micro_batch_shares=[replica.micro_batches for replica in specs],
+        micro_batch_shares=[replica.micro_batches for replica in plan.specs],
         recompute=settings.recompute,
         precision=precision,
-        optimizer=updates.name,
+        optimizer=optimizer,
         updates=spec.updates,
         layers=module._num_layers,
-        parameters=sum(size.parameters for size in model.sizes.values()),
-        bubble=simulate(spec, program, _costs(spec, layout, settings, module)).bubble,
+        parameters=sum(size.parameters for size in step.model.sizes.values()),
+        bubble=simulate(spec, program, _costs(spec, plan.layout, settings, module)).bubble,
         bubble_formula=_bubble_formula(spec),
         micro_batch_outer_gathers=_micro_batch_outer_gathers(spec, step.data_ranks, ranks),
-        activations_unknown=unknown,
+        activations_unknown=activations_unknown,
         ranks=ranks,
     )
 

@@ -7,8 +7,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 
-from ds_lgamp.config import LgampConfig, chunk_bounds, place
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.program_spec import chunk_bounds, place
 from ds_lgamp.runtime.random_state import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement

@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice, takewhile
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,15 +30,12 @@ from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
+from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
-from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
-from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.orders import chunks_of
-from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
@@ -89,10 +86,8 @@ class ModelEngine(LgampEngine):
             parameter.grad = None
         # Nothing computes with the others.
         self._user_parameters = [item for item in user_model.named_parameters() if id(item[1]) in own]
-        self._open: BatchState | None = None
+        self._open: OpenBatch | None = None
         """The batch that has begun and has not come to its step."""
-        self._measuring = ExitStack()
-        """Ends with that batch."""
         self._shapes: list[Any] = []
         """The shapes of the last batch's micro-batches."""
         self._returns_gradients = False
@@ -338,13 +333,10 @@ class ModelEngine(LgampEngine):
             )
         return wants
 
-    def _begin_batch(self, schedule: ProgramSchedule) -> BatchState:
-        """Begins a batch for training. Its program runs in pieces, between which the script has its turn."""
-        # Drops what a failed batch has left.
-        self._measuring = ExitStack()
-        self._measuring.enter_context(monitored(self, self._step_monitor, self._loader))
+    def _begin_batch(self, schedule: ProgramSchedule) -> OpenBatch:
+        """Begins a batch for training."""
         spec = schedule.spec
-        return BatchState(
+        state = BatchState(
             spec.micro_batches,
             self._noting(self._load, spec),
             turns_at_once=spec.turns_at_once,
@@ -352,30 +344,16 @@ class ModelEngine(LgampEngine):
             first_trained=spec.first_trained,
             returns_outputs=spec.returns_outputs,
         )
+        measured = monitored(self, self._step_monitor, self._loader)
+        kept = partial(kept_from_script, self.random_sources, self.lgamp_settings.reproducible)
+        return OpenBatch(self.executor, state, self._layers.calls, kept, measured)
 
-    @staticmethod
-    def _rest_of(batch: BatchState) -> Iterator[Action]:
-        """Returns the actions of which none has run."""
-        return islice(batch.program, batch.row + 1, None)
-
-    def _run_up_to(self, kind: Kind, batch: BatchState) -> None:
-        """Executes the next actions, without the first one of ``kind``."""
-        last_compute = _last_compute(self.program_spec.placement, batch.first_trained, self.stage_id)
-        kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
-        with kept, whole_to_layers(), self.executor.run_batch(batch):
-            for action in takewhile(lambda action: action.kind is not kind, self._rest_of(batch)):
-                self.executor.execute(action)
-                if action[:2] == last_compute:
-                    # Masks of long sequences are large.
-                    self._layers.calls.all[action.micro_batch].forget_blocks()
-
-    def _run_to_the_end(self, batch: BatchState) -> None:
+    def _run_to_the_end(self, batch: OpenBatch) -> None:
         """Executes the step, and what follows it."""
         self._loader.tokens += sum(map(_tokens, self._kept.calls))
         self._kept.clear()
         self._layers.calls.all = []
-        with self._measuring, self.executor.run_batch(batch):
-            self.executor.run(self._rest_of(batch))
+        batch.run_to_the_end()
         self.placed.micro_offset += self.own_spec.micro_batches
         self._act_on_nonfinite()
 
@@ -406,13 +384,6 @@ def _drives_deepspeed(accelerate: Any) -> bool:
     """Whether Accelerate says when a batch is complete. Its loaders alone make a GradientState, too."""
     state = accelerate.AcceleratorState._shared_state
     return bool(accelerate.GradientState._shared_state) and state.get("distributed_type") == "DEEPSPEED"
-
-
-def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[Kind, int]:
-    """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
-    own = chunks_of(placement, rank)
-    trained = [chunk for chunk in own if chunk >= first_trained]
-    return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
 NO_CALL = "engine.step() is called, but no engine(...) since the last step; call that first"

@@ -52,7 +52,7 @@ class LossEngine(ModelEngine):
             self._begin(Next.TRAIN, self._kept.calls)
             self.micro_batches = len(self._layers.calls.all)
             self._open = self._begin_batch(self._train_schedule())
-            self._run_up_to(Kind.STEP, self._open)
+            self._open.run_up_to(Kind.STEP)
             self._layers.calls.all = []
             self._take_settings()
             losses = torch.zeros(self.micro_batches, device=self.device)

@@ -11,6 +11,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine
+from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
 from ds_lgamp.integrations.deepspeed.plain.outputs import ReturnedOutputs
 from ds_lgamp.integrations.deepspeed.plain.told_loss import refuse_evaluated
 from ds_lgamp.integrations.split.call import Arguments, Call
@@ -95,10 +96,10 @@ class OutputsEngine(ModelEngine):
             )
         return outputs
 
-    def _run_up_to(self, kind: Kind, batch: BatchState) -> None:
+    def _run_up_to(self, kind: Kind, batch: OpenBatch) -> None:
         # As stock DeepSpeed, and alike in the call and where the step recomputes it.
         with torch.autocast(self.device.type, enabled=False):
-            super()._run_up_to(kind, batch)
+            batch.run_up_to(kind)
 
     def _train(self, arguments: Arguments) -> Any:
         """Runs the forward of a call, and returns its outputs."""
@@ -113,12 +114,13 @@ class OutputsEngine(ModelEngine):
             else:
                 self._note_inputs(number * self.num_stages)
             batch = self._open
-            batch.program = schedule.actions
+            batch.state.program = schedule.actions
             self._run_up_to(Kind.RETURN, batch)
-            with self.executor.run_batch(batch):
-                self.executor.execute(next(self._rest_of(batch)))
+            batch.run_next()
             self._take_settings()
-            outputs, needs = self._exchange.scatter(self._take_outputs(batch, number), self.program_spec.loss_rank)
+            outputs, needs = self._exchange.scatter(
+                self._take_outputs(batch.state, number), self.program_spec.loss_rank
+            )
         return self._returned.give(outputs, needs)
 
     def _schedule_of(self, calls: int) -> ProgramSchedule:
@@ -151,8 +153,8 @@ class OutputsEngine(ModelEngine):
                 "engine.backward with a loss of each, and the engine under torch.no_grad() if there is none"
             )
         with self.in_batch(training=True, begins=False):
-            self._open.program = self._schedule_of(calls).actions
-            self._collect(self._open)
+            self._open.state.program = self._schedule_of(calls).actions
+            self._collect(self._open.state)
             self._run_up_to(Kind.STEP, self._open)
             self._run_to_the_end(self._open)
 

@@ -6,8 +6,9 @@ from math import gcd
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, bounds_by_speed, bounds_by_weight
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
+from ds_lgamp.integrations.program_spec import bounds_by_speed, bounds_by_weight
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import split_by_count
 

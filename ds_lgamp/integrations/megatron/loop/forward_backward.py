@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ds_lgamp.config import LgampConfig, program_spec
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import Batch, placement_of
 from ds_lgamp.integrations.megatron.loop.pipeline import Pipeline
 from ds_lgamp.integrations.megatron.loop.refusals import (
@@ -22,6 +22,7 @@ from ds_lgamp.integrations.megatron.loop.refusals import (
     refuse_unsupported,
     refuse_whole_models,
 )
+from ds_lgamp.integrations.program_spec import program_spec
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.runtime.trace import Trace

@@ -1,4 +1,4 @@
-"""Runs that save, resume and are refused: the code of the ranks of test_checkpoint.py."""
+"""Runs that save and resume: the code of the ranks of test_checkpoint.py."""
 
 import random
 from argparse import Namespace
@@ -16,9 +16,8 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.units import weights
-from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.parts import parts_of
-from testing.deepspeed_rank import prepare_rank, quiet
+from testing.deepspeed_rank import quiet
 from tests.integrations.deepspeed.linear import mean_square, whole_state
 from tests.integrations.deepspeed.models import seed
 
@@ -358,99 +357,3 @@ def curves(folder):
     saved.save_checkpoint(folder)
     resumed.load_checkpoint(folder)
     return [[rate for _, _, rate, _ in steps(engine, 2)] for engine in engines]
-
-
-class WarmupLR:
-    """Shares only its name with the checkpoint's scheduler."""
-
-    def __init__(self):
-        self.state = {"part": 1}
-
-    def state_dict(self):
-        return dict(self.state)
-
-    def load_state_dict(self, state):
-        self.state = {"part": 2}
-        if "part" not in state:
-            raise KeyError("part")
-        self.state = dict(state)
-
-
-def refusals(folder):
-    """Returns the error of each impossible save or load. Checks that the engine then trains on unchanged."""
-    said = {}
-    layout = LAYOUTS["zero 3, stored activations"]
-    engine, untouched = engine_of(*layout), engine_of(*layout)
-
-    def refused(name, kind, function, *arguments, **options):
-        with pytest.raises(kind) as error:
-            function(*arguments, **options)
-        said[name] = str(error.value)
-
-    other, first_rank = str(Path(folder) / "other"), dist.get_rank() == 0
-    wider = engine_of(3, {"layers_per_chunk": 1}, {}, width=8)
-    refused("other shapes", CheckpointError, wider.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    for option in ("grouped", "scheduler", "other scheduler", "scheduler of that name"):
-        other_engine = engine_of(*layout, grouped=option == "grouped", scheduler=option == "grouped")
-        if option == "other scheduler":
-            optimizer = other_engine.optimizer.optimizer
-            other_engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        if option == "scheduler of that name":
-            other_engine.lr_scheduler = WarmupLR()
-        before = end_state(other_engine)
-        refused(option, CheckpointError, other_engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-        assert end_state(other_engine) == before and other_engine.global_steps == 0
-    assert other_engine.lr_scheduler.state == {"part": 1}
-    momentum = engine_of(*layout, optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
-    before = end_state(momentum)
-    refused("optimizer", CheckpointError, momentum.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    refused("optimizer state", CheckpointError, momentum.optimizer.load_state_dict, engine.optimizer.state_dict())
-    assert end_state(momentum) == before
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        refused("block", ConfigError, engine.load_checkpoint, str(Path(folder) / "zero 3, stored activations"))
-    called = engine_of(*layout)
-    called.optimizer.param_groups[0]["name"] = print
-    refused("option", CheckpointError, called.save_checkpoint, other)
-    called = engine_of(*layout)
-    steps(called, 1)
-    for state in called.optimizer.optimizer.state.values():
-        state["called"] = print
-    refused("option of state", CheckpointError, called.save_checkpoint, other)
-    for tag in ("", "..", "/absolute"):
-        refused(f"tag {tag}", CheckpointError, engine.save_checkpoint, other, tag=tag)
-    refused("no such tag", CheckpointError, engine.load_checkpoint, folder, tag="global_step99")
-    for tag in ("one", "two"):
-        engine.save_checkpoint(folder, tag=tag, client_state={"tag": tag}, save_latest=False)
-    refused("tag of its own", CheckpointError, engine.load_checkpoint, folder, tag="one" if first_rank else "two")
-    refused("load function", ConfigError, engine.load_checkpoint, folder, custom_load_fn=print)
-    refused("client state", CheckpointError, engine.save_checkpoint, other, client_state={"here": print})
-    refused("no dictionary", CheckpointError, engine.save_checkpoint, other, client_state=Namespace(epoch=3))
-    if first_rank:
-        (Path(folder) / "file").write_text("")
-    dist.barrier()
-    refused("no folder", CheckpointError, engine.save_checkpoint, str(Path(folder) / "file"))
-    assert not Path(other).exists()
-    assert engine.load_checkpoint(other) == (None, None)
-    seed_all(5)
-    first = steps(engine, 1)
-    seed_all(5)
-    assert steps(untouched, 1) == first
-    return said
-
-
-def run_all(folder, layouts):
-    prepare_rank()
-    results = {name: resume(str(Path(folder) / name), LAYOUTS[name]) for name in layouts}
-    results["weights"] = weights_only(str(Path(folder) / "weights"))
-    results["neighbours"] = neighbours(str(Path(folder) / "neighbours"))
-    results["shares"] = shares()
-    results["few kept"] = few_kept(str(Path(folder) / "few kept"))
-    results["newest whole"] = newest_whole(str(Path(folder) / "newest whole"))
-    results["stock is last"] = stock_is_last(str(Path(folder) / "stock is last"))
-    results["fewer layers"] = fewer_layers(str(Path(folder) / "fewer layers"))
-    results["default device"] = with_another_default_device(str(Path(folder) / "default device"))
-    results["extra states"] = extra_states(str(Path(folder) / "extra states"))
-    results["curves"] = curves(str(Path(folder) / "curves"))
-    results["own buffers"] = own_buffers(str(Path(folder) / "own buffers"))
-    results["refusals"] = refusals(folder)
-    return results

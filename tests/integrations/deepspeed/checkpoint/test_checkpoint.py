@@ -1,14 +1,18 @@
 """A run that is saved and resumed at the same layout equals an uninterrupted run, to the bit."""
 
+from pathlib import Path
+
 import pytest
 
 from ds_lgamp.checkpoint.whole import write_whole
 from ds_lgamp.integrations.deepspeed.checkpoint import loading
 from ds_lgamp.integrations.deepspeed.checkpoint.data_position import micro_batches_here
 from testing.checkpoints import example
+from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.checkpoint import resumed_runs as runs
 from tests.integrations.deepspeed.checkpoint.live_runs import heard
-from tests.integrations.deepspeed.checkpoint.resumed_runs import LAYOUTS, run_all
+from tests.integrations.deepspeed.checkpoint.refused_runs import refusals
 from tests.slow import chosen, slow_except
 
 
@@ -22,11 +26,29 @@ def results(request, folder):
     return run_on_ranks(4, run_all, str(folder), sorted(chosen(request, "layout") | DEFAULT))
 
 
+def run_all(folder, layouts):
+    prepare_rank()
+    results = {name: runs.resume(str(Path(folder) / name), runs.LAYOUTS[name]) for name in layouts}
+    results["weights"] = runs.weights_only(str(Path(folder) / "weights"))
+    results["neighbours"] = runs.neighbours(str(Path(folder) / "neighbours"))
+    results["shares"] = runs.shares()
+    results["few kept"] = runs.few_kept(str(Path(folder) / "few kept"))
+    results["newest whole"] = runs.newest_whole(str(Path(folder) / "newest whole"))
+    results["stock is last"] = runs.stock_is_last(str(Path(folder) / "stock is last"))
+    results["fewer layers"] = runs.fewer_layers(str(Path(folder) / "fewer layers"))
+    results["default device"] = runs.with_another_default_device(str(Path(folder) / "default device"))
+    results["extra states"] = runs.extra_states(str(Path(folder) / "extra states"))
+    results["curves"] = runs.curves(str(Path(folder) / "curves"))
+    results["own buffers"] = runs.own_buffers(str(Path(folder) / "own buffers"))
+    results["refusals"] = refusals(folder)
+    return results
+
+
 DEFAULT = {"zero 3, own data", "zero 3, stored activations", "zero 0", "zero 2, bf16"}
 """Layouts that are not slow. Other tests read their checkpoints."""
 
 
-@pytest.mark.parametrize("layout", slow_except(DEFAULT, list(LAYOUTS)))
+@pytest.mark.parametrize("layout", slow_except(DEFAULT, list(runs.LAYOUTS)))
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(results, layout):
     for rank in results:
         expected, resumed, again = rank[layout]

@@ -10,16 +10,8 @@ import ds_lgamp
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.config.bad_input import (
-    BASE,
-    BLOCKS,
-    CONFIGS,
-    MODULES,
-    OPTIMIZERS,
-    merged,
-    pipeline,
-    sgd,
-)
+from tests.integrations.deepspeed.config.bad_input import BASE, BLOCKS, CONFIGS, merged
+from tests.integrations.deepspeed.config.bad_modules import MODULES, OPTIMIZERS, pipeline, sgd
 from tests.integrations.deepspeed.linear import batches
 
 

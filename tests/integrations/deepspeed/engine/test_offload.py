@@ -3,18 +3,25 @@ everything on the device."""
 
 import tempfile
 from itertools import product
-from typing import NamedTuple
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
 from ds_lgamp.runtime import host_cores
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.engine.test_overlapped_updates import OPTIMIZERS, PRECISIONS, equal
+from tests.integrations.deepspeed.engine.exact_runs import (
+    GRIDS,
+    OPTIMIZERS,
+    PRECISIONS,
+    STEPS,
+    assert_equal_runs,
+    check_all,
+    numbers_of_step,
+    run_of,
+)
 from tests.integrations.deepspeed.models import (
     MICRO_BATCHES,
     Training,
@@ -22,10 +29,9 @@ from tests.integrations.deepspeed.models import (
     pipeline_module,
     scaled_weights,
 )
-from tests.integrations.deepspeed.running import batches, gathered
+from tests.integrations.deepspeed.running import batches
 from tests.pairwise import pairwise
 
-STEPS = 4
 HOST = {"device": "cpu"}
 DISK = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 """Files on it have no names, so the folder stays as it is."""
@@ -49,7 +55,6 @@ BLOCKS = {
     "1f1b": {"schedule": "1f1b"},
     "reproducible": {"reproducible": True},
 }
-GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 FACTORS = {
     "grid": GRIDS,
     "kept": [
@@ -63,17 +68,6 @@ FACTORS = {
     "tied": [False, True],
     "frozen": [False, True],
 }
-
-
-class Run(NamedTuple):
-    """What a training shows of itself."""
-
-    numbers: list[list[float]]
-    """Loss, norm, learning rate and loss scale of every step; at the end the loss of an evaluation."""
-    weights: dict[str, torch.Tensor]
-    """The master weights after the last step."""
-    states: list[dict]
-    """The optimizer's states of the shards."""
 
 
 def engine_of(case, offload):
@@ -102,47 +96,25 @@ def engine_of(case, offload):
 
 
 def train(case, offload):
-    """Trains, and changes the decay of the next step after each, as a script may. Evaluates in between and at the
-    end."""
+    """Trains, and evaluates in between and at the end."""
     engine = engine_of(case, offload)
     numbers = []
     for step in range(STEPS):
-        loss = engine.train_batch(batches(step, engine)).item()
-        numbers.append([loss, float(engine.get_global_grad_norm()), *engine.get_lr(), engine.optimizer.loss_scale])
-        engine.optimizer.param_groups[1]["weight_decay"] = 0.01 * step
+        numbers.append(numbers_of_step(engine, step))
         if step % 2:
             numbers.append([engine.eval_batch(batches(99, engine, training=False)).item()])
-    weights = gathered(engine.optimizer.partition, lambda unit: unit.master.values)
-    shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
-    return Run(numbers, weights, [dict(engine.optimizer.state[shard]) for shard in shards])
+    return run_of(engine, numbers)
 
 
 def check(case):
-    plain, offloaded = train(case, {}), train(case, OFFLOADS[case["kept"][1]])
-    for step, (own, expected) in enumerate(zip(offloaded.numbers, plain.numbers, strict=True)):
-        assert all(map(equal, own, expected)), (case, step, own, expected)
-    assert plain.weights.keys() == offloaded.weights.keys()
-    for name, expected in plain.weights.items():
-        assert torch.equal(offloaded.weights[name], expected), (case, name)
-    for own, expected in zip(offloaded.states, plain.states, strict=True):
-        assert own.keys() == expected.keys(), case
-        assert all(equal(own[key], expected[key]) for key in expected), case
-
-
-def check_all(cases):
-    prepare_rank()
-    # DeepSpeed says that a CPU has no fp16, but torch computes in it.
-    get_accelerator().is_fp16_supported = lambda: True
-    for case in cases:
-        check(case)
-    return len(cases)
+    assert_equal_runs(case, train(case, OFFLOADS[case["kept"][1]]), train(case, {}))
 
 
 def run_cases(grid, cases):
     """Checks ten cases per start of ranks, because every engine leaves the threads of its groups behind."""
     ranks, cases = grid[0] * grid[1], [{**case, "grid": grid} for case in cases]
     for some in (cases[start : start + 10] for start in range(0, len(cases), 10)):
-        assert run_on_ranks(ranks, check_all, some) == [len(some)] * ranks
+        assert run_on_ranks(ranks, check_all, check, some) == [len(some)] * ranks
 
 
 TYPICAL = [

@@ -2,18 +2,26 @@
 
 from functools import cache, partial
 from itertools import product
-from typing import NamedTuple
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.engine.exact_runs import (
+    GRIDS,
+    OPTIMIZERS,
+    PRECISIONS,
+    STEPS,
+    assert_equal_runs,
+    check_all,
+    numbers_of_step,
+    run_of,
+)
 from tests.integrations.deepspeed.models import (
     MICRO_BATCHES,
     Training,
@@ -21,18 +29,9 @@ from tests.integrations.deepspeed.models import (
     pipeline_module,
     scaled_weights,
 )
-from tests.integrations.deepspeed.running import batches, gathered
+from tests.integrations.deepspeed.running import batches
 from tests.pairwise import pairwise
 
-STEPS = 4
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
-    "adam": partial(torch.optim.Adam, lr=0.01, eps=1e-4, amsgrad=True),
-    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-4, foreach=True),
-    "fused": partial(torch.optim.AdamW, lr=0.01, eps=1e-4, fused=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
-    "nadam": partial(torch.optim.NAdam, lr=0.01, eps=1e-4),
-}
 BLOCKS = {
     "layered": {},
     "groups": {"micro_batch_group": 3, "resident_chunks": 1},
@@ -45,15 +44,6 @@ NODE_BLOCKS = {
     "speeds": {"data_rank_speeds": [3, 1, 2, 2]},
     "reproducible": {"reproducible": True},
 }
-PRECISIONS = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "checked": {"bf16": {"enabled": True, "check_grad_overflow": True}},
-    # The first steps overflow: 2^40 exceeds fp16.
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 40, "loss_scale_window": 2, "hysteresis": 1}},
-    "static": {"fp16": {"enabled": True, "loss_scale": 1024}},
-}
-GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 FACTORS = {
     "grid": GRIDS,
     "stage": [0, 1, 2, 3],
@@ -63,17 +53,6 @@ FACTORS = {
     "clipping": [0.0, 0.3],
     "tied": [False, True],
 }
-
-
-class Run(NamedTuple):
-    """What a training shows of itself."""
-
-    numbers: list[list[float]]
-    """Loss, norm, learning rate and loss scale of every step."""
-    weights: dict[str, torch.Tensor]
-    """The master weights after the last step."""
-    states: list[dict]
-    """The optimizer's states of the shards."""
 
 
 def engine_of(case, overlap_update):
@@ -97,53 +76,16 @@ def engine_of(case, overlap_update):
         return deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 
 
-def observed(engine, steps):
-    """Trains ``steps``, and changes the decay of the next step after each, as a script may."""
-    numbers = []
-    for step in steps:
-        loss = engine.train_batch(batches(step, engine)).item()
-        numbers.append([loss, float(engine.get_global_grad_norm()), *engine.get_lr(), engine.optimizer.loss_scale])
-        engine.optimizer.param_groups[1]["weight_decay"] = 0.01 * step
-    return numbers
-
-
-def finished(engine, numbers):
-    engine.eval_batch(batches(99, engine, training=False))
-    weights = gathered(engine.optimizer.partition, lambda unit: unit.master.values)
-    shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
-    return Run(numbers, weights, [dict(engine.optimizer.state[shard]) for shard in shards])
-
-
 def train(case, overlap_update):
+    """Trains, and evaluates at the end."""
     engine = engine_of(case, overlap_update)
-    return finished(engine, observed(engine, range(STEPS)))
-
-
-def equal(one, other):
-    """Whether two values, such as states of an optimizer, are the same to the bit. Norms may be NaN."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return one == other or (one != one and other != other)
+    numbers = [numbers_of_step(engine, step) for step in range(STEPS)]
+    engine.eval_batch(batches(99, engine, training=False))
+    return run_of(engine, numbers)
 
 
 def check(case):
-    plain, overlapped = (train(case, overlap) for overlap in (False, True))
-    for step, (own, expected) in enumerate(zip(overlapped.numbers, plain.numbers, strict=True)):
-        assert all(map(equal, own, expected)), (case, step, own, expected)
-    assert plain.weights.keys() == overlapped.weights.keys()
-    for name, expected in plain.weights.items():
-        assert torch.equal(overlapped.weights[name], expected), (case, name)
-    for own, expected in zip(overlapped.states, plain.states, strict=True):
-        assert all(equal(own[key], expected[key]) for key in expected), case
-
-
-def check_all(cases):
-    prepare_rank()
-    # DeepSpeed says that a CPU has no fp16, but torch computes in it.
-    get_accelerator().is_fp16_supported = lambda: True
-    for case in cases:
-        check(case)
-    return len(cases)
+    assert_equal_runs(case, train(case, True), train(case, False))
 
 
 @cache
@@ -153,7 +95,7 @@ def chosen_cases():
 
 def run_cases(grid, cases):
     ranks = grid[0] * grid[1]
-    assert run_on_ranks(ranks, check_all, cases) == [len(cases)] * ranks
+    assert run_on_ranks(ranks, check_all, check, cases) == [len(cases)] * ranks
 
 
 TYPICAL = [

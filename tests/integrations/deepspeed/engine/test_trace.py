@@ -16,7 +16,7 @@ from ds_lgamp.view.recording import read_recording
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks, started_ranks
 from tests.integrations.deepspeed.engine.tensor_reading import engine_of, refusal
-from tests.integrations.deepspeed.plain.calls import pairs, sequential
+from tests.integrations.deepspeed.plain.sequential import pairs, sequential
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.deepspeed.running import batches
 

@@ -5,35 +5,25 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
-from ds_lgamp.cost.storage import aligned
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
-from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from tests.integrations.deepspeed.explain.imagined_rank import (
+    CASES,
+    SIZES,
+    element_of,
+    imagined_group,
+    partition_of,
+    spec_of,
+)
 from tests.slow import slow_except
 
-CHUNK_SHAPES = [[(7, 3), (5,)], [(4, 4)], [(9, 2), (3,), (1,)], []]
-FROZEN_SHAPES = [[(5, 5)], [], [(1, 3), (8,)], [(6, 6)]]
-TIED_SHAPES, FROZEN_TIED_SHAPES = [(11, 2)], [(2, 5)]
-CASES = {
-    "layered": ("layered", 4, 4, 2, "step"),
-    "one resident chunk": ("layered", 4, 4, 1, "step"),
-    "groups": ("layered", 4, 2, 2, "step"),
-    "more buffers than chunks": ("layered", 2, 2, 9, "step"),
-    "interleaved": ("interleaved_1f1b", 4, 4, 2, "step"),
-    "updates behind reductions": ("layered", 4, 2, 2, "reduction"),
-    "updates in the next step": ("layered", 4, 2, 2, "next_step"),
-}
+__all__ = ["imagined_group"]
 
 
 DTYPES = [
@@ -51,14 +41,6 @@ _BETWEEN_NODES = {
     Kind.COMBINE: ZeroPartition.combine,
     Kind.WAIT_COMBINE: ZeroPartition.wait_combine,
 }
-
-
-@pytest.fixture
-def imagined_group():
-    """Makes groups of any size in this one process."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield lambda ranks: dist.new_group(list(range(ranks)))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,29 +76,11 @@ def compare_memory(
     hierarchy=None,
     nodes=None,
 ):
-    """Compares on pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6. The first and the last share a tied module."""
-    schedule, micro_batches, group, resident, updates = case
-    spec = ProgramSpec(
-        place_chunks("modular", 8, 2),
-        schedule,
-        micro_batches,
-        group,
-        zero_stage,
-        resident,
-        hierarchy=hierarchy,
-        updates=updates,
-        defers_gathers=updates == "next_step",
-    )
+    updates = case[-1]
+    spec = spec_of(case, zero_stage, hierarchy=hierarchy, updates=updates, defers_gathers=updates == "next_step")
     actions = build_program(spec)[0]
-    chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
-    tied = parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype)
-    partition = build_partition(
-        {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
-        [TiedParameters("embedding", tied, [0, 6], tie_group)],
-        ZeroPolicy(data_group, zero_stage, gradient_dtype, communication_dtype, in_rank_order, nodes=nodes),
-        torch.device("cpu"),
-    )
-    partition.release_all()
+    policy = ZeroPolicy(data_group, zero_stage, gradient_dtype, communication_dtype, in_rank_order, nodes=nodes)
+    partition = partition_of(policy, dtype, tie_group)
     follow(partition, actions, updates)
     stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
     state = [
@@ -128,18 +92,10 @@ def compare_memory(
     del state
     with measured as memory:
         gradients, buffers = follow(partition, actions, updates)
-    sizes = [UnitSize(*numbers(training), (chunk,)) for chunk, (training, _) in chunks.items() if training]
-    sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
-    sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
-    sizes.append(UnitSize(numel(FROZEN_TIED_SHAPES), 0, (0, 6), tied=True, frozen=True))
-    element = ElementBytes(
-        dtype.itemsize,
-        (gradient_dtype or dtype).itemsize,
-        communication=None if communication_dtype is None else communication_dtype.itemsize,
-    )
+    element = element_of(dtype, gradient_dtype, communication_dtype)
     told = rank_memory(
         actions,
-        sizes,
+        SIZES,
         zero_stage,
         data_group.size(),
         element,
@@ -158,27 +114,6 @@ def compare_memory(
         label
     )
     assert told.peak == memory.peak, label
-
-
-def parameters(name, shapes, frozen_shapes, dtype):
-    """Makes a unit's parameters. No optimizer owns the last trainable one."""
-    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-    training = [
-        UnitParameter(f"{name}.{index}", tensor, 0 if index + 1 < len(shapes) or len(shapes) == 1 else None)
-        for index, tensor in enumerate(tensors)
-    ]
-    tensors = [torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False) for shape in frozen_shapes]
-    frozen = [UnitParameter(f"{name}.frozen.{index}", tensor, None) for index, tensor in enumerate(tensors)]
-    return [*frozen[:1], *training, *frozen[1:]]
-
-
-def numbers(shapes):
-    return numel(shapes), numel(shapes[:-1]) if len(shapes) > 1 else numel(shapes)
-
-
-def numel(shapes):
-    """Returns the number of elements in a unit's storage."""
-    return sum(aligned(torch.Size(shape).numel()) for shape in shapes)
 
 
 def follow(partition, actions, updates):

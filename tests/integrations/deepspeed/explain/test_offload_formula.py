@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.partition import unit as units_of_partition
 from ds_lgamp.partition.bus import Bus
@@ -15,23 +14,17 @@ from ds_lgamp.partition.host_home import Host
 from ds_lgamp.partition.host_room import HostRoom
 from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.zero_partition import TiedParameters, build_partition
 from ds_lgamp.runtime.measure import PeakMemory, storage_of
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.offload import Offload
-from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import ProgramSpec
-from tests.integrations.deepspeed.explain.test_memory_formula import (
+from tests.integrations.deepspeed.explain.imagined_rank import (
     CASES,
-    CHUNK_SHAPES,
-    FROZEN_SHAPES,
-    FROZEN_TIED_SHAPES,
-    TIED_SHAPES,
+    SIZES,
+    element_of,
     imagined_group,
-    numbers,
-    numel,
-    parameters,
+    partition_of,
+    spec_of,
 )
 from tests.slow import slow_except
 
@@ -92,29 +85,11 @@ def test_formulas_are_what_the_partition_takes_and_moves(case, updates, imagined
 
 
 def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradient_dtype, communication_dtype):
-    """Compares on pipeline rank 0 of 2, which has chunks 0, 2, 4 and 6. The first and the last share a tied module."""
-    schedule, micro_batches, group, resident, _ = case
-    spec = ProgramSpec(
-        place_chunks("modular", 8, 2),
-        schedule,
-        micro_batches,
-        group,
-        stage,
-        resident,
-        defers_gathers=stage < 3,
-        updates=updates,
-        offload=offload,
-    )
+    spec = spec_of(case, stage, defers_gathers=stage < 3, updates=updates, offload=offload)
     actions, bus = build_program(spec)[0], CountedBus()
-    chunks = dict(zip((0, 2, 4, 6), zip(CHUNK_SHAPES, FROZEN_SHAPES)))
     host = Host(bus, HostThread(torch.device("cpu")), offload.parameters, on_device=offload.on_device)
-    partition = build_partition(
-        {chunk: parameters(chunk, *shapes, dtype) for chunk, shapes in chunks.items()},
-        [TiedParameters("embedding", parameters("tied", TIED_SHAPES, FROZEN_TIED_SHAPES, dtype), [0, 6], tie_group)],
-        ZeroPolicy(data_group, stage, gradient_dtype, communication_dtype, host=host),
-        torch.device("cpu"),
-    )
-    partition.release_all()
+    policy = ZeroPolicy(data_group, stage, gradient_dtype, communication_dtype, host=host)
+    partition = partition_of(policy, dtype, tie_group)
     follow(partition, actions, updates)
     weights = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.kept)]
     for unit in partition.units:
@@ -127,21 +102,13 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
     with DeviceMemory(weights, bus) as memory:
         follow(partition, actions, updates, memory.look)
     partition.catch_up()
-    sizes = [UnitSize(*numbers(training), (chunk,)) for chunk, (training, _) in chunks.items() if training]
-    sizes += [UnitSize(numel(frozen), 0, (chunk,), frozen=True) for chunk, (_, frozen) in chunks.items() if frozen]
-    sizes.append(UnitSize(*numbers(TIED_SHAPES), (0, 6), tied=True, copies=2))
-    sizes.append(UnitSize(numel(FROZEN_TIED_SHAPES), 0, (0, 6), tied=True, frozen=True))
-    element = ElementBytes(
-        dtype.itemsize,
-        (gradient_dtype or dtype).itemsize,
-        communication=None if communication_dtype is None else communication_dtype.itemsize,
-    )
-    told = rank_memory(actions, sizes, stage, data_group.size(), element, offload=offload)
+    element = element_of(dtype, gradient_dtype, communication_dtype)
+    told = rank_memory(actions, SIZES, stage, data_group.size(), element, offload=offload)
     label = (spec, data_group.size(), dtype, gradient_dtype, communication_dtype)
     assert told.peak == memory.peak, label
     assert told.host.peak == sum(home.nbytes for home in bus.homes), label
     moved = bus.bytes_loaded - before[0], bus.bytes_stored - before[1]
-    assert moved == bus_bytes(actions, sizes, offload, stage, data_group.size(), element), label
+    assert moved == bus_bytes(actions, SIZES, offload, stage, data_group.size(), element), label
 
 
 def follow(partition, actions, updates, look=lambda: None):

@@ -16,6 +16,7 @@ import pytest
 
 from testing import ROOT, SCRIPTS
 from testing.launching import ON_CPU, free_port
+from testing.processes import is_alive, wait
 from tests.slow import slow_except
 
 SCRIPT = SCRIPTS / "breaks.py"
@@ -111,20 +112,6 @@ def run(launcher, fault, engine, folder):
             job.wait()
         output.seek(0)
         return Outcome(status, seconds, output.read(), left)
-
-
-def wait(over, seconds):
-    deadline = time.monotonic() + seconds
-    while not over() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def is_alive(pid):
-    """Whether a process runs. One that has ended may wait for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
-    except OSError:
-        return False
 
 
 SLOW = [("torchrun", fault, "pipeline") for fault in ("is killed", "stops", "has no data")]

@@ -6,7 +6,8 @@ import torch.distributed as dist
 import ds_lgamp
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank
-from tests.integrations.deepspeed.plain.calls import note_failure, prepared, train
+from tests.integrations.deepspeed.plain.calls import prepared, train
+from tests.integrations.deepspeed.plain.mistakes import note_failure
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
 from tests.integrations.transformers.test_behind_blocks import penalising

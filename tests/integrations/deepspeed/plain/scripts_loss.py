@@ -18,7 +18,7 @@ from ds_lgamp.integrations.deepspeed.plain.state import whole_state
 from ds_lgamp.partition import launches
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank
-from tests.integrations.deepspeed.plain.calls import note_failure
+from tests.integrations.deepspeed.plain.mistakes import note_failure
 from tests.integrations.deepspeed.plain.training import (
     MICRO_BATCHES,
     RATE,

@@ -19,7 +19,8 @@ from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, Place, Training, prepare_process
+from tests.integrations.megatron.core_models import SEQUENCE
+from tests.integrations.megatron.training_loop import SEQUENCES, Place, Training, prepare_process
 
 MICRO_BATCHES, CHUNKS = 4, 4
 """Micro-batches per batch, and chunks of each of two ranks."""

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from testing.launching import torchrun_on_nodes
-from testing.pretraining import PIPELINE, block_flag, losses_of, megatron_tree, pretrain, scalars_of, words_of
+from testing.pretraining import PIPELINE, block_flag, losses_of, pretrain, scalars_of, start_in, words_of
 from tests.planner.islands import island
 
 CHUNKS = 2
@@ -14,11 +14,7 @@ CHUNKS = 2
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Returns flags that start every run from the same weights."""
-    megatron_tree()
-    folder = tmp_path_factory.mktemp("start")
-    pretrain(1, f"--save {folder} --save-interval 1 --exit-interval 1")
-    return f"--load {folder} --finetune"
+    return start_in(tmp_path_factory.mktemp("start"))
 
 
 @pytest.fixture(scope="module")

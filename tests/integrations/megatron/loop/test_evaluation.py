@@ -8,7 +8,8 @@ from megatron.core.utils import unwrap_model
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.evaluation import collecting
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import SEQUENCE, SEQUENCES, STOCK, Place, Training, prepare_process
+from tests.integrations.megatron.core_models import SEQUENCE
+from tests.integrations.megatron.training_loop import SEQUENCES, STOCK, Place, Training, prepare_process
 
 ALONE, SHARDED = Place(1, 1, STOCK), Place(1, 2, "layered", zero_stage=3)
 

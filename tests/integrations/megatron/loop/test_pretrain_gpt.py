@@ -21,16 +21,13 @@ from testing.pretraining import (
     megatron_tree,
     pretrain,
     pretrain_with_block,
+    start_in,
 )
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Returns flags that start every run from the same weights. Freshly drawn weights would differ by pipeline rank."""
-    megatron_tree()
-    folder = tmp_path_factory.mktemp("start")
-    pretrain(1, f"--save {folder} --save-interval 1 --exit-interval 1")
-    return f"--load {folder} --finetune"
+    return start_in(tmp_path_factory.mktemp("start"))
 
 
 def save_to(folder):

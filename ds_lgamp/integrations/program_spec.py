@@ -1,0 +1,183 @@
+"""The program that the block asks for: the bounds of chunks, their placement, and the micro-batches of every rank."""
+
+from collections.abc import Sequence
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.orders import default_placement
+from ds_lgamp.schedule.placement import (
+    Placement,
+    place_chunks,
+    shares_by_speed,
+    split_automatic,
+    split_balanced,
+    split_by_count,
+    split_by_speed,
+)
+from ds_lgamp.schedule.spec import ProgramSpec
+
+MOST_MICRO_BATCHES = 100_000
+"""The most micro-batches of a step. A program of more would take minutes to build, or not fit into memory."""
+
+
+def chunk_bounds(
+    settings: LgampConfig, pipeline_ranks: int, layer_types: Sequence[str], layer_weights: Sequence[float]
+) -> list[int]:
+    """The C + 1 bounds of the chunks in the layer list, for ranks with more than one chunk.
+
+    Args:
+        layer_types: the class name of every layer, for automatic chunks.
+        layer_weights: the weight of every layer, which ``chunks_per_rank`` balances.
+
+    Raises ConfigError if a rank would get no chunk, or if the schedule does not take so many.
+    """
+    layers = len(layer_types)
+    if layers < pipeline_ranks:
+        raise ConfigError(
+            f"num_stages of the PipelineModule is {pipeline_ranks}, but it has {layers} layers; use at most as many "
+            "pipeline ranks as layers"
+        )
+    if settings.pipeline_rank_speeds is not None:
+        return bounds_by_speed(settings, pipeline_ranks, split_automatic(layer_types))
+    if settings.chunks_per_rank is not None:
+        return bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
+    if settings.layers_per_chunk is not None:
+        bounds = split_by_count(layers, settings.layers_per_chunk)
+        cut = f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}, which cuts {layers} layers"
+        most = layers if pipeline_ranks == 1 else (layers - 1) // (pipeline_ranks - 1)
+        fix = f"use at most {most}"
+    else:
+        bounds = split_automatic(layer_types)
+        cut = f"neither {BLOCK}.chunks_per_rank nor {BLOCK}.layers_per_chunk is given, which cuts {layers} layers"
+        fix = f"set {BLOCK}.chunks_per_rank"
+    chunks = len(bounds) - 1
+    if chunks < pipeline_ranks:
+        raise ConfigError(f"{cut} into {chunks} chunks for {pipeline_ranks} pipeline ranks; {fix}")
+    if settings.schedule == "interleaved_1f1b" and chunks % pipeline_ranks:
+        raise ConfigError(
+            f"{cut} into {chunks} chunks, but schedule 'interleaved_1f1b' needs a multiple of {pipeline_ranks} "
+            f"pipeline ranks; set {BLOCK}.chunks_per_rank instead"
+        )
+    return bounds
+
+
+def bounds_by_speed(settings: LgampConfig, pipeline_ranks: int, blocks: Sequence[int]) -> list[int]:
+    """Bounds of equally many chunks for each pipeline rank, whose sizes follow ``pipeline_rank_speeds``.
+
+    Args:
+        blocks: the bounds of the model's blocks in its layer list; chunks hold whole blocks.
+
+    Raises ConfigError if the speeds are not one for each rank, or if a chunk would be empty.
+    """
+    speeds, layers = settings.pipeline_rank_speeds or [], len(blocks) - 1
+    _check_speeds("pipeline_rank_speeds", speeds, pipeline_ranks, "pipeline")
+    if layers < pipeline_ranks:
+        raise ConfigError(
+            f"{BLOCK}.pipeline_rank_speeds is {speeds}, but the model has {layers} layers of its most frequent class "
+            f"for {pipeline_ranks} pipeline ranks; remove it, or use at most {layers} pipeline ranks"
+        )
+    per_rank = 1 if settings.one_chunk_per_rank else settings.chunks_per_rank or min(shares_by_speed(layers, speeds))
+    if per_rank * pipeline_ranks > layers:
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {per_rank}: with pipeline_rank_speeds, {pipeline_ranks} pipeline ranks would "
+            f"need {per_rank * pipeline_ranks} layers of the most frequent class, the model has {layers}; use at most "
+            f"{layers // pipeline_ranks}"
+        )
+    placement = place(settings, per_rank * pipeline_ranks, pipeline_ranks)
+    return [blocks[bound] for bound in split_by_speed(layers, placement, speeds)]
+
+
+def micro_batch_shares(settings: LgampConfig, micro_batches: int, data_ranks: int) -> list[int]:
+    """How many micro-batches each data-parallel rank computes in a step.
+
+    Args:
+        micro_batches: those of a rank if all computed equally many.
+
+    Raises ConfigError if ``data_rank_speeds`` are not one for each rank, or if there are too many micro-batches.
+    """
+    _check_micro_batches(micro_batches)
+    speeds = settings.data_rank_speeds
+    if speeds is None:
+        return [micro_batches] * data_ranks
+    _check_speeds("data_rank_speeds", speeds, data_ranks, "data-parallel")
+    return shares_by_speed(micro_batches * data_ranks, speeds)
+
+
+def _check_micro_batches(micro_batches: int) -> None:
+    if micro_batches > MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"gradient_accumulation_steps makes {micro_batches} micro-batches of a step, and a program lists them all; "
+            f"use at most {MOST_MICRO_BATCHES}"
+        )
+
+
+def _check_speeds(key: str, speeds: Sequence[float], ranks: int, kind: str) -> None:
+    if len(speeds) != ranks:
+        raise ConfigError(
+            f"{BLOCK}.{key} is {speeds}, {len(speeds)} speeds for {ranks} {kind} ranks; give one for each rank"
+        )
+
+
+def bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: Sequence[float]) -> list[int]:
+    """Bounds of ``chunks_per_rank`` chunks for each pipeline rank, as equal in weight as possible. Of equal
+    layers, the first chunks take one more each.
+
+    Raises ConfigError if there are more chunks than layers.
+    """
+    chunks, layers = pipeline_ranks * chunks_per_rank, len(layer_weights)
+    if chunks > layers:
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {chunks_per_rank}: {pipeline_ranks} pipeline ranks would need {chunks} "
+            f"layers, the model has {layers}; use at most {layers // pipeline_ranks}"
+        )
+    return split_balanced(layer_weights, chunks)
+
+
+def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
+    """The pipeline rank of every chunk. There must be at least as many chunks as ranks."""
+    return place_chunks(settings.placement or default_placement(settings.schedule), chunks, pipeline_ranks)
+
+
+def program_spec(
+    settings: LgampConfig,
+    placement: Placement,
+    micro_batches: int,
+    zero_stage: int,
+    receives_on_arrival: bool = False,
+    updates: str = "step",
+    hierarchy: Hierarchy | None = None,
+    offload: Offload | None = None,
+    first_trained: int = 0,
+) -> ProgramSpec:
+    """The spec from which the programs of a training step are built. Raises ConfigError if the batch does not fit the
+    schedule."""
+    _check_micro_batches(micro_batches)
+    group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
+    pipeline_ranks = max(placement) + 1
+    if settings.schedule == "interleaved_1f1b" and micro_batches % pipeline_ranks:
+        raise ConfigError(
+            f"{BLOCK}.schedule is 'interleaved_1f1b', which needs a multiple of {pipeline_ranks} (pipeline ranks) "
+            f"micro-batches, but a batch has {micro_batches} (gradient_accumulation_steps, or Megatron-LM's "
+            "--global-batch-size); change that, or use 'layered'"
+        )
+    try:
+        return ProgramSpec(
+            placement,
+            settings.schedule,
+            micro_batches,
+            group,
+            zero_stage,
+            settings.resident_chunks,
+            defers_gathers=settings.defer_gathers
+            or (zero_stage > 0 and (updates == "next_step" or offload is not None)),
+            updates=updates,
+            receives_on_arrival=receives_on_arrival,
+            hierarchy=hierarchy,
+            offload=offload,
+            stores_inputs=settings.offload_activations != "none",
+            returns_outputs=settings.outputs == "all",
+            first_trained=first_trained,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{BLOCK}.{error}") from None

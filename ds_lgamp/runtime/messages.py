@@ -1,0 +1,106 @@
+"""Messages between pipeline ranks: what crosses a chunk boundary for one micro-batch, as one tensor.
+
+The tensors of a message travel as one, so that a message is one operation on the device. A header tells their shapes
+and dtypes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ds_lgamp.runtime.chunk import Tensors, as_tuple
+
+HEADER_ELEMENTS = 128
+"""Of every header, all int64."""
+_ALIGNMENT = 16
+"""In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
+_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+
+
+class MessageSpec(NamedTuple):
+    """The shapes and dtypes of a message: the tensors that cross a chunk boundary for one micro-batch."""
+
+    is_tuple: bool
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, value: Tensors) -> "MessageSpec":
+        return cls(isinstance(value, tuple), tuple((tensor.shape, tensor.dtype) for tensor in as_tuple(value)))
+
+    @property
+    def shapes(self) -> str:
+        """The shapes and dtypes in words."""
+        return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in self.tensors)
+
+    def to_header(self) -> torch.Tensor:
+        """Returns an int64 tensor of 128 elements on the host, padded with zeros.
+
+        It holds is_tuple, the number of tensors, then the dtype, number of dimensions and sizes of each tensor. Raises
+        TypeError for a dtype that no link carries, ValueError if the tensors do not fit.
+        """
+        numbers = [int(self.is_tuple), len(self.tensors)]
+        for shape, dtype in self.tensors:
+            if dtype not in _DTYPES:
+                raise TypeError(f"a chunk returned a tensor of {dtype}, which no link carries; convert it")
+            numbers += [_DTYPES.index(dtype), len(shape), *shape]
+        if len(numbers) > HEADER_ELEMENTS:
+            raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")
+        numbers += [0] * (HEADER_ELEMENTS - len(numbers))
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def from_header(cls, header: torch.Tensor) -> "MessageSpec":
+        numbers = iter(header.tolist())
+        is_tuple, count = bool(next(numbers)), next(numbers)
+        tensors = []
+        for _ in range(count):
+            dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
+            tensors.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
+        return cls(is_tuple, tuple(tensors))
+
+
+def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns the message that holds ``tensors`` of ``device``: the only one itself, or the bytes of all.
+
+    No device library carries int16, so int16 travels as bytes too.
+    """
+    if len(tensors) == 1 and tensors[0].dtype is not torch.int16:
+        return tensors[0].contiguous()
+    message, members = allocate(MessageSpec.of(tuple(tensors)), device)
+    for member, tensor in zip(members, tensors):
+        member.copy_(tensor)
+    return message
+
+
+def allocate(spec: MessageSpec, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns an uninitialised message and its tensors, which share its memory.
+
+    They are no views of the message, because a view raises if autograd saved it and another view changes in place.
+    """
+    if len(spec.tensors) == 1 and spec.tensors[0][1] is not torch.int16:
+        shape, dtype = spec.tensors[0]
+        message = torch.empty(shape, dtype=dtype, device=device)
+        return message, [message]
+    starts = [0]
+    for shape, dtype in spec.tensors:
+        size = shape.numel() * dtype.itemsize
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    message = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    storage, members = message.untyped_storage(), []
+    for start, (shape, dtype) in zip(starts, spec.tensors):
+        flat = torch.empty(0, dtype=dtype, device=device)
+        flat.set_(storage, start // dtype.itemsize, (shape.numel(),), (1,))
+        members.append(flat.view(shape))
+    return message, members

@@ -1,0 +1,58 @@
+"""Mistakes in calls of the engine are named on every rank, and what would be lost is refused."""
+
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain import mistakes
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES
+
+
+def test_mistakes_are_named_on_every_rank():
+    errors, others = run_on_ranks(2, mistakes.faults, 2)
+    for what, words in {
+        "plain module": "write it as a PipelineModule or an nn.Sequential",
+        "without a loss": "the last module of the nn.Sequential is Linear, which returns no loss; set ds_lgamp.outputs",
+        "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
+        "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
+        "unlike replicas": "ds_lgamp.data_rank_speeds is [2.0, 1.0], but a script that calls engine(...) gives every",
+        "no loss": "set ds_lgamp.outputs to 'all' if the script computes the loss, or append a module that does",
+        "second engine": "the Sequential has an engine already, which a ds_lgamp block cannot replace",
+        "train_batch": "call engine(...), engine.backward and engine.step",
+        "named": "engine(...) got inputs, but an nn.Sequential takes no named arguments",
+        "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
+        "factors": "the losses of one batch were multiplied by factors from 0.5 to 1",
+        "factors of a rank": "losses multiplied by 0.5, but rank 1 calls engine.step() with losses multiplied by "
+        "factors from 0.5 to 1",
+        "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
+        "nothing to step": "engine.step() is called, but no engine(...) since the last step",
+        "step alone": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 0 micro-batches",
+        "state in a step": "rank 0 reads the state of the whole model (state_dict, save_pretrained, save_16bit_model), "
+        "but rank 1 calls engine.step() with losses multiplied by 0.5",
+        "in evaluation": "engine.backward(loss) is called with a loss of evaluation; call engine.train()",
+        "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
+    }.items():
+        assert words in errors[what]
+        assert words in others[what]
+
+
+def test_what_would_be_lost_is_refused_on_every_rank():
+    errors, others = run_on_ranks(2, mistakes.lose_work, 2)
+    for what, words in {
+        "batch size": "train_batch_size is 6, but 2 ranks with micro-batches of 2 make multiples of 4; use one of them",
+        "no batch": "train_batch_size is 0",
+        **{
+            f"zero_grad of the {what}": "zero_grad() is called after 1 micro-batches of a batch"
+            for what in ("engine", "optimizer")
+        },
+        "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.pipeline_ranks 2 would",
+        "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
+        **{
+            what: "the modes or frozen parameters of the model were changed after micro-batch 0 of 2 was given"
+            for what in ("mode", "frozen")
+        },
+        **{
+            f"own term {last}": ".linear.weight has a gradient that does not come from a loss of engine(...)"
+            for last in range(MICRO_BATCHES)
+        },
+    }.items():
+        assert words in errors[what]
+        assert words in others[what]

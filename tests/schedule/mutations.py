@@ -1,0 +1,27 @@
+"""Programs with one fault, all of which the validator refuses."""
+
+import pytest
+
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.validate import ProgramError, validate
+
+
+def assert_every_mutation_is_refused(spec, rank):
+    """Validates the program once for every mutation of what ``rank`` does."""
+    program = build_program(spec)
+    for kind, row, mutated in _mutations(program[rank]):
+        faulty = [*program]
+        faulty[rank] = mutated
+        with pytest.raises(ProgramError):
+            validate(spec, faulty)
+            pytest.fail(f"{kind} of row {row} was accepted: {program[rank][row]}")
+
+
+def _mutations(actions):
+    """Yields every program with one action dropped, duplicated or swapped."""
+    for row in range(len(actions)):
+        yield "drop", row, actions[:row] + actions[row + 1 :]
+        yield "duplicate", row, actions[: row + 1] + actions[row:]
+        if row + 1 < len(actions):
+            swapped = [*actions[:row], actions[row + 1], actions[row], *actions[row + 2 :]]
+            yield "swap", row, swapped
