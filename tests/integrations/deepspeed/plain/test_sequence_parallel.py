@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.utils import groups as stock_groups
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,6 +98,8 @@ def train_on_ranks(pipeline_ranks: int, stage: int, size: int) -> list[float]:
     engine, mpu = initialize(stage, {**ALL, "pipeline_ranks": pipeline_ranks}, size)
     group, groups = mpu.get_sequence_parallel_group(), dist.get_world_size() // size
     assert engine.train_batch_size() == SAMPLES * MICRO_BATCHES * groups
+    # The Trainer asks DeepSpeed for the group.
+    assert stock_groups._get_sequence_parallel_group() is group
     share, part = dist.get_rank() // size, dist.get_rank() % size
     place = torch.arange(SEQUENCE).expand(SAMPLES, -1).chunk(size, 1)[part]
     losses = []
