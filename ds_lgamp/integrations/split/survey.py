@@ -275,7 +275,8 @@ class _Walk:
             if path not in self._changing:
                 return None
         if self._visited and path in self._ahead and path not in self._anywhere:
-            raise self.refusal(f"its module '{path}' runs ahead of the blocks and again behind them")
+            where = "behind" if self._visited == len(self._blocks.named) else "between"
+            raise self.refusal(f"its module '{path}' runs ahead of the blocks and again {where} them")
         if self._visited:
             self._used_behind.add(path)
             self._ran_last = path

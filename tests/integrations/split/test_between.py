@@ -141,6 +141,10 @@ def norming(model, number, hidden, first):
     return model.norm(hidden)
 
 
+def embedding_again(model, number, hidden, first):
+    return hidden + model.embedding(torch.zeros(1, dtype=torch.int64))
+
+
 def scaling_by_a_block(model, number, hidden, first):
     return hidden * model.blocks[0].out.bias
 
@@ -153,6 +157,7 @@ def remembering(model, number, hidden, first):
 REFUSED = {
     in_place: "its forward changes hidden states in place between blocks",
     norming: "its module 'norm' runs between blocks",
+    embedding_again: "its module 'embedding' runs ahead of the blocks and again between them",
     scaling_by_a_block: "its forward computes between blocks with parameters, or with what an earlier block returned",
     remembering: "its forward computes between blocks with parameters, or with what an earlier block returned",
 }
