@@ -98,7 +98,8 @@ class LgampConfig(BaseModel):
     """true: random numbers and orders of summation depend only on step, layer, micro-batch and data-parallel rank. In
     fp32 on CPU, a run is then equal to the bit under every schedule, placement, cut into chunks, number of pipeline
     ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks and the same
-    data_rank_speeds. At stages 2 and 3, a smaller micro_batch_group sums in another order."""
+    data_rank_speeds. At stages 2 and 3, a smaller micro_batch_group sums in another order, and so do shards of a node
+    (zero_hpz_partition_size, mics_shard_size)."""
 
     nonfinite: Literal["skip", "abort", "report"] | None = None
     """What happens after a loss or a gradient that is NaN or infinite; by default nothing looks for one. All three

@@ -45,15 +45,17 @@ class Imagined:
         self._module = module
         self._full_shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
         self._by_shape: dict[Any, Any] = {}
-        """What it would return, by its mode and the shapes of its arguments; None if that depends on values of
-        integers, too."""
+        """What it would return, by its mode, its type and the shapes of its arguments; None if that depends on values
+        of integers, too."""
         self._by_value: OrderedDict[Any, Any] = OrderedDict()
 
     def __call__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Returns what the module would return for these arguments, with a :class:`Shape` for every tensor."""
         leaves, structure = tree_flatten((positional, named))
         tensors = chain(self._module.parameters(), self._module.buffers(), filter(torch.is_tensor, leaves))
-        mode = self._module.training, Autocast.on(next(tensors).device.type), str(structure)
+        first = next(tensors)
+        # An engine casts the module after a first call.
+        mode = self._module.training, first.dtype, Autocast.on(first.device.type), str(structure)
         shapes = *mode, *((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves)
         if shapes not in self._by_shape:
             try:

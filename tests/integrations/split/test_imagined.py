@@ -53,6 +53,14 @@ def test_values_do_not_count_where_shapes_suffice():
     assert imagined((torch.tensor([[3, 4]]),), {}) is first
 
 
+def test_a_module_that_was_cast_returns_the_new_type():
+    module, tokens = nn.Embedding(7, 5), torch.tensor([[1, 2]])
+    imagined = Imagined(module)
+    assert imagined((tokens,), {}).dtype == torch.float32
+    module.bfloat16()
+    assert imagined((tokens,), {}).dtype == torch.bfloat16
+
+
 def test_buffers_stay_as_they_are():
     module = Pieces()
     shape_of(Imagined(module), 2, 4)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DtypeEnum
+from deepspeed.runtime.config import LAMB_OPTIMIZER, DtypeEnum
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -32,7 +32,8 @@ def input_dtype(config: Any) -> torch.dtype | None:
 
 
 def refuse_precision(config: Any) -> None:
-    """Raises ConfigError if the types of a DeepSpeedConfig contradict each other, or if the device lacks one."""
+    """Raises ConfigError if the types of a DeepSpeedConfig contradict each other, if the device lacks one, or if
+    DeepSpeed would refuse the loss scale later."""
     if config.float16_config.enabled and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"fp16.enabled is True, but DeepSpeed says that this device ({get_accelerator().device_name()}) has no "
@@ -43,6 +44,11 @@ def refuse_precision(config: Any) -> None:
         raise ConfigError(
             f"data_types.param_dtype is '{config.param_dtype}', but fp16.enabled and bf16.enabled make parameters "
             f"{parameters}; change one of them"
+        )
+    if config.optimizer_name == LAMB_OPTIMIZER and config.float16_config.loss_scale:
+        raise ConfigError(
+            f"fp16.loss_scale is {config.float16_config.loss_scale:g}, but DeepSpeed takes optimizer.type Lamb with a "
+            "dynamic loss scale only; set it to 0 or remove it"
         )
 
 

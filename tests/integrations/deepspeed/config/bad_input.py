@@ -161,6 +161,10 @@ CONFIGS = {
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
         "fp16.enabled and bf16.enabled are True; set one of them to false",
     ),
+    "LAMB with a fixed loss scale": (
+        {"fp16": {"loss_scale": 256}, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}},
+        "fp16.loss_scale is 256, but DeepSpeed takes optimizer.type Lamb with a dynamic loss scale only; set it to 0",
+    ),
     "a negative loss scale": ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale is -1; write a number from 0"),
     "master weights in fp16": (
         {"fp16": {"fp16_master_weights_and_grads": True}},
