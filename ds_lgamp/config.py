@@ -228,7 +228,8 @@ def _sentence(error: ValidationError) -> str:
     """The first complaint in one sentence."""
     first = error.errors()[0]
     if not first["loc"]:
-        return str(first["msg"]).removeprefix("Value error, ")
+        # Complaints about several keys begin with one of them.
+        return f"{BLOCK}.{first['msg'].removeprefix('Value error, ')}"
     key = str(first["loc"][0])
     member = first["loc"][1] if len(first["loc"]) > 1 else None
     place = f"[{member}]" if isinstance(member, int) else ""
