@@ -121,8 +121,7 @@ class Executor:
         Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch on
         these links raises too.
         """
-        if self.links.broken:
-            raise ActionError("an earlier batch failed, and its communication cannot be undone; restart the run")
+        self.refuse_after_failure()
         self.links.broken = True
         self._batch = batch
         self.current, self.program, self.row = None, batch.program, batch.row
@@ -156,6 +155,11 @@ class Executor:
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from cause
+
+    def refuse_after_failure(self) -> None:
+        """Raises ActionError if a batch has failed. Between batches only."""
+        if self.links.broken:
+            raise ActionError("an earlier batch failed, and its communication cannot be undone; restart the run")
 
     @property
     def losses(self) -> list[torch.Tensor]:

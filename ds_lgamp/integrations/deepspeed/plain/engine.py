@@ -117,6 +117,7 @@ class ModelEngine(LgampEngine):
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
         self._check_forward()
+        self.executor.refuse_after_failure()
         self._refuse_call()
         cast = input_dtype(self._config)
         if cast is not None:
@@ -139,6 +140,7 @@ class ModelEngine(LgampEngine):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Steps the optimizer if the batch is complete, and the scheduler with ``lr_kwargs``."""
+        self.executor.refuse_after_failure()
         self._lr_kwargs = lr_kwargs
         self._step_applied = False
         completes = self.is_gradient_accumulation_boundary()
@@ -157,6 +159,7 @@ class ModelEngine(LgampEngine):
         """Also the optimizer's. There is nothing to drop between batches. Raises ConfigError inside a batch, whose
         micro-batches have no gradients yet that could be dropped."""
         if self._would_lose_gradients():
+            self.executor.refuse_after_failure()
             raise ConfigError(
                 f"zero_grad() is called after {len(self._kept.calls)} micro-batches of a batch; with a {BLOCK} block, "
                 "call it after engine.step(), where it is not needed"

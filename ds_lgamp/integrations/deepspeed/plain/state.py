@@ -23,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere
 from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
+from ds_lgamp.integrations.transformers.prompts import prompts_from
 from ds_lgamp.partition.agreement import raise_everywhere
 
 
@@ -100,8 +101,11 @@ def _first_rank_saves(engine: Engine, stock: Callable[..., Any]) -> Callable[...
         given = signature(stock).bind(*positional, **options)
         state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
         if state is None:
-            options["state_dict"] = whole_state(engine)
-        return stock(*positional, **options) if dist.get_rank() == 0 else None
+            state = options["state_dict"] = whole_state(engine)
+        if dist.get_rank() != 0:
+            return None
+        with prompts_from(state, engine.module):
+            return stock(*positional, **options)
 
     return save_pretrained
 

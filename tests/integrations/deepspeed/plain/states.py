@@ -66,6 +66,20 @@ def saved_with_a_whole_module(stage: int, folder: str) -> dict[str, torch.Tensor
     return {name: value for name, value in own_weights(engine.module).items() if "modules_to_save" in name}
 
 
+def saved_prompts(pipeline_ranks: int, stage: int, folder: str) -> torch.Tensor | None:
+    """Trains virtual tokens, and saves them. Returns them where they are."""
+    torch.manual_seed(0)
+    tokens = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    engine = trained(peft.get_peft_model(make("Llama"), tokens), stage, {"pipeline_ranks": pipeline_ranks})
+    engine.module.save_pretrained(folder)
+    prompts = [value for name, value in own_weights(engine.module).items() if name.startswith("prompt_encoder")]
+    # The Trainer calls it on one rank, with the state that all ranks have read.
+    state = engine.module.state_dict()
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(f"{folder}/of_trainer", state_dict=state)
+    return next(iter(prompts), None)
+
+
 def values_of_other_ranks() -> dict[str, Any]:
     """Does with the parameters of layers on the other pipeline rank what does and does not need their values."""
     engine = trained(adapted("Llama"), 1, {"pipeline_ranks": 2})

@@ -34,6 +34,13 @@ def test_mistakes_are_named_on_every_rank():
         assert words in others[what]
 
 
+def test_a_script_that_catches_what_a_batch_raised_learns_that_it_cannot_go_on():
+    (errors,) = run_on_ranks(1, mistakes.go_on_after_a_failure)
+    assert "failed at F0.0" in errors.pop("batch")
+    for what, error in errors.items():
+        assert error.startswith("an earlier batch failed, and its communication cannot be undone; restart"), what
+
+
 def test_what_would_be_lost_is_refused_on_every_rank():
     errors, others = run_on_ranks(2, mistakes.lose_work, 2)
     for what, words in {

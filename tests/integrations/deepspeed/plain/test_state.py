@@ -11,6 +11,7 @@ from tests.integrations.deepspeed.plain.states import (
     adapted,
     adapter_at_two_layouts,
     rolled_back,
+    saved_prompts,
     saved_with_a_whole_module,
     train_and_read,
     values_of_other_ranks,
@@ -92,6 +93,14 @@ def test_an_adapter_is_saved_with_a_module_of_another_rank(stage, tmp_path):
     loaded = peft.PeftModel.from_pretrained(make("Llama"), tmp_path).state_dict()
     (name,) = [name for name in loaded if "lm_head.modules_to_save" in name]
     assert torch.equal(loaded[name], *head.values())
+
+
+@pytest.mark.parametrize(("pipeline", "stage"), slow_except([(1, 3)], [(1, 3), (2, 2)], several=True))
+def test_virtual_tokens_are_saved_also_where_they_have_no_elements(pipeline, stage, tmp_path):
+    trained, *_ = run_on_ranks(2, saved_prompts, pipeline, stage, str(tmp_path))
+    for folder in (tmp_path, tmp_path / "of_trainer"):
+        loaded = peft.PeftModel.from_pretrained(make("Llama"), folder).state_dict()
+        assert torch.equal(loaded["prompt_encoder.default.embedding.weight"], trained)
 
 
 def test_values_of_layers_on_other_ranks_are_refused_instead_of_missing():
