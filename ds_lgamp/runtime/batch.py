@@ -43,6 +43,7 @@ class BatchState:
         program: the actions of this rank, which say what it waits for where it stands still.
         first_trained: the first chunk with a backward.
         returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
+        name: names a micro-batch in errors, where its number alone does not tell whose it is.
     """
 
     micro_batches: int
@@ -52,6 +53,7 @@ class BatchState:
     program: Sequence[Action] = ()
     first_trained: int = 0
     returns_outputs: bool = False
+    name: Callable[[int], str] | None = None
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     """Graphs whose backward is still to come, by chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)

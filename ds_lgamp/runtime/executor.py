@@ -30,7 +30,7 @@ from ds_lgamp.runtime.stopwatch import Stopwatch, Timing
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.runtime.whereabouts import Place, here
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.standing import Neighbours
 
@@ -147,6 +147,8 @@ class Executor:
             if self._stored_inputs is not None:
                 self._stored_inputs.clear()
             action = "the end of the batch" if self.current is None else str(self.current)
+            if batch.name is not None and self.current is not None and self.current.kind in COMPUTE:
+                action += f" ({batch.name(self.current.micro_batch)})"
             label = f" of {here.label}" if here.label else ""
             # contextlib would raise the StopIteration instead of the RuntimeError that it caused, and end a loop of the
             # script.

@@ -102,6 +102,8 @@ def _described(following: Next, numbers: Sequence[float]) -> str:
     if following is Next.TRAIN:
         return f"trains on {numbers[0]} micro-batches for one step"
     smallest, largest = numbers
+    if smallest == math.inf:
+        return "calls engine.step() with a loss multiplied by NaN or infinity"
     if math.isinf(largest):
         return "calls engine.step() before every loss of the batch went through engine.backward(loss) once"
     factors = f"{smallest:g}" if smallest == largest else f"factors from {smallest:g} to {largest:g}"

@@ -286,7 +286,9 @@ class ModelEngine(LgampEngine):
             self._begin(Next.EVALUATE, [arguments])
             self._partition.catch_up()
             schedule = self._inference_schedule(self.num_stages)
-            batch = BatchState(self.num_stages, self._load, training=False, program=schedule.actions)
+            batch = BatchState(
+                self.num_stages, self._load, training=False, program=schedule.actions, name=self._own_name
+            )
             with torch.no_grad(), self.executor.run_batch(batch):
                 self.executor.run(schedule.actions)
             self._layers.calls.all = []
@@ -346,6 +348,7 @@ class ModelEngine(LgampEngine):
             program=schedule.actions,
             first_trained=spec.first_trained,
             returns_outputs=spec.returns_outputs,
+            name=self._own_name,
         )
         measured = monitored(self, self._step_monitor, self._loader)
         kept = partial(kept_from_script, self.random_sources, self.lgamp_settings.reproducible)
@@ -375,6 +378,9 @@ class ModelEngine(LgampEngine):
         call, stage = divmod(micro_batch, self.num_stages)
         (rank,) = self.placed.topology().filter_match(pipe=stage, data=data_rank)
         return f"call {call} of rank {rank}"
+
+    def _own_name(self, micro_batch: int) -> str:
+        return self._micro_batch_name(self.grid.data_parallel_id, micro_batch)
 
     def _load(self, micro_batch: int) -> tuple[Any, None]:
         return self._layers.first_input(self._layers.calls.all[micro_batch]), None

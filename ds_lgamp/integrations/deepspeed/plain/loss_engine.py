@@ -38,7 +38,9 @@ class LossEngine(ModelEngine):
 
     def _refuse_call(self) -> None:
         if self._open is not None:
-            raise ConfigError("engine(...) is called after a complete batch; call engine.backward and engine.step")
+            raise ConfigError(
+                "engine(...) is called after a complete batch; call engine.backward and engine.step behind every call"
+            )
 
     def _train(self, arguments: Arguments) -> Any:
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)

@@ -68,8 +68,16 @@ class ToldLosses:
         if len(self._factors) == losses:
             # Rounded alike, whether they come from the device or not.
             smallest, largest = (each.item() for each in torch.tensor([*map(float, self._factors)]).aminmax())
+            if not (math.isfinite(smallest) and math.isfinite(largest)):
+                # NaN differs from itself.
+                smallest = largest = math.inf
         self._factors.clear()
         agree(Next.STEP, smallest, largest)
+        if smallest == math.inf:
+            raise ConfigError(
+                "a loss of the batch was multiplied by NaN or infinity; multiply losses by finite numbers, and check "
+                "what the script divides them by"
+            )
         if math.isinf(largest):
             raise ConfigError(
                 "engine.step() is called before every loss of the batch went through engine.backward(loss) once"

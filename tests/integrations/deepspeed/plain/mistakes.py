@@ -1,6 +1,7 @@
 """Mistakes of scripts with the engine of an nn.Sequential, and what stock DeepSpeed takes but would be lost here. The
 functions run on ranks and return the errors."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,7 +56,7 @@ def _end_a_batch_wrongly(fails: Callable[..., None], config: dict[str, Any]) -> 
     engine = initialize(sequential(), config)
     fails("uneven", uneven)
 
-    def factors(growth: int) -> None:
+    def factors(growth: float) -> None:
         for number in range(MICRO_BATCHES):
             engine.backward(engine(*pairs(0, rank, number)) * (1 + number * growth))
             engine.step()
@@ -64,6 +65,10 @@ def _end_a_batch_wrongly(fails: Callable[..., None], config: dict[str, Any]) -> 
     fails("factors", factors, 1)
     engine = initialize(sequential(), config)
     fails("factors of a rank", factors, rank)
+    engine = initialize(sequential(), config)
+    fails("no number", factors, math.nan)
+    engine = initialize(sequential(), config)
+    fails("infinity on a rank", factors, math.inf if rank else 0)
 
     engine = initialize(sequential(), config)
     engine.set_gradient_accumulation_boundary(True)

@@ -21,7 +21,9 @@ def test_mistakes_are_named_on_every_rank():
         "factors": "the losses of one batch were multiplied by factors from 0.5 to 1",
         "factors of a rank": "losses multiplied by 0.5, but rank 1 calls engine.step() with losses multiplied by "
         "factors from 0.5 to 1",
-        "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step",
+        "no number": "a loss of the batch was multiplied by NaN or infinity",
+        "infinity on a rank": "losses multiplied by 0.5, but rank 1 calls engine.step() with a loss multiplied by NaN",
+        "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step behind every",
         "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
         "nothing to step": "engine.step() is called, but no engine(...) since the last step",
         "step alone": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 0 micro-batches",
@@ -36,7 +38,7 @@ def test_mistakes_are_named_on_every_rank():
 
 def test_a_script_that_catches_what_a_batch_raised_learns_that_it_cannot_go_on():
     (errors,) = run_on_ranks(1, mistakes.go_on_after_a_failure)
-    assert "failed at F0.0" in errors.pop("batch")
+    assert "failed at F0.0 (call 0 of rank 0)" in errors.pop("batch")
     for what, error in errors.items():
         assert error.startswith("an earlier batch failed, and its communication cannot be undone; restart"), what
 
