@@ -23,7 +23,7 @@ from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
 from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
-from ds_lgamp.integrations.split.parts import Part, Result, place_of
+from ds_lgamp.integrations.split.parts import Part, Result, Sides, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     Absent,
     AbsentTensor,
@@ -66,9 +66,7 @@ class SplitForward:
     Args:
         model: its parameters may be on other ranks.
         blocks: its blocks.
-        ahead: the parts that are used ahead of the blocks, by their names in the model.
-        behind: all other parts, by their names in the model.
-        held: those of them that the last layer holds.
+        sides: its other parts.
         shown: what a small call of the model showed.
         random_sources: generators that the model may draw from.
         loss_in: returns the loss in an output, if nothing else there has gradients.
@@ -78,9 +76,7 @@ class SplitForward:
         self,
         model: nn.Module,
         blocks: Blocks,
-        ahead: Mapping[str, Part],
-        behind: Mapping[str, Part],
-        held: Mapping[str, Part],
+        sides: Sides,
         shown: Survey,
         random_sources: Sequence[RandomSource],
         loss_in: Callable[[Any], Any] | None,
@@ -93,25 +89,25 @@ class SplitForward:
             for index in range(len(self._blocks))
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
-        self._passes = any(shown.beside)
+        self._returns_others = any(shown.beside)
         self._stand_ins = [
             (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
-        self.ahead = Ahead(model, ahead, self._refuse_behind)
+        self.ahead = Ahead(model, sides.ahead, self._refuse_behind)
         self._travelling = Travelling(shown.travels_behind, self.note_absent)
-        self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in behind.items()]
+        self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in sides.behind.items()]
         self._kept = [
             (block.get_submodule(kept.path), kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
             for block in self._blocks
             for kept in shown.kept
         ]
         self._buffers, self._loss_in = ContainingBuffers(model, blocks), loss_in
-        self._loss_graph = LossGraph(model, held.values())
+        self._loss_graph = LossGraph(model, sides.held_behind.values())
         self._visit: Visit = _not_running
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
-        self._passing = False
+        self._passes_others = False
 
     def begin(self, call: Call) -> tuple[Tensor, list[Tensor]]:
         """Returns the hidden states that enter the first block, and what travels with them."""
@@ -245,7 +241,7 @@ class SplitForward:
             elif hidden is not passed:
                 entered[index] = hidden
             blocks.append(arguments._replace(autocast=Autocast.on(hidden.device.type)))
-            passes.append(_places(index, arguments) if self._passes else ())
+            passes.append(_places(index, arguments) if self._returns_others else ())
             if index == len(self._blocks) - 1:
                 raise _Reached
             if fill is not None:
@@ -289,7 +285,7 @@ class SplitForward:
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self._visiting(replace, passing=False), replacing(kept):
+        with self._visiting(replace, passes_others=False), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
@@ -300,7 +296,7 @@ class SplitForward:
         """Returns what the forward gets in place of the result of block ``index``."""
         self._visited += 1
         passed = self._visit(index, hidden, arguments)
-        beside = self._beside[index] if self._passing else [None] * (self._returned - 1)
+        beside = self._beside[index] if self._passes_others else [None] * (self._returned - 1)
         return (passed, *beside) if self._returned else passed
 
     def _run_until_reached(self, call: Call) -> None:
@@ -327,10 +323,10 @@ class SplitForward:
             raise ConfigError(_again(f"'{path}'"))
 
     @contextmanager
-    def _visiting(self, visit: Visit, passing: bool = True) -> Iterator[None]:
+    def _visiting(self, visit: Visit, passes_others: bool = True) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
-        the engine. They return nothing beside hidden states unless blocks are ``passing`` something on."""
-        self._visit, self._visited, self._passing = visit, 0, passing
+        the engine. With ``passes_others`` they return tensors beside hidden states where blocks do."""
+        self._visit, self._visited, self._passes_others = visit, 0, passes_others
         try:
             with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
                 yield

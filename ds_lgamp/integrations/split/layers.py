@@ -9,7 +9,7 @@ from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
 from ds_lgamp.integrations.split.checks import check_travels, results_behind
 from ds_lgamp.integrations.split.forward import SplitForward
-from ds_lgamp.integrations.split.parts import Part, parameters_of, part_of
+from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
 from ds_lgamp.integrations.split.survey import Survey, evaluating
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.random_state import RandomSource
@@ -80,9 +80,8 @@ class SplitLayers:
         ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
         self._blocks = list(blocks.named.values())
-        shares = shown.read_behind or _share(ahead, behind)
-        held = {**ahead, **behind} if shares else behind
-        self._split = split = SplitForward(model, blocks, ahead, behind, held, shown, random_sources, loss_in)
+        sides = Sides(ahead, behind, shown.read_behind or _share(ahead, behind))
+        self._split = split = SplitForward(model, blocks, sides, shown, random_sources, loss_in)
         with evaluating(model, blocks):
             split.travel_behind(results_behind(split, shown, random_sources, loss_in is not None))
             if shown.travels_to_blocks or shown.travels_behind:
@@ -91,11 +90,11 @@ class SplitLayers:
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())
         ]
-        if shares:
-            ends = Ends(held, split, self.calls)
+        if sides.is_shared:
+            ends = Ends(sides.held_behind, split, self.calls)
             self.modules: list[nn.Module] = [ends, *own_blocks, ends]
         else:
-            self.modules = [Beginning(ahead, split), *own_blocks, End(held, split, self.calls)]
+            self.modules = [Beginning(ahead, split), *own_blocks, End(sides.held_behind, split, self.calls)]
 
     def compile(self, **options: Any) -> None:
         """Compiles the blocks with torch.compile's ``options``."""

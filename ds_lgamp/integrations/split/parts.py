@@ -1,10 +1,13 @@
 """The parts of a model that belong to no block: modules, and parameters of the modules that contain the blocks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from ds_lgamp.integrations.split.blocks import Blocks
 
 Part = nn.Module | nn.Parameter
 
@@ -17,6 +20,22 @@ class Result(NamedTuple):
     """Counts the calls of the part in one forward."""
     number: int = 0
     """Counts the tensors of one call."""
+
+
+class Sides(NamedTuple):
+    """The parts of a model, by their names in it."""
+
+    ahead: Mapping[str, Part]
+    """Those that are used ahead of the blocks."""
+    behind: Mapping[str, Part]
+    """All others."""
+    is_shared: bool
+    """Whether what follows the blocks computes with parameters of parts ahead of them, too."""
+
+    @property
+    def held_behind(self) -> Mapping[str, Part]:
+        """The parts that the last layer holds."""
+        return {**self.ahead, **self.behind} if self.is_shared else self.behind
 
 
 def model_of(model: Any) -> Any:
@@ -35,6 +54,31 @@ def place_of(model: nn.Module, path: str) -> tuple[dict[str, Any], str]:
     parent, _, name = path.rpartition(".")
     module = model.get_submodule(parent)
     return (module._parameters if name in module._parameters else module._modules), name
+
+
+def parts_of(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
+    """Yields what belongs to no block, in the order of the model: parameters of the modules that contain the blocks,
+    and the largest modules with parameters or buffers that contain no block."""
+    parents = [*blocks.chain, blocks.path]
+    for parent in parents:
+        prefix, module = f"{parent}." if parent else "", model.get_submodule(parent)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{name}", parameter
+        for name, child in [] if parent == blocks.path else list(module.named_children()):
+            if f"{prefix}{name}" not in parents:
+                yield from _called(f"{prefix}{name}", child)
+
+
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, Part]]:
+    """Yields the module, or, of one that only holds others and is never called, what it holds."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", parameter
+        for name, child in module.named_children():
+            yield from _called(f"{path}.{name}", child)
+    elif any(True for _ in chain(module.parameters(), module.buffers())):
+        yield path, module
 
 
 def parameters_of(parts: Iterable[Part]) -> Iterator[nn.Parameter]:

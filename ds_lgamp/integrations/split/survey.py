@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain as chain_of
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_unco
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
 from ds_lgamp.integrations.split.kept import Kept, kept_in_training
 from ds_lgamp.integrations.split.loss_graph import walk
-from ds_lgamp.integrations.split.parts import Part, Result, parameters_of, restored_modes
+from ds_lgamp.integrations.split.parts import Result, parameters_of, parts_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -110,7 +109,7 @@ class _Walk:
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         self._model, self._blocks = model, blocks
-        self._parts = dict(_parts(model, blocks))
+        self._parts = dict(parts_of(model, blocks))
         self._owners: dict[int, list[str]] = {}
         """The parts that have a parameter, by its id."""
         for path, part in self._parts.items():
@@ -394,31 +393,6 @@ def _shown(dummy: Arguments) -> str:
         (name, f"{list(value.shape)}" if isinstance(value, Tensor) else repr(value)) for name, value in told.items()
     )
     return "the dummy inputs " + ", ".join(f"{name} {value}" for name, value in shapes)
-
-
-def _parts(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
-    """Yields what belongs to no block, in the order of the model: parameters of the modules that contain the blocks,
-    and the largest modules with parameters or buffers that contain no block."""
-    chain = [*blocks.chain, blocks.path]
-    for parent in chain:
-        prefix, module = f"{parent}." if parent else "", model.get_submodule(parent)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}{name}", parameter
-        for name, child in [] if parent == blocks.path else list(module.named_children()):
-            if f"{prefix}{name}" not in chain:
-                yield from _called(f"{prefix}{name}", child)
-
-
-def _called(path: str, module: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Yields the module, or, of one that only holds others and is never called, what it holds."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
-        for name, parameter in module.named_parameters(recurse=False):
-            yield f"{path}.{name}", parameter
-        for name, child in module.named_children():
-            yield from _called(f"{path}.{name}", child)
-    elif any(True for _ in chain_of(module.parameters(), module.buffers())):
-        yield path, module
 
 
 def _has_no_parameters(module: nn.Module) -> bool:
