@@ -24,6 +24,8 @@ class LossEngine(ModelEngine):
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
         self._told = ToldLosses(self.gradient_accumulation_steps)
+        self._calls_without_step = 0
+        """Since the script called :meth:`step`, without those inside ``no_sync``, where it may not."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
@@ -34,6 +36,7 @@ class LossEngine(ModelEngine):
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
             self._told.forget()
+            self._calls_without_step = 0
         return loaded
 
     def _refuse_call(self) -> None:
@@ -41,8 +44,20 @@ class LossEngine(ModelEngine):
             raise ConfigError(
                 "engine(...) is called after a complete batch; call engine.backward and engine.step behind every call"
             )
+        says_boundaries = self._is_gradient_accumulation_boundary is not None or self.inside_no_sync_ctxt
+        if self._calls_without_step >= self.gradient_accumulation_steps() and not says_boundaries:
+            raise ConfigError(
+                f"engine(...) is called again after {self._calls_without_step} micro-batches without engine.step(); "
+                "call engine.backward and engine.step behind every call, or engine.eval() ahead of calls that train "
+                "nothing"
+            )
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        self._calls_without_step = 0
+        super().step(lr_kwargs)
 
     def _train(self, arguments: Arguments) -> Any:
+        self._calls_without_step += not self.inside_no_sync_ctxt
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
         return self._layers.training_output(self._told.tell(value))
 

@@ -71,6 +71,11 @@ def _end_a_batch_wrongly(fails: Callable[..., None], config: dict[str, Any]) -> 
     fails("infinity on a rank", factors, math.inf if rank else 0)
 
     engine = initialize(sequential(), config)
+    for number in range(MICRO_BATCHES):
+        engine(*pairs(0, rank, number))
+    fails("never a step", engine, *pairs(0, rank, 0))
+
+    engine = initialize(sequential(), config)
     engine.set_gradient_accumulation_boundary(True)
     engine(*pairs(0, rank, 0))
     fails("no step", engine, *pairs(0, rank, 0))
