@@ -130,11 +130,50 @@ class Classifier(nn.Module):
 IMAGES = {"images": {"shape": [1, 3, 8, 8]}}
 BLOCKS = {"a classifier": {"outputs": "all", "dummy_inputs": IMAGES}}
 """What models need in their block."""
+
+
+class Rotation(nn.Module):
+    """A table that all blocks share, which a state of the model has once for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(LENGTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.table[: hidden.shape[1]]
+
+
+class Rotating(Attention):
+    def __init__(self, rotation: Rotation) -> None:
+        super().__init__(causal=True)
+        self.rotation = rotation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.rotation(hidden))
+
+
+class SharedTableGpt(nn.Module):
+    """Its blocks hold one and the same module, which has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        rotation = Rotation()
+        self.blocks = nn.ModuleList(Rotating(rotation) for _ in range(3))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return cross_entropy(self.head(hidden), labels)
+
+
 MODELS = {
     "a tied GPT": TiedGpt,
     "a GPT with positions": PositionsGpt,
     "a GPT with rotations": RotaryGpt,
     "a GPT that mixes": MixingGpt,
+    "a GPT with a shared table": SharedTableGpt,
     "a classifier": Classifier,
 }
 

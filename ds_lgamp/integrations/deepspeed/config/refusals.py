@@ -214,7 +214,7 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     """The sentence that refuses this rank's parameters; None if nothing is wrong with them."""
     names: dict[int, str] = {}
     for name, tensor in global_names(module):
-        if names.setdefault(id(tensor), name) != name:
+        if isinstance(tensor, torch.nn.Parameter) and names.setdefault(id(tensor), name) != name:
             return (
                 f"{name} and {names[id(tensor)]} are the same tensor; give each layer its own or, in a PipelineModule, "
                 "share the layer by TiedLayerSpec"

@@ -1,6 +1,6 @@
 """The engine behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -46,9 +46,10 @@ from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_gr
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
+from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch
@@ -92,6 +93,7 @@ class LgampEngine(PipelineEngine):
         self._schedule = lru_cache(maxsize=8)(ProgramSchedule)
         self._schedule(self.program_spec, module.stage_id)
         prepare_optimizer(module, config, arguments)
+        self._shared_buffers = SharedBuffers(self._all_layers(module))
         place_with_groups(module, plan.layout, arguments)
         self._deferred = DeferredLayers(module, partial(prepare_layers, self)) if is_deferred(module) else None
         with no_first_messages():
@@ -106,6 +108,10 @@ class LgampEngine(PipelineEngine):
         self._lgamp_initialising = False
         self._prepare_training()
         finish_at_the_end(self)
+
+    def _all_layers(self, module: PipelineModule) -> Iterable[torch.nn.Module]:
+        """Returns the layers that are on this rank ahead of their placement."""
+        return built_layers(module).values()
 
     def _prepare_training(self) -> None:
         """Builds what runs batches, once DeepSpeed has built its part. Collective over all ranks."""
@@ -335,12 +341,16 @@ class LgampEngine(PipelineEngine):
                 self._partition.refuse_thawed()
             if begins and trace is not None:
                 trace.begin(self.global_steps + 1, self.executor, lambda: self.own_spec)
+            if begins and training:
+                self._shared_buffers.look()
             try:
                 yield
             except BaseException:
                 if trace is not None:
                     trace.stop()
                 raise
+            if ends and training:
+                self._shared_buffers.check()
 
     def _execute(self, action: Any) -> None:
         self.executor.execute(action)

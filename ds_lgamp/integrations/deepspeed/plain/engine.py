@@ -1,7 +1,7 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for all models but a PipelineModule."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -95,6 +96,9 @@ class ModelEngine(LgampEngine):
         agree_at_the_end()
         state.give_state(self)
         self._check_forward = guide_direct_calls(self, user_model, state.is_spread(self))
+
+    def _all_layers(self, module: PipelineModule) -> Iterable[torch.nn.Module]:
+        return self._layers.modules
 
     @property
     def placed(self) -> PlacedModule:

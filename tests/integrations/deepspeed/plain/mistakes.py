@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,8 +17,30 @@ from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank
-from tests.integrations.deepspeed.plain.sequential import Inputs, WithTargets, pairs, sequential
+from tests.integrations.deepspeed.plain.sequential import Inputs, Loss, WithTargets, pairs, sequential
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden
+
+
+class Counting(WithTargets):
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, target = super().forward(pair)
+        return self.counter(hidden), target
 
 
 def faults(pipeline_ranks: int) -> dict[str, str]:
@@ -98,6 +121,16 @@ def _end_a_batch_wrongly(fails: Callable[..., None], config: dict[str, Any]) -> 
     engine = initialize(sequential(), config)
     engine.eval()
     fails("in evaluation", engine.backward, engine(*pairs(0, rank, 0)))
+
+    counter = Counter()
+    engine = initialize(nn.Sequential(Inputs(), Counting(counter), Counting(counter), Loss()), config)
+
+    def count() -> None:
+        for number in range(MICRO_BATCHES):
+            engine.backward(engine(*pairs(0, rank, number)))
+            engine.step()
+
+    fails("shared count", count)
 
     engine = initialize(nn.Sequential(Inputs(), WithTargets(), Inputs()), configuration(1, {}))
     engine.set_gradient_accumulation_boundary(True)

@@ -23,6 +23,7 @@ def test_mistakes_are_named_on_every_rank():
         "factors from 0.5 to 1",
         "no number": "a loss of the batch was multiplied by NaN or infinity",
         "infinity on a rank": "losses multiplied by 0.5, but rank 1 calls engine.step() with a loss multiplied by NaN",
+        "shared count": "several layers share the buffer 'calls' of a Counter, and a forward changes it",
         "never a step": "engine(...) is called again after 2 micro-batches without engine.step(); call engine.backward",
         "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step behind every",
         "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
