@@ -82,7 +82,7 @@ def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -
     given = arguments["config_class"]
     return {
         **arguments["config"],
-        "train_batch_size": given.train_batch_size * sequence_ranks(arguments.get("mpu")),
+        "train_batch_size": int(given.train_batch_size * sequence_ranks(arguments.get("mpu"))),
         "train_micro_batch_size_per_gpu": given.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": given.gradient_accumulation_steps * pipeline_ranks,
     }
