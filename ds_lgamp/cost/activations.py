@@ -91,7 +91,9 @@ class ActivationWalk:
         lower = {action.chunk - 1 for action in actions if action.kind is Kind.SEND_BACKWARD}
         self.first_trained = min(self.trained | lower, default=len(size.chunks))
         """The lowest chunk with a backward, as far as this rank knows."""
-        self.kept = {self.last} if turns_at_once(actions, self.last) else set()
+        # Behind a RETURN the script has its turn, ahead of the backward.
+        returns = any(action.kind is Kind.RETURN for action in actions)
+        self.kept = {self.last} if turns_at_once(actions, self.last) and not returns else set()
         """Chunks that are never recomputed."""
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}

@@ -7,7 +7,7 @@ tests/integrations/deepspeed/engine/test_memory.py compares all of it with real 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
@@ -96,6 +96,7 @@ def test_a_result_on_the_same_rank_is_copied_and_let_go():
 
 
 @given(program_specs(), st.booleans())
+@example(ProgramSpec((0,), "layered", 1, 1, 0, 1, returns_outputs=True), True)
 def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
     """Each chunk stores its inputs, or the tensors that autograd keeps, for the micro-batches of one group only. At the
     turn it stores two micro-batches for every chunk that follows, and one more."""
