@@ -21,7 +21,9 @@ class SharedBuffers:
         for layer in {id(layer): layer for layer in layers}.values():
             for tensor, place in {id(tensor): (module, name) for module, name, tensor in _buffers(layer)}.items():
                 users.setdefault(tensor, []).append(place)
-        self._places = [places[0] for places in users.values() if len(places) > 1]
+        shared = (place for places in users.values() if len(places) > 1 for place in places)
+        # A cast gives modules that share a tensor, and not themselves, one each.
+        self._places = list({(id(module), name): (module, name) for module, name in shared}.values())
         self._before: list[tuple[Tensor | None, int]] = []
 
     def look(self) -> None:

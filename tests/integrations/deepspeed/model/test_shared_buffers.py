@@ -35,6 +35,19 @@ def test_a_shared_buffer_may_not_change(forward):
         shared.check()
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_modules_that_shared_a_buffer_before_a_cast_may_not_change_it_either(changed):
+    tables = [Table(), Table()]
+    tables[1].table = tables[0].table
+    shared = SharedBuffers(layers(*tables))
+    for table in tables:
+        table.bfloat16()
+    shared.look()
+    change(tables[changed])
+    with pytest.raises(ConfigError, match="several layers share the buffer 'table'"):
+        shared.check()
+
+
 def test_a_table_may_grow():
     table = Table()
     shared = SharedBuffers(layers(table, table))
