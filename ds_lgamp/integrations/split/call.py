@@ -2,18 +2,20 @@
 
 import operator
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cached_property
-from types import SimpleNamespace
+from itertools import chain
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Part, Result
+from ds_lgamp.integrations.split.parts import Attribute, Part, Result
+from ds_lgamp.integrations.split.snapshot import Snapshot
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
@@ -26,6 +28,13 @@ class BlockArguments(NamedTuple):
     named: Mapping[str, Any]
     autocast: Autocast | None = None
     """In which it calls the block; None while nobody has looked."""
+    attributes: Mapping[Attribute, Any] = MappingProxyType({})
+    """The attributes of the block that it has set."""
+
+    @property
+    def values(self) -> Iterator[Any]:
+        """All that the block gets beside hidden states."""
+        return chain(self.positional, self.named.values(), self.attributes.values())
 
 
 def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, BlockArguments]:
@@ -76,6 +85,8 @@ class Call:
         self.blocks: list[BlockArguments] | None = None
         """What every block gets, if nothing travels. Kept for recomputations, too: rotary tables of type "dynamic" have
         grown with the lengths since."""
+        self.own_state: Snapshot | None = None
+        """What the model's own modules held when its forward first ran for this call; None before that."""
         self._looks: bool | None = None
 
     @cached_property
@@ -89,6 +100,12 @@ class Call:
         if self._looks is None:
             self._looks = asked
         return self._looks
+
+    def with_arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> "Call":
+        """Returns a call with other arguments that counts as this one."""
+        other = Call(positional, named)
+        other.own_state = self.own_state
+        return other
 
     def forget_blocks(self) -> None:
         """Lets go of what the blocks get, which none needs any more."""
