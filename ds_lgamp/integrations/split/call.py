@@ -131,6 +131,10 @@ class Calls:
     """The micro-batches of a batch, and the one that the layers compute now."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Ends the batch."""
         self.all: list[Call] = []
         self.number = 0
         """The micro-batch that the layers compute."""

@@ -105,7 +105,7 @@ class SplitForward:
             for block in self._blocks
             for kept in shown.kept
         ]
-        self._buffers, self._loss_in = ContainingBuffers(model, blocks), loss_in
+        self._buffers, self.loss_in = ContainingBuffers(model, blocks), loss_in
         self._loss_graph = LossGraph(model, sides.held_behind.values())
         self._visit: Visit = _not_running
         self._visited = 0
@@ -274,7 +274,7 @@ class SplitForward:
         with self.ahead.absent(given, leaves):
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
-            roots = output if self._loss_in is None else self._loss_in(output)
+            roots = output if self.loss_in is None else self.loss_in(output)
             self._loss_graph.check(call.signature, roots, inputs, leaves)
         return output
 

@@ -77,7 +77,7 @@ class Snapshot:
                 if depth > 1 and len(value) <= _LARGE:
                     for each in value.values() if isinstance(value, dict) else value:
                         self._search(each, depth - 1, place)
-        elif depth > 1 and _has_attributes(value):
+        elif depth > 1 and has_attributes(value):
             self._remember_attributes(vars(value), depth - 1)
 
 
@@ -110,7 +110,7 @@ def _is_same(container: Any, before: Any) -> bool:
     return all(map(is_, container, before))
 
 
-def _has_attributes(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
     """Whether a value is an object like a configuration. Modules are searched anyway."""
     if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
         return False

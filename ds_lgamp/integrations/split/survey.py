@@ -141,6 +141,8 @@ class _Walk:
         self._ran_last: str | None = None
         """The last of them that was called."""
         self._visited = 0
+        self._order: list[int] = []
+        """The numbers of blocks in which they were called."""
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
         self._passed: Any = None
@@ -222,6 +224,8 @@ class _Walk:
         ConfigError if blocks were left out."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
+        if self._order != [*range(self._visited)]:
+            raise self.refusal(f"its forward calls them in the order {', '.join(map(str, self._order))}")
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -305,8 +309,7 @@ class _Walk:
         """Returns what the forward gets in place of the result of block ``index``."""
         block = self._called[index]
         self._check_trains(block)
-        if index != self._visited:
-            raise self.refusal(f"its forward calls block {index} of the list as number {self._visited}")
+        self._order.append(index)
         if beside.named.get("past_key_values") is not None:
             raise self.refusal("its blocks get a cache of keys and values")
         if self._ran_last is not None:
