@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Part, Result
+from ds_lgamp.integrations.split.parts import Part, Result, Returned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
@@ -67,10 +67,12 @@ class Call:
 
     Args:
         positional, named: the arguments.
+        returned: what parts ahead of the blocks return, if they have run on this rank.
     """
 
-    def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any], returned: Returned | None = None) -> None:
         self.positional, self.named = positional, named
+        self.returned: Returned = returned or {}
         self.needs: Needs | None = None
         """None while nobody has looked."""
         self.blocks: list[BlockArguments] | None = None

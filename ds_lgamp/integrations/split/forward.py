@@ -204,22 +204,24 @@ class SplitForward:
                 raise _Reached
             return returned if number == index - 1 else hidden
 
-        with replacing(self._behind), self.ahead.absent(given), self._visiting(visit):
+        with replacing(self._behind), self.ahead.absent(call.returned, given), self._visiting(visit):
             self._run_until_reached(call)
         return entered[0]
 
     def note_present(self, call: Call) -> tuple[Noted, Seen]:
         """Runs the forward up to the last block, where the parts ahead of the blocks are. Returns what they return,
-        too."""
+        too, and notes that with the call: later runs need not imagine it."""
         with replacing(self._behind), self.ahead.seen() as seen:
-            return self._note(call), seen
+            noted = self._note(call)
+        call.returned = seen.returned
+        return noted, seen
 
     def note_absent(
         self, call: Call, given: Mapping[Result, Tensor] = NONE, fill: Fill | None = None
     ) -> tuple[Noted, Results]:
         """Runs the forward up to the last block, where no part is. Returns what parts ahead of the blocks return, too,
         which is ``given`` or zeros. Draws no random numbers."""
-        absent = self.ahead.absent(given)
+        absent = self.ahead.absent(call.returned, given)
         with undisturbed(self._random_sources), replacing(self._behind), absent as results:
             return self._note(call, fill), results
 
@@ -265,7 +267,7 @@ class SplitForward:
         # Ahead of the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if looks else []
         leaves = self.ahead.no_leaves() if looks else None
-        with self.ahead.absent(given, leaves):
+        with self.ahead.absent(call.returned, given, leaves):
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
             roots = output if self._loss_in is None else self._loss_in(output)

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
-from ds_lgamp.integrations.split.checks import check_travels, results_behind
+from ds_lgamp.integrations.split.checks import check_imagined, check_travels, results_behind
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
 from ds_lgamp.integrations.split.survey import Survey, evaluating
@@ -67,6 +68,9 @@ class SplitLayers:
         shown: what a small call of it showed.
         random_sources: generators that the model may draw from.
         loss_in: returns the loss in an output, if nothing else there has gradients.
+        settings: the block.
+
+    Raises ConfigError if a layer would need what other ranks lack.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class SplitLayers:
         shown: Survey,
         random_sources: Sequence[RandomSource],
         loss_in: Callable[[Any], Any] | None,
+        settings: LgampConfig,
     ) -> None:
         ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
@@ -83,6 +88,8 @@ class SplitLayers:
         sides = Sides(ahead, behind, shown.read_behind or _share(ahead, behind))
         self._split = split = SplitForward(model, blocks, sides, shown, random_sources, loss_in)
         with evaluating(model, blocks):
+            if (settings.pipeline_ranks or 1) > 1:
+                check_imagined(split, shown)
             split.travel_behind(results_behind(split, shown, random_sources, loss_in is not None))
             if shown.travels_to_blocks or shown.travels_behind:
                 check_travels(split, shown, random_sources)

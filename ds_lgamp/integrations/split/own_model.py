@@ -39,7 +39,7 @@ class OwnModelLayers(SplitLayers):
         self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
         self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         """What the model returns beside its loss, where only that comes back."""
-        super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None)
+        super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None, settings)
         # They may draw random numbers, but change nothing.
         without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
         with evaluating(model, blocks, without_state):

@@ -18,9 +18,10 @@ from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
+from ds_lgamp.integrations.split.imagined import Shape
 from ds_lgamp.integrations.split.kept import Kept, kept_in_training
 from ds_lgamp.integrations.split.loss_graph import walk
-from ds_lgamp.integrations.split.parts import Result, parameters_of, parts_of, restored_modes
+from ds_lgamp.integrations.split.parts import Result, Returned, parameters_of, parts_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -48,6 +49,7 @@ class Survey(NamedTuple):
     """With which the forward was called."""
     output: Any
     """What it returned."""
+    returned_ahead: Returned
 
 
 def survey(
@@ -121,6 +123,7 @@ class _Walk:
         """What parts ahead of the blocks returned, and parameters of no module that were read there."""
         self._calls: Counter[str] = Counter()
         """How often each part has been called."""
+        self._returned_ahead: dict[tuple[str, int], Any] = {}
         self._travels_to_blocks: set[Result] = set()
         self._travels_behind: set[Result] = set()
         self._running: str | None = None
@@ -205,6 +208,7 @@ class _Walk:
             read_behind=self._read_behind,
             arguments=arguments,
             output=output,
+            returned_ahead=self._returned_ahead,
         )
 
     def _precedes_blocks(self, path: str) -> bool:
@@ -282,6 +286,7 @@ class _Walk:
             return None
         if path not in self._ahead:
             self._ahead.append(path)
+        self._returned_ahead[path, call] = tree_map_only(Tensor, Shape, result)
         return tree_map_only(Tensor, partial(self._noted, path, call, count()), result)
 
     def _noted(self, path: str, call: int, numbers: Iterator[int], tensor: Tensor) -> Tensor:

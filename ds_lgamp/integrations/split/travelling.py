@@ -89,7 +89,8 @@ class Travelling:
     def _reached(self, call: Call, like: Mapping[Result, Tensor]) -> set[Result]:
         """Returns the results to which autograd's graph leads from what blocks get, by their shapes."""
         # Graphs keep no tensors of inference mode.
-        call = Call(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
+        positional, named = tree_map_only(Tensor, Tensor.clone, (call.positional, call.named))
+        call = Call(positional, named, call.returned)
         given = random_results(like)
         # The chunk that runs must save the same tensors when it is recomputed, where this is known.
         with saved_tensors_hooks(_as_it_is, _as_it_is):
