@@ -41,7 +41,10 @@ Visit = Callable[[int, Tensor, BlockArguments], Tensor]
 """Called in place of a block, with its number, the hidden states and the other arguments. Returns hidden states."""
 
 
-_SKIPPED = "the forward of the model skipped blocks; set layerdrop to 0 in the model's config"
+_SKIPPED = (
+    "the forward of the model skipped blocks, or called them in another order than that of their list; let it call "
+    "every block in its turn, and set layerdrop to 0 in the model's config"
+)
 
 
 _IN_PLACE = (
@@ -91,16 +94,16 @@ class SplitForward:
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
         self._stand_ins = [
-            (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
+            (*place_of(blocks.container, name), Visited(block, partial(self._visit_block, index)))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         self.ahead = Ahead(model, sides.ahead, self._refuse_behind)
         self._travelling = Travelling(shown.travels_behind, self.note_absent)
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in sides.behind.items()]
         self._kept = [
-            (block.get_submodule(kept.path), kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
-            for block in self._blocks
+            (module, kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
             for kept in shown.kept
+            for module in _modules_at(kept.path, self._blocks)
         ]
         self._buffers, self._loss_in = ContainingBuffers(model, blocks), loss_in
         self._loss_graph = LossGraph(model, sides.held_behind.values())
@@ -296,6 +299,8 @@ class SplitForward:
 
     def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
+        if self._visited < len(self._blocks) and index != self._visited:
+            raise ConfigError(_SKIPPED)
         self._visited += 1
         passed = self._visit(index, hidden, arguments)
         beside = self._beside[index] if self._passes_others else [None] * (self._returned - 1)
@@ -334,6 +339,14 @@ class SplitForward:
                 yield
         finally:
             self._visit = _not_running
+
+
+def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the module that each of the blocks has under this name. Some of several kinds may have none."""
+    for block in blocks:
+        module = dict(block.named_modules()).get(path)
+        if module is not None:
+            yield module
 
 
 def _sizes(arguments: BlockArguments) -> list[int]:

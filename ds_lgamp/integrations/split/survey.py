@@ -21,7 +21,7 @@ from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
 from ds_lgamp.integrations.split.imagined import Shape
 from ds_lgamp.integrations.split.kept import Kept, kept_in_training
 from ds_lgamp.integrations.split.loss_graph import walk
-from ds_lgamp.integrations.split.parts import Result, Returned, parameters_of, parts_of, restored_modes
+from ds_lgamp.integrations.split.parts import Result, Returned, parameters_of, parts_of, place_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -143,6 +143,8 @@ class _Walk:
         self._ran_last: str | None = None
         """The last of them that was called."""
         self._visited = 0
+        self._in_turn = True
+        """Whether it has called each block behind the one before it in the list."""
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
         self._passed: Any = None
@@ -171,10 +173,9 @@ class _Walk:
                 after = part.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            modules = self._blocks.container._modules
             stand_ins = [
-                (modules, name, Visited(block, partial(self._visit, block)))
-                for name, block in self._blocks.named.items()
+                (*place_of(self._blocks.container, name), Visited(block, partial(self._visit, index, block)))
+                for index, (name, block) in enumerate(self._blocks.named.items())
             ]
             stack.enter_context(replacing(stand_ins))
             stack.enter_context(_Reads(self._read))
@@ -222,6 +223,8 @@ class _Walk:
         ConfigError if blocks were left out."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
+        if not self._in_turn:
+            raise self.refusal("its forward calls them in another order than that of the list, or one of them twice")
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -302,8 +305,9 @@ class _Walk:
         self._results += [(result, tensor), (result, noted)]
         return noted
 
-    def _visit(self, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
-        """Returns what the forward gets in place of the result of ``block``."""
+    def _visit(self, index: int, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
+        """Returns what the forward gets in place of the result of ``block``, which has this place among the blocks."""
+        self._in_turn &= index == self._visited
         self._check_trains(block)
         if beside.named.get("past_key_values") is not None:
             raise self.refusal("its blocks get a cache of keys and values")
