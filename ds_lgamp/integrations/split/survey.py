@@ -398,10 +398,8 @@ def _shown(dummy: Arguments) -> str:
     """Returns the arguments in words, without the values of tensors."""
     positional, named = dummy
     told = {**{str(place): value for place, value in enumerate(positional)}, **named}
-    shapes = (
-        (name, f"{list(value.shape)}" if isinstance(value, Tensor) else repr(value)) for name, value in told.items()
-    )
-    return "the dummy inputs " + ", ".join(f"{name} {value}" for name, value in shapes)
+    shapes = tree_map_only(Tensor, lambda tensor: list(tensor.shape), told)
+    return "the dummy inputs " + ", ".join(f"{name} {value!r}" for name, value in shapes.items())
 
 
 def _has_no_parameters(module: nn.Module) -> bool:

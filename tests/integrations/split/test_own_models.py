@@ -195,7 +195,11 @@ REFUSED = {
     "blocks that do not train": (WithoutGradients, {}, "blocks 'transformer.h' without gradients, .*; freeze the "),
     "reentrant checkpointing": (CheckpointingReentrantly, {}, "and take reentrant checkpointing out of the forward"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
-    "inputs without numbers": (ReadsTwice, {"dummy_inputs": {"x": {"size": 1}}}, r"dummy_inputs.x is \{'size': 1\}"),
+    "inputs without numbers": (
+        ReadsTwice,
+        {"dummy_inputs": {"x": {"dtype": "int"}}},
+        r"dummy_inputs.x is \{'dtype': 'int'\}",
+    ),
     "a model without a loss": (MODELS["a classifier"], {"dummy_inputs": IMAGES}, "returned 0 numbers with a gradient"),
 }
 
