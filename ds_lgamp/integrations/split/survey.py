@@ -147,6 +147,8 @@ class _Walk:
         """Whether it has called each block behind the one before it in the list."""
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
+        self._inside: list[Tensor] = []
+        """On these leaves depends what the first block computes."""
         self._passed: Any = None
         """The hidden states that a block has passed on."""
         self._version = 0
@@ -232,6 +234,8 @@ class _Walk:
         if only_loss and self._passed.requires_grad:
             outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
         results, leaves = self._reached(outputs)
+        if any(leaf is inside for leaf in leaves for inside in self._inside):
+            raise self.refusal(_BESIDE)
         if any(leaf is earlier for leaf in leaves for earlier in self._behind_blocks[:-1]):
             raise self.refusal("behind the blocks its forward computes with what an earlier one than the last returned")
         self._travels_behind |= results
@@ -325,7 +329,9 @@ class _Walk:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Passed))
         self._check_others([leaf for leaf in tensors if leaf.requires_grad])
         if self._visited == 0:
-            run = partial(block, hidden, *beside.positional, **beside.named)
+            self._inside = [*block.parameters()]
+            named = {name: self._entering(value) for name, value in beside.named.items()}
+            run = partial(block, *map(self._entering, (hidden, *beside.positional)), **named)
             self._kept = kept_in_training(block, run)
             self._note_result(run(), hidden)
         self._visited += 1
@@ -335,6 +341,17 @@ class _Walk:
         self._passed, self._version = hidden, hidden._version
         others = [Passed.of(self._visited - 1, place) if tensor else None for place, tensor in enumerate(self._beside)]
         return (hidden, *others) if self._returned else hidden
+
+    def _entering(self, given: Any) -> Any:
+        """Returns an argument of the first block, with tensors of the same numbers on which all depends that the block
+        computes. Lists and dictionaries stay, to which it may write."""
+        if type(given) is tuple:
+            return tuple(map(self._entering, given))
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            return given
+        self._inside.append(given.detach().requires_grad_())
+        # Blocks may change it in place, which is forbidden with a leaf.
+        return self._inside[-1].clone()
 
     def _check_others(self, depending: list[Tensor]) -> None:
         """Notes from which parts the ``depending`` tensors are that blocks get beside hidden states. Those from parts
@@ -387,6 +404,12 @@ class _Walk:
             f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; remove the "
             f"{BLOCK} block, write the model as a PipelineModule, or name another list in {BLOCK}.blocks"
         )
+
+
+_BESIDE = (
+    "its output depends on what a block computes, but not through what the block returns: it comes by a list, a global "
+    "variable, a hook or an attribute, which stay on the rank of the block"
+)
 
 
 def _depends(output: Tensor, hidden: Tensor) -> bool:
