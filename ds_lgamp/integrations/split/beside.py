@@ -4,6 +4,7 @@ reaches a block by another way than its arguments is then that of the other micr
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -176,11 +177,12 @@ class Comparison:
             return
         if not all(map(_are_equal, whole.output, split.output)):
             raise self._refusal(f"what follows its blocks {_OTHERWISE}")
-        total = sum(gradient.float().norm() for gradient in whole.gradients if gradient is not None)
+        norms = [float(gradient.float().norm()) for gradient in whole.gradients if gradient is not None]
+        total = sum(filter(isfinite, norms))
         for parameter, *pair in zip(self._trained, whole.gradients, split.gradients):  # type: ignore[assignment]
             own, split_own = (torch.zeros_like(parameter) if each is None else each for each in pair)
             # Dummy inputs may make it NaN.
-            if own.isfinite().all() and not _are_equal(own, split_own, float(total)):
+            if own.isfinite().all() and not _are_equal(own, split_own, total):
                 name = next(name for name, each in self._model.named_parameters() if each is parameter)
                 raise self._refusal(f"the gradient of '{name}' {_OTHERWISE}")
 

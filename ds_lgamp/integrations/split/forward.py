@@ -94,10 +94,10 @@ class SplitForward:
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
-        self._attributes, self._looked = SetAttributes(self._blocks), set[Any]()
+        self.attributes, self._looked = SetAttributes(self._blocks), set[Any]()
         self._own_state = OwnState(own_modules(model, blocks, sides))
         self._stand_ins = [
-            (*place_of(blocks.container, name), Visited(block, index, self._attributes, self._visit_block))
+            (*place_of(blocks.container, name), Visited(block, index, self.attributes, self._visit_block))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         self.ahead = Ahead(model, sides.ahead, self._refuse_behind)
@@ -168,7 +168,7 @@ class SplitForward:
             arguments = tree_map_only(Passed, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
         sizes = _sizes(arguments)
-        self._attributes.set(index, arguments.attributes)
+        self.attributes.set(index, arguments.attributes)
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
         if _sizes(arguments) != sizes:
@@ -262,7 +262,7 @@ class SplitForward:
             return passed
 
         kind = self._model.training, call.signature
-        with nullcontext() if kind in self._looked else self._attributes.looking():
+        with nullcontext() if kind in self._looked else self.attributes.looking():
             self._run_until_reached(call, note)
         self._looked.add(kind)
         assert first is not None, "no block is skipped"

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ds_lgamp.integrations.split.autocast import Autocast
+from ds_lgamp.integrations.split.snapshot import restored
 
 _KEPT = 64
 """For how many values to keep what a module would return, such as for sizes of images."""
@@ -122,7 +123,12 @@ class Imagined:
         own = dict(self._module.named_parameters())
         # The module may write to them.
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _without_fast_path():
+        with (
+            restored(self._module.modules()),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            torch.no_grad(),
+            _without_fast_path(),
+        ):
 
             def imagined(tensor: Tensor) -> Tensor:
                 return tensor if with_values and _has_values(tensor) else mode.from_tensor(tensor)

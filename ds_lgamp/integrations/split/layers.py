@@ -10,6 +10,7 @@ from ds_lgamp.integrations.split.beside import Comparison
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
 from ds_lgamp.integrations.split.checks import check_imagined, check_travels, results_behind
+from ds_lgamp.integrations.split.foreign import check_foreign
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
 from ds_lgamp.integrations.split.survey import Survey, evaluating
@@ -117,12 +118,14 @@ class SplitLayers:
         random_sources: Sequence[RandomSource],
         settings: LgampConfig,
     ) -> None:
-        """Raises ConfigError if the layers compute something else than the model. See :class:`Comparison`."""
+        """Raises ConfigError if something passes by the arguments of blocks, or if the layers compute something else
+        than the model. See :func:`check_foreign` and :class:`Comparison`."""
         first = self.modules[0]
         layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
         try:
             comparison = Comparison(model, blocks, layers, self.calls, random_sources, self._split.loss_in)
             with evaluating(model, blocks):
+                check_foreign(self._split, self._blocks, shown, random_sources)
                 comparison.check(shown.arguments, (settings.pipeline_ranks or 1) > 1)
         finally:
             self.calls.forget()
