@@ -19,9 +19,9 @@ from ds_lgamp.integrations.split.travelling import one, other, random_results, r
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 _DEPENDS = (
-    "depends on random numbers that its forward draws ahead of the blocks, or on values of modules there, but with a "
-    f"{BLOCK} block that code runs several times; give the engine random numbers as arguments, and compute masks from "
-    "arguments"
+    "depends on random numbers that its forward draws ahead of the blocks, on values of modules there, or on what an "
+    f"earlier call left, but with a {BLOCK} block that code runs several times; give the engine random numbers as "
+    "arguments, and compute masks from arguments"
 )
 
 

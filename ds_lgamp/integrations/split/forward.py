@@ -95,7 +95,7 @@ class SplitForward:
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
         self.attributes, self._looked = SetAttributes(self._blocks), set[Any]()
-        self._own_state = OwnState(own_modules(model, blocks, sides))
+        self.own_state = OwnState(own_modules(model, blocks, sides))
         self._stand_ins = [
             (*place_of(blocks.container, name), Visited(block, index, self.attributes, self._visit_block))
             for index, (name, block) in enumerate(blocks.named.items())
@@ -292,12 +292,12 @@ class SplitForward:
             if self._visited > len(self._blocks):
                 raise ConfigError(_again(f"block {index}"))
             if index == last:
-                self._own_state.reached_end_of_blocks()
+                self.own_state.reached_end_of_blocks()
                 return returned()
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self._own_state.counted_once(call), self._visiting(replace, passes_others=False), replacing(kept):
+        with self.own_state.counted_once(call), self._visiting(replace, passes_others=False), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
@@ -315,7 +315,7 @@ class SplitForward:
 
     def _run_until_reached(self, call: Call, visit: Visit) -> None:
         try:
-            with self._own_state.counted_once(call), self._visiting(visit):
+            with self.own_state.counted_once(call), self._visiting(visit):
                 run_uncompiled(self._model, *call.positional, **call.named)
         except _Reached:
             return

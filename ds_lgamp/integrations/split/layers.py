@@ -123,7 +123,8 @@ class SplitLayers:
         first = self.modules[0]
         layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
         try:
-            comparison = Comparison(model, blocks, layers, self.calls, random_sources, self._split.loss_in)
+            own = self._split.own_state.modules
+            comparison = Comparison(model, blocks, layers, self.calls, own, random_sources, self._split.loss_in)
             with evaluating(model, blocks):
                 check_foreign(self._split, self._blocks, shown, random_sources)
                 comparison.check(shown.arguments, (settings.pipeline_ranks or 1) > 1)

@@ -1,5 +1,5 @@
-"""State reaches a block by its arguments, or as an attribute that the forward sets on it. By any other way it is refused,
-because two micro-batches take turns in a program."""
+"""State reaches a block by its arguments, or as an attribute that the forward sets on it. By any other way it is
+refused, because micro-batches take turns in a program."""
 
 from contextvars import ContextVar
 
@@ -12,6 +12,7 @@ from torch import nn
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split import beside
 from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.snapshot import Snapshot
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, cross_entropy
 from tests.integrations.split.test_own_models import layers_of
 
@@ -119,14 +120,19 @@ def batches(seed):
 
 
 def in_turn(layers, micro_batches, ranks):
-    """Computes micro-batches layer by layer, as programs do. Each of the ranks has calls of its own."""
+    """Computes micro-batches layer by layer, as programs do. Each of the ranks has calls and a model of its own."""
     calls = [[Call(*layers.arguments((each, each), {})) for each in micro_batches] for _ in range(ranks)]
+    own = layers._split.own_state.modules
+    models = [Snapshot(own) for _ in range(ranks)]
     values = [*calls[0]]
     for number, layer in enumerate(layers.modules):
         layers.calls.all = calls[number % ranks]
+        models[number % ranks].restore()
         for micro_batch, value in enumerate(values):
             layers.calls.before_layer(number, micro_batch)
             values[micro_batch] = layer(value)
+        models[number % ranks] = Snapshot(own)
+    models[0].restore()
     return values
 
 
@@ -168,9 +174,7 @@ def test_every_micro_batch_has_its_own_state_or_the_model_is_refused(way, factor
 @pytest.mark.parametrize("largest", [0, 10**6], ids=["too large to compare", "compared"])
 def test_a_tensor_that_passes_by_arguments_is_refused_at_any_size(way, largest, monkeypatch):
     monkeypatch.setattr(beside, "_LARGEST", largest)
-    with pytest.raises(
-        ConfigError, match="with a tensor of shape .1, 4, 1. that the forward of the model made and did"
-    ):
+    with pytest.raises(ConfigError, match="with a tensor of shape .1, 4, 1. that the forward of the model made"):
         layers_of(Model(FACTORS["a tensor"], BESIDE[way]))
 
 
