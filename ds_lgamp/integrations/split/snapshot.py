@@ -43,7 +43,7 @@ class Snapshot:
     def restore(self, leaving: Collection[Place] = ()) -> None:
         """Gives everything back, but for attributes at the places ``leaving``, and what is in them."""
         for attributes, before in self._attributes:
-            for name in _differing(attributes, before):
+            for name in differing(attributes, before):
                 if (id(attributes), name) not in leaving:
                     set_or_delete(attributes, name, before.get(name, MISSING))
         for *place, container, before in self._contents:
@@ -54,7 +54,7 @@ class Snapshot:
     def changed(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the places of attributes that are others now, or contain others, each with what was there before."""
         for attributes, before in self._attributes:
-            for name in _differing(attributes, before):
+            for name in differing(attributes, before):
                 yield id(attributes), name, before.get(name, MISSING)
         for holder, name, container, before in self._contents:
             if not _is_same(container, before):
@@ -93,7 +93,7 @@ def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
 
 
-def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Returns the names of attributes that are others now."""
     names = [name for name, value in now.items() if before.get(name, MISSING) is not value]
     return names + [name for name in before if name not in now]
@@ -106,7 +106,7 @@ def _is_same(container: Any, before: Any) -> bool:
     if isinstance(container, set):
         return container == before
     if isinstance(container, dict):
-        return not _differing(container, before)
+        return not differing(container, before)
     return all(map(is_, container, before))
 
 
