@@ -243,6 +243,8 @@ class SplitForward:
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
             nonlocal first, passed, version
+            if index != len(blocks):
+                raise ConfigError(_SKIPPED)
             if passed is None:
                 first = hidden
             elif version_of(passed) != version:

@@ -15,17 +15,23 @@ from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configura
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
 
 
+SETTINGS = {"scale": 1.0}
+
+
 class Gpt(nn.Module):
     """Takes tokens and labels from a container, and has settings that scripts change. Counts its calls."""
 
     dummy_inputs = {"batch": {"tokens": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4).long()}}
+
+    of_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
         self.dropout, self.temperature, self.config = nn.Dropout(0.0), 1.0, SimpleNamespace(scale=1.0)
-        self.calls = 0
+        self.calls, self.table, self.activation = 0, {"scale": 1.0}, torch.tanh
+        self.register_buffer("filled", torch.ones(()))
 
     def forward(self, batch: Any) -> Tensor:
         self.calls += 1
@@ -33,7 +39,8 @@ class Gpt(nn.Module):
         hidden = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             hidden = block(hidden)
-        return cross_entropy(self.head(hidden), labels) * self.temperature * self.config.scale
+        factor = self.temperature * self.config.scale * self.table["scale"] * SETTINGS["scale"] * self.of_class
+        return cross_entropy(self.head(hidden), labels) * factor * self.filled
 
 
 def _read(batch: Any) -> tuple[Tensor, Tensor]:
@@ -63,12 +70,17 @@ CONTAINERS = {"a dictionary": dict, "a list": list, "a namespace": SimpleNamespa
 def _begun(block: dict[str, Any]) -> Any:
     prepare_rank()
     ds_lgamp.install()
+    SETTINGS["scale"] = Gpt.of_class = 1.0
     torch.manual_seed(0)
     return initialize(Gpt(), configuration(3, block))
 
 
-def train_from_one_container(kind: str, block: dict[str, Any]) -> float:
-    """Trains a step from one container. Returns the sum of the losses."""
+def train_from_one_container(block: dict[str, Any]) -> dict[str, float]:
+    """Trains a step from one container of each kind. Returns the sums of the losses."""
+    return {kind: _train_from(kind, block) for kind in CONTAINERS}
+
+
+def _train_from(kind: str, block: dict[str, Any]) -> float:
     engine, container, total = _begun(block), CONTAINERS[kind](), 0.0
     for number in range(MICRO_BATCHES):
         loss = engine(_refill(container, *micro_batch("", dist.get_rank(), number)))
@@ -94,13 +106,22 @@ CHANGES = {
     "p": lambda model: setattr(model.dropout, "p", 0.5),
     "scale": lambda model: setattr(model.config, "scale", 2.0),
     "new": lambda model: setattr(model, "new", 1),
+    "table": lambda model: model.table.update(scale=2.0),
+    "filled": lambda model: model.filled.fill_(2.0),
+    "activation": lambda model: setattr(model, "activation", torch.relu),
+    "SETTINGS": lambda _: SETTINGS.update(scale=2.0),
+    "of_class": lambda _: setattr(Gpt, "of_class", 2.0),
     "object": lambda model: None,
 }
 
 
-def change_between_calls(change: str, block: dict[str, Any]) -> tuple[str, float]:
-    """Changes something between two calls of a batch. Returns the error, and the loss of a batch in which it was
-    changed ahead of the first call."""
+def change_between_calls(block: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    """Changes something between two calls of a batch, one thing after another. Returns the errors, and the losses of
+    batches in which it was changed ahead of the first call."""
+    return {change: _change(change, block) for change in CHANGES}
+
+
+def _change(change: str, block: dict[str, Any]) -> tuple[str, float]:
     engine, given = _begun(block), Batch()
     error = ""
     try:

@@ -6,27 +6,26 @@ import pytest
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import reusing
 
-OUTPUTS = [{}, {"outputs": "all"}]
+OUTPUTS = pytest.mark.parametrize("block", [{}, {"outputs": "all"}], ids=["the loss", "all outputs"])
 
 
-@pytest.mark.parametrize("kind", reusing.CONTAINERS)
-@pytest.mark.parametrize("block", OUTPUTS, ids=["the loss", "all outputs"])
-def test_a_script_may_reuse_its_containers(kind, block):
-    block = {**block, "pipeline_ranks": 2}
-    assert run_on_ranks(2, reusing.train_from_one_container, kind, block) == pytest.approx(reusing.alone(2), rel=1e-6)
+@OUTPUTS
+def test_a_script_may_reuse_its_containers(block):
+    found = run_on_ranks(2, reusing.train_from_one_container, {**block, "pipeline_ranks": 2})
+    for rank, plain in enumerate(reusing.alone(2)):
+        assert found[rank] == {kind: pytest.approx(plain, rel=1e-6) for kind in reusing.CONTAINERS}
 
 
-@pytest.mark.parametrize("change", reusing.CHANGES)
-@pytest.mark.parametrize("block", OUTPUTS, ids=["the loss", "all outputs"])
-def test_settings_may_change_between_batches_but_not_between_calls(change, block):
-    [(error, total)] = run_on_ranks(1, reusing.change_between_calls, change, block)
-    if change == "object":
-        assert "micro-batch 0 of 2 was changed after engine(...) got it" in error
-    else:
-        assert (
-            f"the attribute '{'...' if change == 'new' else change}' of the model was changed after micro-batch 0"
-            in error
-        )
+@OUTPUTS
+def test_settings_may_change_between_batches_but_not_between_calls(block):
     [plain] = reusing.alone(1)
-    if change != "p":
-        assert total == pytest.approx(plain * (2 if change in ("temperature", "scale") else 1), rel=1e-6)
+    [found] = run_on_ranks(1, reusing.change_between_calls, block)
+    for change, (error, total) in found.items():
+        if change == "object":
+            assert "micro-batch 0 of 2 was changed after engine(...) got it" in error
+        else:
+            what = "an attribute" if change == "new" else f"'{change}'"
+            assert f"{what} of the model was changed after micro-batch 0 was given to engine(...)" in error, change
+        if change != "p":
+            unused = change in ("new", "object", "activation")
+            assert total == pytest.approx(plain * (1 if unused else 2), rel=1e-6), change
