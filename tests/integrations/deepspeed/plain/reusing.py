@@ -14,7 +14,6 @@ from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
 
-
 SETTINGS = {"scale": 1.0}
 
 
