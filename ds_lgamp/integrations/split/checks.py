@@ -128,14 +128,11 @@ def check_parts(
         output = split.output(call, returned)
         if is_imagined(output):
             return
-        # Others differ with other hidden states.
-        changed = split.output(call, lambda: other(returned()))
-        counts = [
-            every_output or not is_alike(*pair) for pair in zip(*map(tree_leaves, (output, changed)), strict=True)
-        ]
+        pairs = zip(tree_leaves(output), tree_leaves(split.output(call, lambda: other(returned()))), strict=True)
+        counts = [every_output or not is_alike(*pair) for pair in pairs]
 
         def counted(output: Any) -> list[Any]:
-            return [leaf for counts_it, leaf in zip(counts, tree_leaves(output), strict=True) if counts_it]
+            return [leaf for leaf, does in zip(tree_leaves(output), counts, strict=True) if does]
 
         # A loss is one number, which may be almost the same by chance.
         for number in (2, 3):

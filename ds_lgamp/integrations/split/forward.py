@@ -19,7 +19,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_like
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
+from ds_lgamp.integrations.split.buffers import ContainingBuffers, unchanged_tensors, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
 from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
@@ -290,7 +290,8 @@ class SplitForward:
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self._visiting(replace, passes_others=False), replacing(kept):
+        arguments = call.positional, call.named
+        with self._visiting(replace, passes_others=False), replacing(kept), unchanged_tensors(arguments):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
@@ -307,12 +308,13 @@ class SplitForward:
         return (passed, *beside) if self._returned else passed
 
     def _run_until_reached(self, call: Call) -> None:
-        try:
-            run_uncompiled(self._model, *call.positional, **call.named)
-        except _Reached:
-            return
-        except Touched:
-            raise ConfigError(_TOUCHES) from None
+        with unchanged_tensors((call.positional, call.named)):
+            try:
+                run_uncompiled(self._model, *call.positional, **call.named)
+            except _Reached:
+                return
+            except Touched:
+                raise ConfigError(_TOUCHES) from None
         raise ConfigError(_SKIPPED)
 
     def _refuse_absent(self, path: str) -> NoReturn:
