@@ -126,8 +126,11 @@ class Executor:
         self._batch = batch
         self.current, self.program, self.row = None, batch.program, batch.row
         here.place = Place.BATCH
+        # TorchScript saves other tensors once it has optimized a function, in its second call.
+        as_written = torch.jit.optimized_execution(False) if batch.training and self.recompute else nullcontext()
         try:
-            yield
+            with as_written:
+                yield
             self.current, batch.row = None, self.row
             ended = self.row >= len(self.program) - 1
             if ended:
