@@ -115,7 +115,7 @@ def _fetch(slot: _Slot) -> torch.Tensor:
             "a tensor that the backward pass needs was changed in place after it was saved; let the layer that changes "
             "it work on a copy"
         )
-    if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
         raise RuntimeError(
             "the memory of a tensor that the backward pass needs was freed when the chunk was recomputed; let layers "
             "not recompute parts of themselves in this way, or set ds_lgamp.recompute to 'selective'"
