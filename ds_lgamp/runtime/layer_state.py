@@ -71,14 +71,15 @@ class LayerState:
         references, values = before
         if self._in_place.issuperset(values):
             return
-        for place in values.keys() - self._in_place:
-            held, (tensor, value) = references.tensors[place], values[place]
-            # Compares values, because native batch norm writes without raising the tensor's version.
-            if tensor._version != held.version or not torch.equal(tensor, value):
-                self._in_place.add(place)
-            else:
-                self._still[place] = held, None if held.passing else value
-                del values[place]
+        tensors = references.tensors
+        new = [place for place in values if place not in self._in_place]
+        # Compares values, because not everything raises the version of a tensor that it writes to: native batch norm
+        # does not, and who writes to a tensor's "data" does not either.
+        self._change(tensors, {place for place in new if tensors[place].changed or not torch.equal(*values[place])})
+        for place in new:
+            if place not in self._in_place:
+                value = values.pop(place)[1]
+                self._still[place] = tensors[place], None if tensors[place].passing else value
         self._last = None
 
     def rewind(self, before: Moment) -> Moment:
@@ -90,9 +91,7 @@ class LayerState:
         if now is before.references and not values:
             return before
         if now is not before.references:
-            late = [(place, held) for place, held in before.references.tensors.items() if place not in values]
-            late = [(place, held) for place, held in late if held.tensor._version != held.version]
-            values = {**values, **{place: (held.tensor, self._value(place, held)) for place, held in late}}
+            values = {**self._late_values(before), **values}
         changing = {place: tensor for place, (tensor, _) in values.items()}
         changing.update((place, held.tensor) for place, held in now.tensors.items() if place in self._in_place)
         current = Moment(now, _copies(changing.items()))
@@ -103,23 +102,34 @@ class LayerState:
         if self._last is None or not self._last.hold():
             self._last = References(self._roots, self._in_place)
             tensors = self._last.tensors
-            for place, held in tensors.items():
-                still, _ = self._still.get(place, (held, None))
-                if still.tensor is held.tensor and still.version != held.version:
-                    self._in_place.add(place)
+            stills = {place: self._still[place][0] for place in tensors if place in self._still}
+            late = {place for place, still in stills.items() if still.tensor is tensors[place].tensor and still.changed}
+            self._change(tensors, late)
             self._copied = [place for place in tensors if place in self._in_place or place not in self._still]
         return self._last
 
-    def _value(self, place: Place, held: Held) -> torch.Tensor:
-        """Returns the value that a tensor had before it changed."""
-        still, value = self._still.get(place, (held, None))
-        if value is None or still.tensor is not held.tensor or still.version != held.version:
-            raise RuntimeError(
-                f"{held.name} was changed in place after a forward had left it alone, so that a recomputation cannot "
-                "start from its value; let every forward change it or none, make it a buffer that checkpoints keep, or "
-                "set ds_lgamp.recompute to 'none'"
-            )
-        return value
+    def _change(self, tensors: dict[Place, Held], changed: set[Place]) -> None:
+        """Notes places whose tensor changes. Where one buffer of a module does, its others may do it unseen, so all of
+        them count as changed."""
+        modules = {place[0] for place in changed if tensors[place].is_buffer}
+        self._in_place |= changed | {place for place in tensors if place[0] in modules}
+
+    def _late_values(self, before: Moment) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the values that ``before`` has no copies of, although they have changed since."""
+        values = {}
+        for place, held in before.references.tensors.items():
+            if place in before.values or not (held.changed or place in self._in_place):
+                continue
+            still, value = self._still.get(place, (held, None))
+            if value is not None and still.tensor is held.tensor and still.version == held.version:
+                values[place] = held.tensor, value
+            elif held.changed:
+                raise RuntimeError(
+                    f"{held.name} was changed in place after a forward had left it alone, so that a recomputation "
+                    "cannot start from its value; let every forward change it or none, make it a buffer that "
+                    "checkpoints keep, or set ds_lgamp.recompute to 'none'"
+                )
+        return values
 
 
 def _copies(tensors: Iterable[tuple[Place, torch.Tensor]]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:

@@ -87,8 +87,14 @@ class Held(NamedTuple):
     tensor: torch.Tensor
     version: int
     """How often it had been changed in place."""
+    is_buffer: bool
     passing: bool
     """Whether no checkpoint keeps it."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has been changed in place since."""
+        return self.tensor._version != self.version
 
 
 Place = tuple[int, Any]
@@ -114,8 +120,9 @@ class References:
             for key, value in read.items() if isinstance(read, dict) else enumerate(read):
                 items.append((holder.contents, key, value))
                 if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_inference():
+                    is_buffer = holder.passing is not None
                     passing = holder.passing is None or key in holder.passing
-                    held = Held(f"{holder.name}.{key}", value, value._version, passing)
+                    held = Held(f"{holder.name}.{key}", value, value._version, is_buffer, passing)
                     self.tensors[id(holder.contents), key] = held
                 elif type(value) in _CONTAINERS and id(value) not in seen:
                     seen.add(id(value))
