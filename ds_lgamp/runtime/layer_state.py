@@ -27,7 +27,8 @@ class Moment(NamedTuple):
         if self.values:
             with torch.no_grad():
                 for tensor, value in self.values.values():
-                    tensor.copy_(value)
+                    # Raises no version: that tells what others change.
+                    tensor.data.copy_(value)
 
 
 class LayerState:
