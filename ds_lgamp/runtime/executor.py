@@ -237,7 +237,7 @@ class Executor:
                     ends = end_outputs(result)
                 else:
                     ends = [result]
-                if state is not None:
+                if state is not None and state.values:
                     self.chunks[chunk].state.moved(state)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, state)
         if chunk == self._last_chunk:
@@ -373,11 +373,11 @@ class Executor:
 
         return tree_map_only(torch.Tensor, output, result)
 
-    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Moment:
+    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Moment | None:
         """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
         forward.
 
-        Returns the state of the modules before this call.
+        Returns the state of the modules before this call; None if nothing changes it.
         """
         inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         assert graph.state is not None, "a forward that is recomputed has noted the state"

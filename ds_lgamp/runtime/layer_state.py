@@ -62,7 +62,9 @@ class LayerState:
             self._modes, self._last = modes, None
             self._in_place.clear()
             self._still.clear()
-        references = self._now()
+        references = self._last
+        if references is None or not references.hold():
+            references = self._look()
         if not self._copied:
             return Moment(references, {})
         return Moment(references, _copies((place, references.tensors[place].tensor) for place in self._copied))
@@ -83,14 +85,17 @@ class LayerState:
                 self._still[place] = tensors[place], None if tensors[place].passing else value
         self._last = None
 
-    def rewind(self, before: Moment) -> Moment:
-        """Brings ``before`` back for a recomputation. Returns the state as it was.
+    def rewind(self, before: Moment) -> Moment | None:
+        """Brings ``before`` back for a recomputation. Returns the state as it was; None if forwards have changed
+        nothing since, so that the recomputation will not either.
 
         Raises RuntimeError if a tensor has changed in place since, and no copy is kept of it.
         """
-        now, values = self._now(), before.values
+        now, values = self._last, before.values
+        if now is None or not now.hold():
+            now = self._look()
         if now is before.references and not values:
-            return before
+            return None
         if now is not before.references:
             values = {**self._late_values(before), **values}
         changing = {place: tensor for place, (tensor, _) in values.items()}
@@ -99,15 +104,15 @@ class LayerState:
         Moment(before.references, values).write()
         return current
 
-    def _now(self) -> References:
-        if self._last is None or not self._last.hold():
-            self._last = References(self._roots, self._in_place)
-            tensors = self._last.tensors
-            stills = {place: self._still[place][0] for place in tensors if place in self._still}
-            late = {place for place, still in stills.items() if still.tensor is tensors[place].tensor and still.changed}
-            self._change(tensors, late)
-            self._copied = [place for place in tensors if place in self._in_place or place not in self._still]
-        return self._last
+    def _look(self) -> References:
+        """Notes what is referred to now, and which tensors have changed since the last look."""
+        self._last = now = References.read(self._roots, self._in_place, self._last)
+        tensors = now.tensors
+        stills = {place: self._still[place][0] for place in tensors if place in self._still}
+        late = {place for place, still in stills.items() if still.tensor is tensors[place].tensor and still.changed}
+        self._change(tensors, late)
+        self._copied = [place for place in tensors if place in self._in_place or place not in self._still]
+        return now
 
     def _change(self, tensors: dict[Place, Held], changed: set[Place]) -> None:
         """Notes places whose tensor changes. Where one buffer of a module does, its others may do it unseen, so all of

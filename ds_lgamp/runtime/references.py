@@ -1,8 +1,8 @@
 """What modules refer to beside parameters and modules: buffers, and plain attributes such as counters and caches."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Set
-from operator import is_
+from collections.abc import Iterable, Iterator, Sequence, Set
+from operator import getitem, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,28 +23,34 @@ class Holder(NamedTuple):
     others: Set[str] = frozenset()
     """Keys of what is no state."""
     passing: Set[str] | None = None
-    """Keys of what no checkpoint keeps; None if it keeps nothing."""
+    """Of buffers: keys of those that no checkpoint keeps."""
 
-    def read(self) -> Any:
-        """Returns what the container refers to, as a dict or a list."""
+    @property
+    def has_keys(self) -> bool:
+        return not isinstance(self.contents, set | deque)
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """Returns the keys and values of what the container refers to; what has no keys is numbered."""
         if isinstance(self.contents, list | set | deque):
-            return list(self.contents)
-        return {key: self.contents[key] for key in self.contents.keys() if key not in self.others}
+            return list(enumerate(self.contents))
+        return [(key, self.contents[key]) for key in self.contents.keys() if key not in self.others]
 
-    def write(self, read: Any) -> None:
+    def write(self, items: Sequence[tuple[Any, Any]]) -> None:
+        """Lets the container refer to that, and to no more."""
         contents = self.contents
         if isinstance(contents, list):
-            contents[:] = read
+            contents[:] = [value for _, value in items]
         elif isinstance(contents, set):
             contents.clear()
-            contents.update(read)
+            contents.update(value for _, value in items)
         elif isinstance(contents, deque):
             contents.clear()
-            contents.extend(read)
+            contents.extend(value for _, value in items)
         else:
-            for key in [key for key in contents.keys() if key not in read and key not in self.others]:
+            known = {key for key, _ in items}
+            for key in [key for key in contents.keys() if key not in known and key not in self.others]:
                 del contents[key]
-            for key, value in read.items():
+            for key, value in items:
                 contents[key] = value
 
 
@@ -101,54 +107,122 @@ Place = tuple[int, Any]
 """Where a tensor is: the identity of a container, and a key of it."""
 
 
+class _Layout:
+    """All containers, and the places in them."""
+
+    def __init__(self, roots: Iterable[Holder]) -> None:
+        self.holders = list(roots)
+        self.contents: list[Any] = []
+        """The container of every place."""
+        self.keys: list[Any] = []
+        """The key of every place."""
+        self.values: list[Any] = []
+        """What every place held when it was found."""
+        self.of: list[Holder] = []
+        """The holder of every place."""
+        self.whole: list[tuple[Holder, list[tuple[Any, Any]]]] = []
+        """Containers that are compared and written as a whole, with what they hold."""
+        seen = {id(holder.contents) for holder in self.holders}
+        for holder in self.holders:
+            items = holder.items()
+            if not holder.has_keys or len(items) > _MANY:
+                self.whole.append((holder, items))
+                continue
+            for key, value in items:
+                self.contents.append(holder.contents)
+                self.keys.append(key)
+                self.values.append(value)
+                self.of.append(holder)
+                if type(value) in _CONTAINERS and id(value) not in seen:
+                    seen.add(id(value))
+                    self.holders.append(Holder(f"{holder.name}.{key}", value))
+        self.containers = [holder.contents for holder in self.holders]
+        self.lengths = list(map(len, self.containers))
+
+    def stands(self) -> bool:
+        """Returns whether there are as many places, and whether what has no places is as it was."""
+        if list(map(len, self.containers)) != self.lengths:
+            return False
+        return all(
+            [
+                all(map(is_, holder.contents, [value for _, value in items]))
+                for holder, items in self.whole
+                if not holder.has_keys
+            ]
+        )
+
+
 class References:
-    """What holders refer to now, containers inside them included.
+    """What holders refer to at one moment, containers inside them included.
 
     Args:
-        roots: the holders.
+        layout: where that is.
+        values: what is there, by place.
         in_place: the places whose tensors may change in place.
     """
 
-    def __init__(self, roots: Iterable[Holder], in_place: Set[Place]) -> None:
+    def __init__(self, layout: _Layout, values: list[Any], in_place: Set[Place]) -> None:
+        self._layout, self._values = layout, values
         self.tensors: dict[Place, Held] = {}
-        self._read = [(holder, holder.read()) for holder in roots]
-        seen = {id(holder.contents) for holder, _ in self._read}
-        items = []
-        for holder, read in self._read:
-            if len(read) > _MANY:
-                continue
-            for key, value in read.items() if isinstance(read, dict) else enumerate(read):
-                items.append((holder.contents, key, value))
-                if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_inference():
-                    is_buffer = holder.passing is not None
-                    passing = holder.passing is None or key in holder.passing
-                    held = Held(f"{holder.name}.{key}", value, value._version, is_buffer, passing)
-                    self.tensors[id(holder.contents), key] = held
-                elif type(value) in _CONTAINERS and id(value) not in seen:
-                    seen.add(id(value))
-                    inner = Holder(f"{holder.name}.{key}", value)
-                    self._read.append((inner, inner.read()))
-        keyed = [item for item in items if not isinstance(item[0], set | deque)]
-        self._keys = [(contents, key) for contents, key, _ in keyed]
-        self._values = [value for *_, value in keyed]
-        self._unkeyed = [(each.contents, read) for each, read in self._read if isinstance(each.contents, set | deque)]
-        self._lengths = [(holder.contents, len(holder.contents)) for holder, _ in self._read]
+        for index, value in enumerate(values):
+            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_inference():
+                holder, key = layout.of[index], layout.keys[index]
+                is_buffer = holder.passing is not None
+                passing = holder.passing is None or key in holder.passing
+                held = Held(f"{holder.name}.{key}", value, value._version, is_buffer, passing)
+                self.tensors[id(holder.contents), key] = held
         self._versions = [(each.tensor, each.version) for at, each in self.tensors.items() if at not in in_place]
+
+    @classmethod
+    def read(cls, roots: Iterable[Holder], in_place: Set[Place], last: "References | None") -> "References":
+        """Reads what the holders refer to now.
+
+        Args:
+            last: what an earlier call returned, which saves looking for containers again.
+        """
+        if last is not None and last._layout.stands():
+            now = last._now()
+            if now is not None and not any(
+                type(one) in _CONTAINERS or type(other) in _CONTAINERS
+                for one, other in zip(now, last._values)
+                if one is not other
+            ):
+                return cls(last._layout, now, in_place)
+        layout = _Layout(roots)
+        return cls(layout, layout.values, in_place)
 
     def hold(self) -> bool:
         """Returns whether all is as it was, but for tensors that may change in place."""
+        layout = self._layout
         try:
-            now = [contents[key] for contents, key in self._keys]
+            same = all(map(is_, map(getitem, layout.contents, layout.keys), self._values))
         except LookupError:
             return False
         return (
-            all(map(is_, now, self._values))
-            and all([len(contents) == length for contents, length in self._lengths])
+            same
             and all([tensor._version == version for tensor, version in self._versions])
-            and all([all(map(is_, contents, read)) for contents, read in self._unkeyed])
+            and list(map(len, layout.containers)) == layout.lengths
+            and (not layout.whole or layout.stands())
         )
 
     def write(self) -> None:
         """Lets the holders refer to the same again."""
-        for holder, read in self._read:
-            holder.write(read)
+        layout, now = self._layout, self._now()
+        if now is None or not layout.stands():
+            items: dict[int, list[tuple[Any, Any]]] = {id(holder.contents): [] for holder in layout.holders}
+            for contents, key, value in zip(layout.contents, layout.keys, self._values):
+                items[id(contents)].append((key, value))
+            for holder, whole in layout.whole:
+                items[id(holder.contents)] = whole
+            for holder in layout.holders:
+                holder.write(items[id(holder.contents)])
+            return
+        for contents, key, value, other in zip(layout.contents, layout.keys, self._values, now):
+            if value is not other:
+                contents[key] = value
+
+    def _now(self) -> list[Any] | None:
+        try:
+            return list(map(getitem, self._layout.contents, self._layout.keys))
+        except LookupError:
+            return None
