@@ -58,7 +58,7 @@ def _modules_of(layers: Sequence[Callable[[Any], Any]], first_layer: int) -> Ite
         for each in layer.args if isinstance(layer, partial) else (layer,):
             if isinstance(each, Module):
                 for path, module in each.named_modules():
-                    yield f"layer {index}: {path}".removesuffix(" "), module
+                    yield f"layer {index}.{path}".removesuffix("."), module
 
 
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:

@@ -46,23 +46,22 @@ class LayerState:
         """Which modules with buffers were in training mode at the last look. A batch norm changes its buffers only in
         training mode."""
         self._last: References | None = None
-        """What was referred to at the last look; None if that is no longer true."""
+        """What was referred to at the last look."""
         self._copied: list[Place] = []
         """The places of which every forward gets a copy, while the last look is true."""
         self._in_place: set[Place] = set()
         """The places whose tensor has changed in place."""
-        self._still: dict[Place, tuple[Held, torch.Tensor | None]] = {}
-        """The places whose tensor a forward has left as it was, with that tensor and, of buffers that checkpoints keep,
-        a copy: it may change after all, such as a moving average that begins after a warm-up."""
+        self._still: dict[Place, tuple[Held, torch.Tensor] | None] = {}
+        """The places whose tensor a forward has left as it was. Buffers that checkpoints keep come with a copy: they
+        may change after all, such as a moving average that begins after a warm-up."""
 
     def read(self) -> Moment:
         """Reads the state ahead of a forward."""
-        modes = [module.training for module in self._with_buffers]
+        modes, references = [module.training for module in self._with_buffers], self._last
         if modes != self._modes:
-            self._modes, self._last = modes, None
+            self._modes, references = modes, None
             self._in_place.clear()
             self._still.clear()
-        references = self._last
         if references is None or not references.hold():
             references = self._look()
         if not self._copied:
@@ -82,8 +81,8 @@ class LayerState:
         for place in new:
             if place not in self._in_place:
                 value = values.pop(place)[1]
-                self._still[place] = tensors[place], None if tensors[place].passing else value
-        self._last = None
+                self._still[place] = None if tensors[place].passing else (tensors[place], value)
+        self._look()
 
     def rewind(self, before: Moment) -> Moment | None:
         """Brings ``before`` back for a recomputation. Returns the state as it was; None if forwards have changed
@@ -107,10 +106,8 @@ class LayerState:
     def _look(self) -> References:
         """Notes what is referred to now, and which tensors have changed since the last look."""
         self._last = now = References.read(self._roots, self._in_place, self._last)
-        tensors = now.tensors
-        stills = {place: self._still[place][0] for place in tensors if place in self._still}
-        late = {place for place, still in stills.items() if still.tensor is tensors[place].tensor and still.changed}
-        self._change(tensors, late)
+        tensors, kept = now.tensors, self._kept_of(now)
+        self._change(tensors, {place for place, (still, _) in kept.items() if still.changed})
         self._copied = [place for place in tensors if place in self._in_place or place not in self._still]
         return now
 
@@ -120,15 +117,23 @@ class LayerState:
         modules = {place[0] for place in changed if tensors[place].is_buffer}
         self._in_place |= changed | {place for place in tensors if place[0] in modules}
 
+    def _kept_of(self, references: References) -> dict[Place, tuple[Held, torch.Tensor]]:
+        """Returns the copies of tensors that ``references`` refers to."""
+        found = {place: self._still.get(place) for place in references.tensors}
+        return {
+            place: kept
+            for place, kept in found.items()
+            if kept is not None and kept[0].tensor is references.tensors[place].tensor
+        }
+
     def _late_values(self, before: Moment) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
         """Returns the values that ``before`` has no copies of, although they have changed since."""
-        values = {}
+        values, kept = {}, self._kept_of(before.references)
         for place, held in before.references.tensors.items():
             if place in before.values or not (held.changed or place in self._in_place):
                 continue
-            still, value = self._still.get(place, (held, None))
-            if value is not None and still.tensor is held.tensor and still.version == held.version:
-                values[place] = held.tensor, value
+            if place in kept and kept[place][0].version == held.version:
+                values[place] = held.tensor, kept[place][1]
             elif held.changed:
                 raise RuntimeError(
                     f"{held.name} was changed in place after a forward had left it alone, so that a recomputation "

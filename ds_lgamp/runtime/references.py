@@ -3,11 +3,12 @@
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from operator import getitem, is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.jit import RecursiveScriptModule
 from torch.nn import Module
+from torch.utils.weak import TensorWeakRef as WeakTensor
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
 _MANY = 1000
@@ -107,6 +108,32 @@ Place = tuple[int, Any]
 """Where a tensor is: the identity of a container, and a key of it."""
 
 
+class _Past:
+    """A tensor of a graph that a place held once. A micro-batch can hardly use the graph of another one, so it need not
+    live for that, with all the memory that it may take."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name, self._tensor = name, WeakTensor(tensor)
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor; if it is gone, what refuses to be one."""
+        tensor = self._tensor()
+        return torch.empty(0).as_subclass(type("Gone", (_Gone,), {"name": self._name})) if tensor is None else tensor
+
+
+class _Gone(torch.Tensor):
+    """Stands for a tensor that is gone. It may be replaced and compared with None."""
+
+    name: str
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), named: Any = None) -> NoReturn:
+        raise RuntimeError(
+            f"{cls.name} is a tensor of another micro-batch's graph, which a recomputation cannot bring back; let the "
+            "module keep a detached one, or set ds_lgamp.recompute to 'none'"
+        )
+
+
 class _Layout:
     """All containers, and the places in them."""
 
@@ -138,6 +165,13 @@ class _Layout:
                     self.holders.append(Holder(f"{holder.name}.{key}", value))
         self.containers = [holder.contents for holder in self.holders]
         self.lengths = list(map(len, self.containers))
+
+    def read(self) -> list[Any] | None:
+        """Returns what every place holds now; None if one is gone."""
+        try:
+            return list(map(getitem, self.contents, self.keys))
+        except LookupError:
+            return None
 
     def stands(self) -> bool:
         """Returns whether there are as many places, and whether what has no places is as it was."""
@@ -180,14 +214,12 @@ class References:
         Args:
             last: what an earlier call returned, which saves looking for containers again.
         """
-        if last is not None and last._layout.stands():
-            now = last._now()
-            if now is not None and not any(
-                type(one) in _CONTAINERS or type(other) in _CONTAINERS
-                for one, other in zip(now, last._values)
-                if one is not other
-            ):
-                return cls(last._layout, now, in_place)
+        layout = None if last is None else last._layout
+        values = None if layout is None or not layout.stands() else layout.read()
+        if last is not None:
+            changed = last._let_go(values)
+            if layout is not None and values is not None and not any(type(each) in _CONTAINERS for each in changed):
+                return cls(layout, values, in_place)
         layout = _Layout(roots)
         return cls(layout, layout.values, in_place)
 
@@ -207,8 +239,10 @@ class References:
 
     def write(self) -> None:
         """Lets the holders refer to the same again."""
-        layout, now = self._layout, self._now()
-        if now is None or not layout.stands():
+        layout = self._layout
+        self._values = [value.get() if type(value) is _Past else value for value in self._values]
+        now = layout.read() if layout.stands() else None
+        if now is None:
             items: dict[int, list[tuple[Any, Any]]] = {id(holder.contents): [] for holder in layout.holders}
             for contents, key, value in zip(layout.contents, layout.keys, self._values):
                 items[id(contents)].append((key, value))
@@ -221,8 +255,17 @@ class References:
             if value is not other:
                 contents[key] = value
 
-    def _now(self) -> list[Any] | None:
-        try:
-            return list(map(getitem, self._layout.contents, self._layout.keys))
-        except LookupError:
-            return None
+    def _let_go(self, now: list[Any] | None) -> list[Any]:
+        """Returns what is no longer referred to, and what is instead, by place; all if ``now`` is None. Tensors among
+        it no longer live longer because of this, if they belong to a graph."""
+        changed = []
+        for index, value in enumerate(self._values):
+            if now is not None and now[index] is value:
+                continue
+            changed += [value] if now is None else [value, now[index]]
+            if type(value) is torch.Tensor and value.grad_fn is not None:
+                holder, key = self._layout.of[index], self._layout.keys[index]
+                self._values[index] = _Past(f"{holder.name}.{key}", value)
+                self.tensors.pop((id(holder.contents), key), None)
+        self._versions = []
+        return changed
