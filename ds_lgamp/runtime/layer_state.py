@@ -54,9 +54,13 @@ class LayerState:
         self._still: dict[Place, tuple[Held, torch.Tensor] | None] = {}
         """The places whose tensor a forward has left as it was. Buffers that checkpoints keep come with a copy: they
         may change after all, such as a moving average that begins after a warm-up."""
+        self._forwards = 0
 
     def read(self) -> Moment:
-        """Reads the state ahead of a forward."""
+        """Reads the state ahead of a forward.
+
+        Raises RuntimeError if a forward has changed a tensor unseen.
+        """
         modes, references = [module.training for module in self._with_buffers], self._last
         if modes != self._modes:
             self._modes, references = modes, None
@@ -64,6 +68,10 @@ class LayerState:
             self._still.clear()
         if references is None or not references.hold():
             references = self._look()
+        self._forwards += 1
+        # Every comparison waits for the device. These become rare.
+        if not self._forwards & (self._forwards - 1):
+            self._check_kept(references)
         if not self._copied:
             return Moment(references, {})
         return Moment(references, _copies((place, references.tensors[place].tensor) for place in self._copied))
@@ -125,6 +133,15 @@ class LayerState:
             for place, kept in found.items()
             if kept is not None and kept[0].tensor is references.tensors[place].tensor
         }
+
+    def _check_kept(self, references: References) -> None:
+        for place, (still, value) in self._kept_of(references).items():
+            if place not in self._in_place and not torch.equal(still.tensor, value):
+                raise RuntimeError(
+                    f"{still.name} was changed unseen after a forward had left it alone, and recomputations may have "
+                    "changed it once more; let the module write to the buffer itself, not to its data, or set "
+                    "ds_lgamp.recompute to 'none'"
+                )
 
     def _late_values(self, before: Moment) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
         """Returns the values that ``before`` has no copies of, although they have changed since."""

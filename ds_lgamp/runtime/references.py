@@ -1,8 +1,12 @@
 """What modules refer to beside parameters and modules: buffers, and plain attributes such as counters and caches."""
 
-from collections import Counter, OrderedDict, defaultdict, deque
+import sys
+from argparse import Namespace
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import lru_cache
 from operator import getitem, is_
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -10,14 +14,25 @@ from torch.jit import RecursiveScriptModule
 from torch.nn import Module
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
-_CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
+_FOREIGN = {*sys.stdlib_module_names, "deepspeed", "ds_lgamp", "megatron", "numpy", "torch", "transformers"}
+"""Packages whose objects keep no state of layers."""
 _MANY = 1000
 """Of a longer container, such as a vocabulary, only a change of its length is noticed."""
 _OF_ALL_MODULES = frozenset(vars(Module()))
 
 
+@lru_cache(None)
+def _holds_state(kind: type) -> bool:
+    """Returns whether objects of this type may hold state that is no module's, parameter's or tensor's own."""
+    if issubclass(kind, dict | list | set | deque | SimpleNamespace | Namespace):
+        return True
+    is_foreign = kind.__module__.partition(".")[0] in _FOREIGN or issubclass(kind, Module | torch.Tensor)
+    return not is_foreign and hasattr(kind, "__dict__") and kind.__dictoffset__ != 0
+
+
 class Holder(NamedTuple):
-    """A container of Python that holds state: the attributes of a module, its buffers, or a container in these."""
+    """A container of Python that holds state: the attributes of a module, its buffers, or a container or object in
+    these."""
 
     name: str
     contents: Any
@@ -25,16 +40,33 @@ class Holder(NamedTuple):
     """Keys of what is no state."""
     passing: Set[str] | None = None
     """Of buffers: keys of those that no checkpoint keeps."""
+    in_object: bool = False
+    """Whether it belongs to an object that is no container."""
 
     @property
     def has_keys(self) -> bool:
-        return not isinstance(self.contents, set | deque)
+        """Whether reading a key that is not there fails, so that each place can be read by itself."""
+        return type(self.contents) in (dict, OrderedDict, list, _Scripted)
 
     def items(self) -> list[tuple[Any, Any]]:
         """Returns the keys and values of what the container refers to; what has no keys is numbered."""
         if isinstance(self.contents, list | set | deque):
             return list(enumerate(self.contents))
         return [(key, self.contents[key]) for key in self.contents.keys() if key not in self.others]
+
+    def holds(self, items: Sequence[tuple[Any, Any]]) -> bool:
+        """Returns whether the container refers to just that."""
+        now = self.items()
+        return len(now) == len(items) and all([a == c and b is d for (a, b), (c, d) in zip(now, items)])
+
+    def inner(self, key: Any, value: Any) -> "Holder | None":
+        """Returns the holder that ``value`` is, if it is one. Objects inside objects are not."""
+        if not _holds_state(value.__class__):
+            return None
+        name = f"{self.name}.{key}"
+        if isinstance(value, dict | list | set | deque):
+            return Holder(name, value, in_object=self.in_object)
+        return None if self.in_object else Holder(name, vars(value), in_object=True)
 
     def write(self, items: Sequence[tuple[Any, Any]]) -> None:
         """Lets the container refer to that, and to no more."""
@@ -154,15 +186,18 @@ class _Layout:
             items = holder.items()
             if not holder.has_keys or len(items) > _MANY:
                 self.whole.append((holder, items))
+            if len(items) > _MANY:
                 continue
             for key, value in items:
-                self.contents.append(holder.contents)
-                self.keys.append(key)
-                self.values.append(value)
-                self.of.append(holder)
-                if type(value) in _CONTAINERS and id(value) not in seen:
-                    seen.add(id(value))
-                    self.holders.append(Holder(f"{holder.name}.{key}", value))
+                if holder.has_keys:
+                    self.contents.append(holder.contents)
+                    self.keys.append(key)
+                    self.values.append(value)
+                    self.of.append(holder)
+                inner = holder.inner(key, value)
+                if inner is not None and id(inner.contents) not in seen:
+                    seen.add(id(inner.contents))
+                    self.holders.append(inner)
         self.containers = [holder.contents for holder in self.holders]
         self.lengths = list(map(len, self.containers))
 
@@ -177,13 +212,7 @@ class _Layout:
         """Returns whether there are as many places, and whether what has no places is as it was."""
         if list(map(len, self.containers)) != self.lengths:
             return False
-        return all(
-            [
-                all(map(is_, holder.contents, [value for _, value in items]))
-                for holder, items in self.whole
-                if not holder.has_keys
-            ]
-        )
+        return all([len(items) > _MANY or holder.holds(items) for holder, items in self.whole])
 
 
 class References:
@@ -218,7 +247,7 @@ class References:
         values = None if layout is None or not layout.stands() else layout.read()
         if last is not None:
             changed = last._let_go(values)
-            if layout is not None and values is not None and not any(type(each) in _CONTAINERS for each in changed):
+            if layout is not None and values is not None and not any(_holds_state(each.__class__) for each in changed):
                 return cls(layout, values, in_place)
         layout = _Layout(roots)
         return cls(layout, layout.values, in_place)

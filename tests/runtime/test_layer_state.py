@@ -1,7 +1,8 @@
 """What modules count in forwards, they count once per micro-batch, and a recomputation finds it as the forward did."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,14 @@ from tests.runtime.one_rank import one_rank, run
 
 LAYERED = "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 B0.0 B0.1 B0.2"
 ALTERNATING = "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F1.2 B1.2 B0.2"
+
+
+class Meter:
+    def __init__(self):
+        self.count, self.seen = 0, []
+
+    def __repr__(self):
+        return f"{self.count} {self.seen}"
 
 
 class Keeping(nn.Module):
@@ -36,7 +45,7 @@ class Keeping(nn.Module):
         self.register_buffer("buffer", torch.ones(()))
         self.register_buffer("passing", torch.ones(()), persistent=False)
         self.register_buffer("absent", None)
-        self.graph = None
+        self.graph, self.meter, self.names, self.defaults = None, Meter(), SimpleNamespace(), defaultdict(list)
         self.norm = nn.BatchNorm1d(1, momentum=0.3)
 
     def change(self, by):
@@ -64,6 +73,14 @@ class Keeping(nn.Module):
             self.last.append(by.item())
         elif self.kind == "counter":
             self.counted["forwards"] += 1
+        elif self.kind == "dict with defaults":
+            self.defaults[self.forwards].append(by.item())
+            self.defaults.pop(self.forwards - 2, None)
+        elif self.kind == "object":
+            self.meter.count += 1
+            self.meter.seen.append(by.item())
+        elif self.kind == "namespace":
+            self.names.made = self.forwards
         elif self.kind == "tensor":
             self.tensor = self.tensor + by
         elif self.kind == "tensor in place":
@@ -98,6 +115,8 @@ class Keeping(nn.Module):
             sum(self.some),
         ]
         numbers += [self.named["inner"][0], sum(value for key, value in self.named.items() if key != "inner")]
+        numbers += [self.meter.count, sum(self.meter.seen), getattr(self.names, "made", 0)]
+        numbers += [key + sum(value) for key, value in self.defaults.items()]
         numbers += [len(self.once), sum(self.last), self.counted["forwards"], getattr(self, "made", 0)]
         tensors = [self.tensor, *self.tensors, self.buffer, self.passing, self.norm.running_mean.sum()]
         if self.absent is not None:
@@ -120,6 +139,7 @@ class Keeping(nn.Module):
 
 KINDS = [
     *("number", "word", "switch", "none", "new", "removed", "list", "inner list", "dict", "set", "deque", "counter"),
+    *("dict with defaults", "object", "namespace"),
     *("tensor", "tensor in place", "tensor in a list", "buffer", "buffer in place", "passing buffer in place"),
     *("absent buffer", "norm", "tensor made and then in place", "tensor now and then in place", "graph", "graph read"),
 ]
@@ -174,6 +194,20 @@ def test_what_cannot_be_brought_back_is_refused(kind):
 def test_what_can_be_brought_back_is_not_refused(kind, first):
     given = (kind, kind), (first, first), [ALTERNATING, LAYERED]
     assert trained(*given, recompute=True) == trained(*given, recompute=False)
+
+
+def test_a_buffer_that_changes_unseen_is_refused_at_last():
+    """Nothing but its value shows that."""
+    layer = Keeping("none", 1)
+    chunk = Chunk([layer])
+    with pytest.raises(RuntimeError, match="layer 0.buffer was changed unseen .* set ds_lgamp.recompute to 'none'"):
+        for forward in range(64):
+            before = chunk.state.read()
+            chunk(torch.ones(3), 0)
+            if forward > 5:
+                layer.buffer.data.add_(1)
+            chunk.state.moved(before)
+    assert forward == 7
 
 
 def test_a_tensor_of_a_graph_lives_no_longer_because_a_module_kept_it():
