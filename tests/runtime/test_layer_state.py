@@ -196,6 +196,38 @@ def test_what_can_be_brought_back_is_not_refused(kind, first):
     assert trained(*given, recompute=True) == trained(*given, recompute=False)
 
 
+class Scripted(nn.Module):
+    """Counts in attributes and a buffer of TorchScript."""
+
+    steps: int
+    sizes: list[int]
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.sizes, self.total = 0, [0], torch.zeros(())
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("buffer", torch.ones(()))
+
+    def forward(self, inputs):
+        self.steps += 1
+        self.sizes.append(self.steps)
+        self.total = self.total + inputs.detach().sum()
+        self.buffer.mul_(0.5)
+        return torch.tanh(inputs * self.weight * self.buffer.clone() * (self.total + self.steps + len(self.sizes)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_modules_of_torchscript_count_once_too():
+    found = []
+    for recompute in (False, True):
+        layers = [torch.jit.script(Scripted()) for _ in range(2)]
+        losses = run(one_rank([[layer] for layer in layers], recompute), [torch.ones(2) / 9] * 3, ALTERNATING)
+        found.append((losses, [layer.weight.grad for layer in layers], [layer.total for layer in layers]))
+        found[-1] += ([(layer.steps, layer.sizes, layer.buffer.item()) for layer in layers],)
+    assert found[0] == found[1]
+    assert found[0][3][0] == (3, [0, 1, 2, 3], 0.125)
+
+
 def test_a_buffer_that_changes_unseen_is_refused_at_last():
     """Nothing but its value shows that."""
     layer = Keeping("none", 1)
