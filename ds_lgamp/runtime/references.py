@@ -14,7 +14,20 @@ from torch.jit import RecursiveScriptModule
 from torch.nn import Module
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
-_FOREIGN = {*sys.stdlib_module_names, "deepspeed", "ds_lgamp", "megatron", "numpy", "torch", "transformers"}
+_FOREIGN = {
+    *sys.stdlib_module_names,
+    *(
+        "accelerate",
+        "deepspeed",
+        "ds_lgamp",
+        "megatron",
+        "numpy",
+        "peft",
+        "torch",
+        "transformer_engine",
+        "transformers",
+    ),
+}
 """Packages whose objects keep no state of layers."""
 _MANY = 1000
 """Of a longer container, such as a vocabulary, only a change of its length is noticed."""

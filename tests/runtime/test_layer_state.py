@@ -31,7 +31,7 @@ class Keeping(nn.Module):
 
     def __init__(self, kind, first):
         super().__init__()
-        self.kind, self.first, self.inputs = kind, first, []
+        self.kind, self.first = kind, first
         self.weight = nn.Parameter(torch.ones(()))
         self.forwards, self.ratio, self.word, self.turned, self.maybe = 0, 1.0, "", False, None
         self.some, self.named, self.once, self.last, self.counted = (
