@@ -28,6 +28,7 @@ from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
+from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layers
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
@@ -112,6 +113,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     settings.refuse_split("a PipelineModule")
     lifeline.start()
     gather_partitioned(module)
+    share_given_layers(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 

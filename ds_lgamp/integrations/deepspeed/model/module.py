@@ -18,10 +18,12 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
+from ds_lgamp.integrations.deepspeed.model.first_values import share_values
 from ds_lgamp.integrations.deepspeed.model.layout import Layout
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.traits import Traits, adopt_traits, traits_of
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.partition.rows import bytes_of
 from ds_lgamp.runtime.random_state import undisturbed
 
 TIED_MODULES = "tied_modules."
@@ -161,8 +163,8 @@ def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> Non
     over the ranks that use it."""
     if key in module.tied_comms:
         tied = module.tied_comms[key]
-        for _, tensor in tensors_of(layer):
-            dist.broadcast(tensor.data, src=min(tied["ranks"]), group=tied["group"])
+        device = torch.device(get_accelerator().device_name(module.local_rank))
+        share_values((tensor for _, tensor in tensors_of(layer)), tied["group"], device)
 
 
 def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> None:
@@ -231,7 +233,7 @@ def transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Se
     ranks. They travel as bytes, because NCCL does not carry every dtype.
     """
     group, peer = module._grid.get_pipe_parallel_group(), module._grid.stage_to_global(rank)
-    messages = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    messages = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
     if messages:
         for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group) for message in messages]):
             work.wait()
