@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from ds_lgamp.partition.rows import write
+
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """The value that a layer passes to the next one: a tensor or a tuple of tensors."""
 
@@ -30,7 +32,7 @@ class Buffer(NamedTuple):
         """Restores the tensor and its values."""
         self.module._buffers[self.name] = self.tensor
         if self.tensor is not None and self.value is not None:
-            self.tensor.copy_(self.value)
+            write(self.tensor, self.value)
 
     @property
     def moved(self) -> bool:

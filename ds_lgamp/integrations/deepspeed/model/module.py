@@ -7,6 +7,7 @@ Layers move with their values and are never initialised anew, because users load
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ from ds_lgamp.runtime.random_state import undisturbed
 
 TIED_MODULES = "tied_modules."
 """How global names in tied modules begin."""
+BESIDE = "beside"
+"""What global names begin with, in place of a layer, of buffers that are in none. Every rank has them."""
 
 
 BeforeLayer = Callable[[int, int], None]
@@ -55,6 +58,8 @@ class PlacedModule(PipelineModule):
     layout: Layout
     chunk_functions: dict[int, list[Callable]]
     """The layers of every chunk of this rank, as functions."""
+    beside_layers: Sequence[tuple[str, nn.Module]] = ()
+    """The modules of a model that are in no layer, such as the one that contains all, by name behind :data:`BESIDE`."""
     before_layer: BeforeLayer | None = None
     """Called ahead of every layer, before its seed; None if nothing is."""
 
@@ -339,13 +344,14 @@ def layer_prefix(name: str) -> str:
     return ".".join(name.split(".")[: 2 if name.startswith(TIED_MODULES) else 1])
 
 
-def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: PlacedModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the buffers of this rank that belong to the state of the model, by global name."""
-    for prefix, layer in built_layers(module).items():
-        for path, part in layer.named_modules(prefix=prefix):
-            for name, tensor in part.named_buffers(recurse=False):
-                if name not in part._non_persistent_buffers_set:
-                    yield f"{path}.{name}", tensor
+    layers = built_layers(module).items()
+    inside = chain.from_iterable(layer.named_modules(prefix=prefix) for prefix, layer in layers)
+    for path, part in chain(inside, module.beside_layers):
+        for name, tensor in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}", tensor
 
 
 def with_extra_state(module: PipelineModule) -> Iterator[tuple[str, nn.Module]]:

@@ -24,7 +24,7 @@ from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.model.first_values import share_values
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.model.module import BESIDE, PlacedModule
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
@@ -70,6 +70,12 @@ class ModelEngine(LgampEngine):
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
+        in_layers = {id(module) for layer in layers.modules for module in layer.modules()}
+        self.placed.beside_layers = [
+            (f"{BESIDE}.{path}".rstrip("."), module)
+            for path, module in user_model.named_modules()
+            if id(module) not in in_layers
+        ]
         own = {id(parameter) for parameter in self.placed.parameters()}
         release(user_model, own)
         # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.

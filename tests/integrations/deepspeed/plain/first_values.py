@@ -74,7 +74,7 @@ class OddBlock(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         for tensor in [*self.trained, *self.parameters(recurse=False), *self.buffers(recurse=False)]:
             hidden = hidden + _used(tensor, hidden)
-        return hidden + self.linear(hidden).tanh()
+        return (hidden + self.linear(hidden)).tanh()
 
 
 def _used(tensor: Tensor, hidden: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def train_alone(case: Case, ranks: int) -> list[Course]:
         for rank, own in enumerate(losses):
             parts = [model(*inputs_of(step, rank, number)) / MICRO_BATCHES for number in range(MICRO_BATCHES)]
             (sum(parts) / ranks).backward()
-            own.append(float(sum(parts)))
+            own.append(sum(part.item() for part in parts))
         optimizer.step()
         optimizer.zero_grad()
     return [Course(own, model.state_dict() if rank == 0 else {}) for rank, own in enumerate(losses)]
