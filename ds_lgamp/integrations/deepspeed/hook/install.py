@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
 from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
@@ -224,6 +225,7 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
     end_well(_undo, finish_engines)
     _undo.callback(lifeline.leave)
     name_forgotten_locks(_undo)
+    serve_zero_to_fp32(_undo)
 
 
 def uninstall() -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import peft
 import torch
 import torch.distributed as dist
+from deepspeed.utils import zero_to_fp32
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -141,6 +142,13 @@ def _train(case: Case, pipeline_ranks: int, folder: str) -> Course:
     for step in range(STEPS):
         losses.append(_step(engine, step))
     engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    weights = whole_state(engine)
+    if dist.get_rank() == 0:
+        converted = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+        # Buffers without elements are in no file.
+        assert all(not weights[name].numel() for name in weights.keys() - converted.keys())
+        assert all(torch.equal(weights[name], value) for name, value in converted.items())
     finish_engines()
     engine = _engine(case, pipeline_ranks, 1000)
     assert engine.load_checkpoint(folder)[0] is not None
