@@ -104,17 +104,17 @@ def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtyp
     of_model = state["layers"].get("names_of_model", False)
     for name, described in state["parameters"].items():
         key = f"{PARAMETERS}/{name}"
-        shown = _without_layer(name) if of_model else name
+        shown = without_layer(name) if of_model else name
         yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
     prefix = f"{BUFFERS}/0/"
     for key, entry in reader.tensors.items():
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
-            shown = _without_layer(name) if of_model else name
+            shown = without_layer(name) if of_model else name
             yield Planned(shown, name, key, list(entry.size), entry.properties.dtype)
 
 
-def _without_layer(name: str) -> str:
+def without_layer(name: str) -> str:
     """Returns the name inside the layer or tied module."""
     return name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
 

@@ -31,8 +31,10 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     over_data,
     over_pipeline,
     prefix_of,
+    shown_name,
     tensors_of,
 )
+from ds_lgamp.integrations.deepspeed.model.shared_memory import complaint_about_memory
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import complaint_about_tensor_ranks
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
@@ -188,7 +190,8 @@ def _complaint_about_freezing(module: PipelineModule) -> str | None:
     for flags in copies:
         for name, trains in flags.items():
             if own.get(name, trains) != trains:
-                return f"parameter {name} trains on one rank and is frozen on another; freeze it on all"
+                shown = shown_name(module, name)
+                return f"parameter {shown} trains on one rank and is frozen on another; freeze it on all"
     return None
 
 
@@ -216,8 +219,8 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     for name, tensor in global_names(module):
         if isinstance(tensor, torch.nn.Parameter) and names.setdefault(id(tensor), name) != name:
             return (
-                f"{name} and {names[id(tensor)]} are the same tensor; give each layer its own or, in a PipelineModule, "
-                "share the layer by TiedLayerSpec"
+                f"{shown_name(module, name)} and {shown_name(module, names[id(tensor)])} are the same tensor; give "
+                "each layer its own or, in a PipelineModule, share the layer by TiedLayerSpec"
             )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in names:
@@ -232,6 +235,9 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
                 f"parameter {name} differs between data-parallel ranks, such as that of an expert, but units are the "
                 "same on all of them; keep every expert on every rank (ep_size 1), and layers without sharded weights"
             )
+    shared = complaint_about_memory((shown_name(module, name), tensor) for name, tensor in global_names(module))
+    if shared is not None:
+        return shared
     changed = changed_layer(module)
     if changed is not None:
         return (

@@ -10,7 +10,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.partition.agreement import Term, refuse_differing_terms
+from ds_lgamp.integrations.deepspeed.model.shared_memory import complaint_about_memory
+from ds_lgamp.partition.agreement import Term, raise_everywhere, refuse_differing_terms
 from ds_lgamp.partition.rows import bytes_of, without_repetition
 
 _PIECE = 2**26
@@ -71,16 +72,17 @@ def share_over_pipeline(tensors: Iterable[Tensor], module: PipelineModule) -> No
     share_values(tensors, module._grid.get_pipe_parallel_group(), device)
 
 
-def refuse_other_shapes(model: nn.Module) -> None:
-    """Raises ConfigError on all ranks if they have other parameters or buffers in ``model``. Collective over all
-    ranks."""
+def check_tensors(model: nn.Module) -> None:
+    """Raises ConfigError on all ranks if they have other parameters or buffers in ``model``, or if one shares memory
+    with a parameter. Collective over all ranks."""
     fix = "build the same model on all ranks"
-    named = chain(model.named_parameters(), model.named_buffers())
+    named = [*model.named_parameters(), *model.named_buffers()]
     terms = {
         f"the tensor {name} of the model": Term(f"{tensor.dtype} of shape {_shape(tensor)}", fix)
         for name, tensor in named
     }
     refuse_differing_terms(terms, ConfigError)
+    raise_everywhere(complaint_about_memory(named), ConfigError)
 
 
 def _shape(tensor: Tensor) -> list[int]:

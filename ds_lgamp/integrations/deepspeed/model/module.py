@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from ds_lgamp.checkpoint.safetensors_files import without_layer
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
 from ds_lgamp.integrations.deepspeed.model.first_values import share_values
@@ -29,6 +30,8 @@ from ds_lgamp.runtime.random_state import undisturbed
 
 TIED_MODULES = "tied_modules."
 """How global names in tied modules begin."""
+NAMES_OF_MODEL = "_ds_lgamp_names_of_model"
+"""The attribute of a module whose tensors have their names in a script's model inside its layers."""
 BESIDE = "beside"
 """What global names begin with, in place of a layer, of buffers that are in none. Every rank has them."""
 
@@ -333,6 +336,12 @@ def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
         if str(layer) in module._modules:
             layers[str(layer)] = module._modules[str(layer)]
     return layers
+
+
+def shown_name(module: PipelineModule, name: str) -> str:
+    """Returns what sentences call the tensor of the global ``name``: its name in the model of the script, which may
+    have no layers."""
+    return without_layer(name) if getattr(module, NAMES_OF_MODEL, False) else name
 
 
 def prefix_of(layer: int, spec: Any) -> str:

@@ -10,7 +10,7 @@ from deepspeed.utils import groups as stock_groups
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
-from ds_lgamp.integrations.deepspeed.model.first_values import refuse_other_shapes, share_over_pipeline
+from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
 from ds_lgamp.integrations.deepspeed.plain.elsewhere import release
@@ -35,7 +35,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
-    refuse_other_shapes(model)
+    check_tensors(model)
     make_whole(needed_to_split(model, settings))
     layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))

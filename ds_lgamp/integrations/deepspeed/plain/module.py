@@ -8,7 +8,9 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTop
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.model.module import NAMES_OF_MODEL
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
+from ds_lgamp.integrations.split.call import Tree
 from ds_lgamp.integrations.split.layers import Ends
 
 _ENDS = "ends"
@@ -55,5 +57,6 @@ def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule
         specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, forward_fn=Ends.begin, tied_weight_attr=[])
         specs[-1] = TiedLayerSpec(_ENDS, SharedEnd, ends, tied_weight_attr=[])
     module = PipelineModule(specs, topology=topology, partition_method=layers.partition_method)
+    setattr(module, NAMES_OF_MODEL, any(isinstance(layer, Tree) for layer in layers.modules))
     module.before_layer = layers.calls.before_layer
     return module

@@ -12,7 +12,7 @@ from deepspeed.utils import zero_to_fp32
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import SCRIPT, put_script, serve_zero_to_fp32
-from testing.checkpoints import example, flip, items_file, written
+from testing.checkpoints import example, flip_in, written
 
 
 @pytest.fixture
@@ -65,8 +65,7 @@ def test_frozen_parameters_may_be_left_out(run, served):
 
 
 def test_a_damaged_checkpoint_is_refused_in_a_sentence_of_ours(run, served):
-    path = items_file(run / "global_step3")
-    flip(path, path.stat().st_size // 2, 3)
+    flip_in(run / "global_step3", "parameters/10.weight")
     with pytest.raises(CheckpointError, match="damaged"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(run))
 

@@ -139,8 +139,8 @@ def _train(case: Case, pipeline_ranks: int, folder: str) -> Course:
     """Trains with a seed that differs by rank. The last step is that of an engine which has loaded a checkpoint."""
     losses = []
     engine = _engine(case, pipeline_ranks, 0)
-    for step in range(STEPS):
-        losses.append(_step(engine, step))
+    for number in range(STEPS):
+        losses.append(train_step(engine, number))
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
     weights = whole_state(engine)
@@ -152,7 +152,7 @@ def _train(case: Case, pipeline_ranks: int, folder: str) -> Course:
     finish_engines()
     engine = _engine(case, pipeline_ranks, 1000)
     assert engine.load_checkpoint(folder)[0] is not None
-    losses.append(_step(engine, STEPS))
+    losses.append(train_step(engine, STEPS))
     state = whole_state(engine)
     finish_engines()
     return Course(losses, state)
@@ -164,7 +164,7 @@ def _engine(case: Case, pipeline_ranks: int, offset: int) -> Any:
     return initialize(model, configuration(case.stage, {"pipeline_ranks": pipeline_ranks}))
 
 
-def _step(engine: Any, step: int) -> float:
+def train_step(engine: Any, step: int) -> float:
     total = 0.0
     for number in range(MICRO_BATCHES):
         loss = engine(*inputs_of(step, dist.get_rank(), number))
