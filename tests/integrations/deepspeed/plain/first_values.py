@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import peft
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import zero_to_fp32
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,7 +15,7 @@ from torch.nn import functional
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
-from testing.deepspeed_rank import prepare_rank
+from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
 
@@ -172,6 +173,74 @@ def train_step(engine: Any, step: int) -> float:
         engine.step()
         total += loss.item() / MICRO_BATCHES
     return total
+
+
+class Noisy(nn.Module):
+    """A layer with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("noise", torch.randn(WIDTH), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden + self.noise).tanh()
+
+
+class WithTarget(Noisy):
+    """The same behind which the target travels."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return super().forward(pair[0]), pair[1]
+
+
+class Loss(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.mse_loss(*pair)
+
+
+def train_other_doors(pipeline_ranks: int) -> dict[str, list[float]]:
+    """Trains a PipelineModule of modules and an nn.Sequential, each drawn with a seed that differs by rank. Returns
+    their losses: the mean over all ranks, and those of this rank."""
+    prepare_rank()
+    ds_lgamp.install()
+    losses: dict[str, list[float]] = {"PipelineModule": [], "nn.Sequential": []}
+    torch.manual_seed(dist.get_rank())
+    with quiet():
+        module = PipelineModule(
+            [Noisy() for _ in range(4)],
+            num_stages=pipeline_ranks,
+            loss_fn=functional.mse_loss,
+            partition_method="uniform",
+        )
+    engine = initialize(module, configuration(3, {"layers_per_chunk": 1}))
+    for step in range(STEPS):
+        own = (inputs_of(step, engine.grid.data_parallel_id, number) for number in range(MICRO_BATCHES))
+        losses["PipelineModule"].append(engine.train_batch(own).item())
+    finish_engines()
+    torch.manual_seed(dist.get_rank())
+    sequential = nn.Sequential(*[WithTarget() for _ in range(4)], Loss())
+    engine = initialize(sequential, configuration(2, {"pipeline_ranks": pipeline_ranks, "layers_per_chunk": 1}))
+    losses["nn.Sequential"] = [train_step(engine, step) for step in range(STEPS)]
+    finish_engines()
+    return losses
+
+
+def train_layers_alone(ranks: int) -> list[list[float]]:
+    """Trains the same layers in this process with the seed of rank 0. Returns the losses of every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Noisy() for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses: list[list[float]] = [[] for _ in range(ranks)]
+    for step in range(STEPS):
+        for rank, own in enumerate(losses):
+            pairs = [inputs_of(step, rank, number) for number in range(MICRO_BATCHES)]
+            mean = sum(functional.mse_loss(model(inputs), target) for inputs, target in pairs) / MICRO_BATCHES
+            (mean / ranks).backward()
+            own.append(mean.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def train_adapters(pipeline_ranks: int, stage: int) -> list[float]:

@@ -47,3 +47,12 @@ def test_training_equals_one_process_with_the_values_of_rank_0(pipeline, data, t
 def test_adapters_that_a_script_draws_by_rank_are_those_of_rank_0(pipeline, stage):
     wanted = scripts.train_adapters_alone(2)
     assert run_on_ranks(2, scripts.train_adapters, pipeline, stage) == [pytest.approx(wanted, rel=1e-5)] * 2
+
+
+def test_a_pipeline_module_of_modules_and_an_nn_sequential_begin_as_rank_0_does():
+    ranks = run_on_ranks(4, scripts.train_other_doors, 2)
+    of_data_ranks, of_ranks = scripts.train_layers_alone(2), scripts.train_layers_alone(4)
+    wanted = [sum(losses) / 2 for losses in zip(*of_data_ranks)]
+    for seen, own in zip(ranks, of_ranks):
+        assert seen["PipelineModule"] == pytest.approx(wanted, rel=1e-5)
+        assert seen["nn.Sequential"] == pytest.approx(own, rel=1e-5)
