@@ -65,11 +65,13 @@ def _weights(stock: Callable[..., Any], checkpoint: str, exclude_frozen_paramete
         return stock(checkpoint, exclude_frozen_parameters)
     state = folders.read_state(folder)
     reader, parameters = folders.reader(folder, state), state["parameters"]
-    return {
+    tensors = {
         planned.name: _Stored(planned, reader)
         for planned in planned_of(state, reader, torch.float32)
         if not (exclude_frozen_parameters and parameters.get(planned.own_name, {"group": 0})["group"] is None)
     }
+    others = state["layers"].get("other_names", {}).items()
+    return tensors | {name: tensors[inside] for name, inside in others if inside in tensors}
 
 
 def put_script(directory: Path) -> None:

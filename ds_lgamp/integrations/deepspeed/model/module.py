@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,8 @@ class PlacedModule(PipelineModule):
     """The layers of every chunk of this rank, as functions."""
     beside_layers: Sequence[tuple[str, nn.Module]] = ()
     """The modules of a model that are in no layer, such as the one that contains all, by name behind :data:`BESIDE`."""
+    other_names: Mapping[str, str] = MappingProxyType({})
+    """More names that a model has for a parameter, each with the one inside its layer."""
     before_layer: BeforeLayer | None = None
     """Called ahead of every layer, before its seed; None if nothing is."""
 

@@ -33,7 +33,7 @@ from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
-from ds_lgamp.integrations.split.call import Arguments, Call
+from ds_lgamp.integrations.split.call import Arguments, Call, Tree
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
@@ -70,6 +70,7 @@ class ModelEngine(LgampEngine):
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
+        self.placed.other_names = _other_names(user_model, layers)
         in_layers = {id(module) for layer in layers.modules for module in layer.modules()}
         self.placed.beside_layers = [
             (f"{BESIDE}.{path}".rstrip("."), module)
@@ -399,6 +400,15 @@ class ModelEngine(LgampEngine):
 
     # The calls of the script have returned the losses already.
     _step = LgampEngine._step_optimizer
+
+
+def _other_names(model: torch.nn.Module, layers: Layers) -> dict[str, str]:
+    """Returns the names of parameters of ``model`` that differ from those inside the layers, as tied ones have them,
+    with the latter."""
+    trees = (layer for layer in layers.modules if isinstance(layer, Tree))
+    inside = {id(parameter): name for tree in trees for name, parameter in tree.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: inside[id(each)] for name, each in named if inside.get(id(each), name) != name}
 
 
 def _drives_deepspeed(accelerate: Any) -> bool:

@@ -46,12 +46,14 @@ CONSTANTS: dict[str, Callable[[], Tensor]] = {
 class OddModel(nn.Module):
     """Its blocks hold tensors of the kinds that it gets: those that train, then those that stay."""
 
-    def __init__(self, blocks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> None:
+    def __init__(self, blocks: Sequence[tuple[Sequence[str], Sequence[str]]], tied: bool = False) -> None:
         super().__init__()
         self.register_buffer("beside", torch.randn(WIDTH).view(3, 4).t())
         self.scale, self.embedding = nn.Parameter(torch.rand(())), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(OddBlock(*kinds) for kinds in blocks)
         self.head = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.head.weight = self.embedding.weight
         self.dummy_inputs = {"inputs": torch.zeros(2, WIDTH), "targets": torch.zeros(2, WIDTH)}
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -98,6 +100,8 @@ class Case(NamedTuple):
     blocks: list[tuple[list[str], list[str]]]
     """The kinds of tensors of every block."""
     stage: int
+    tied: bool
+    """Whether the first and the last layer share a parameter."""
 
 
 def inputs_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +121,7 @@ class Course(NamedTuple):
 def train_alone(case: Case, ranks: int) -> list[Course]:
     """Trains in this process with the seed of rank 0. Returns the course of every rank."""
     torch.manual_seed(case.number)
-    model = OddModel(case.blocks)
+    model = OddModel(case.blocks, case.tied)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses: list[list[float]] = [[] for _ in range(ranks)]
     for step in range(STEPS + 1):
@@ -161,7 +165,7 @@ def _train(case: Case, pipeline_ranks: int, folder: str) -> Course:
 
 def _engine(case: Case, pipeline_ranks: int, offset: int) -> Any:
     torch.manual_seed(case.number + dist.get_rank() + offset)
-    model = OddModel(case.blocks)
+    model = OddModel(case.blocks, case.tied)
     return initialize(model, configuration(case.stage, {"pipeline_ranks": pipeline_ranks}))
 
 
