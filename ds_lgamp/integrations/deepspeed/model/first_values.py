@@ -34,7 +34,7 @@ def share_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: to
         # Layers without memory are built later.
         if tensor.numel() and not tensor.is_meta:
             with torch.inference_mode(tensor.is_inference()):
-                _share(tensor.detach(), group, device)
+                _share(tensor, group, device)
 
 
 def _share(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -43,7 +43,7 @@ def _share(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> No
         dist.broadcast_object_list(values, group=group, group_src=0)
         tensor.copy_(values[0])
         return
-    stored = tensor[without_repetition(tensor)]
+    stored = tensor.detach()[without_repetition(tensor)]
     whole = stored.contiguous()
     for piece in bytes_of(whole).split(_PIECE):
         travelling = piece.to(device)
