@@ -75,9 +75,10 @@ def _weights(stock: Callable[..., Any], checkpoint: str, exclude_frozen_paramete
 
 
 def put_script(directory: Path) -> None:
-    """Puts the script beside the checkpoints in ``directory``, unless it is there."""
+    """Puts the script beside the checkpoints in ``directory``. It takes the place of DeepSpeed's, whose checkpoints it
+    reads, too."""
     path = directory / SCRIPT
-    if not path.exists():
+    if not path.exists() or path.read_text(errors="replace") != _CONTENT:
         write_synced(path, _CONTENT)
 
 

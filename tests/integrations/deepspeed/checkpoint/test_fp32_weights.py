@@ -20,6 +20,7 @@ def run(tmp_path):
     """Returns a directory with the example as its latest checkpoint, and the script."""
     written(tmp_path / "run" / "global_step3")
     write_latest(tmp_path / "run", "global_step3")
+    (tmp_path / "run" / SCRIPT).write_text("raise SystemExit('this is the script of DeepSpeed')")
     put_script(tmp_path / "run")
     return tmp_path / "run"
 
