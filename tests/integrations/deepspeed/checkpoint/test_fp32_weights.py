@@ -81,7 +81,12 @@ def test_another_folder_is_left_to_deepspeed(tmp_path, served):
     ("words", "file", "read"),
     [
         ((), "pytorch_model.bin", torch.load),
-        (("--safe_serialization", "-t", "global_step3"), "model.safetensors", safetensors.torch.load_file),
+        pytest.param(
+            ("--safe_serialization", "-t", "global_step3"),
+            "model.safetensors",
+            safetensors.torch.load_file,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_script_writes_what_deepspeeds_script_does(run, tmp_path, words, file, read):

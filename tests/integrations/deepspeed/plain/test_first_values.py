@@ -30,7 +30,7 @@ def random_cases(first: int) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "data"), slow_except([(1, 2), (2, 2)], [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)], several=True)
+    ("pipeline", "data"), slow_except([(2, 2)], [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)], several=True)
 )
 def test_training_equals_one_process_with_the_values_of_rank_0(pipeline, data, tmp_path):
     cases = random_cases(1000 * pipeline + 101 * data)
@@ -44,7 +44,7 @@ def test_training_equals_one_process_with_the_values_of_rank_0(pipeline, data, t
                 torch.testing.assert_close(value, wanted.state[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("pipeline", "stage"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("pipeline", "stage"), slow_except([(2, 1)], [(1, 2), (2, 1), (2, 3)], several=True))
 def test_adapters_that_a_script_draws_by_rank_are_those_of_rank_0(pipeline, stage):
     wanted = scripts.train_adapters_alone(2)
     assert run_on_ranks(2, scripts.train_adapters, pipeline, stage) == [pytest.approx(wanted, rel=1e-5)] * 2
