@@ -24,7 +24,7 @@ from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.model.first_values import share_values
-from ds_lgamp.integrations.deepspeed.model.module import BESIDE, PlacedModule
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
@@ -32,8 +32,9 @@ from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
+from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
-from ds_lgamp.integrations.split.call import Arguments, Call, Tree
+from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
@@ -70,13 +71,7 @@ class ModelEngine(LgampEngine):
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
-        self.placed.other_names = _other_names(user_model, layers)
-        in_layers = {id(module) for layer in layers.modules for module in layer.modules()}
-        self.placed.beside_layers = [
-            (f"{BESIDE}.{path}".rstrip("."), module)
-            for path, module in user_model.named_modules()
-            if id(module) not in in_layers
-        ]
+        tell_of_model(self.placed, user_model, layers)
         own = {id(parameter) for parameter in self.placed.parameters()}
         release(user_model, own)
         # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
@@ -400,15 +395,6 @@ class ModelEngine(LgampEngine):
 
     # The calls of the script have returned the losses already.
     _step = LgampEngine._step_optimizer
-
-
-def _other_names(model: torch.nn.Module, layers: Layers) -> dict[str, str]:
-    """Returns the names of parameters of ``model`` that differ from those inside the layers, as tied ones have them,
-    with the latter."""
-    trees = (layer for layer in layers.modules if isinstance(layer, Tree))
-    inside = {id(parameter): name for tree in trees for name, parameter in tree.named_parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: inside[id(each)] for name, each in named if inside.get(id(each), name) != name}
 
 
 def _drives_deepspeed(accelerate: Any) -> bool:
