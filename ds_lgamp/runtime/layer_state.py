@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import Module
 
+from ds_lgamp.partition.rows import write
 from ds_lgamp.runtime.references import Held, Place, References, holders
 
 
@@ -28,7 +29,7 @@ class Moment(NamedTuple):
             with torch.no_grad():
                 for tensor, value in self.values.values():
                     # Raises no version: that tells what others change.
-                    tensor.data.copy_(value)
+                    write(tensor.data, value)
 
 
 class LayerState:

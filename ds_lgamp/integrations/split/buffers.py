@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.partition.rows import write
 
 
 def version_of(tensor: Tensor) -> int:
@@ -48,7 +49,7 @@ class Buffers:
             yield
         finally:
             for (module, name, buffer), value in zip(own, values):
-                buffer.copy_(value)
+                write(buffer, value)
                 module._buffers[name] = buffer
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
