@@ -97,7 +97,13 @@ def end(sentence: str, rank: int) -> NoReturn:
 
 def say(text: str) -> None:
     """Writes to standard error, but does not wait for a reader."""
-    _try(lambda: os.write(2, text.encode()), 1.0)
+    _try(partial(_write, text.encode()), 1.0)
+
+
+def _write(text: bytes) -> None:
+    while text:
+        # The system may write a part of it only.
+        text = text[os.write(2, text) :]
 
 
 def _try(act: Callable[[], Any], seconds: float) -> None:

@@ -8,13 +8,13 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import weakref
 from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_lgamp.runtime import errors, exit_handlers
 from ds_lgamp.runtime.before_init import attempt
 from ds_lgamp.runtime.connections import Lifeline
 from ds_lgamp.runtime.neighbours import Member, listen, own_address
@@ -61,14 +61,24 @@ def start() -> None:
         return
     _current = lifeline
     # Unlike atexit, this also works in processes that multiprocessing starts.
-    _current.ending = Finalize(None, leave, exitpriority=0)
+    _current.ending = Finalize(None, _end, exitpriority=0)
 
 
 def leave() -> None:
     """Says goodbye to the other ranks, if this rank is among them and ends well. A rank that handles an error may end
     because of it: it says goodbye when it is done with the error, at the end of the process at the latest."""
-    if not isinstance(sys.exc_info()[1], Exception):
+    if errors.in_flight() is None and not exit_handlers.failing():
         _leave()
+
+
+def is_held() -> bool:
+    """Whether this rank is among others, and has not said goodbye."""
+    return _current is not None
+
+
+def news() -> str:
+    """See :meth:`Lifeline.news`. Returns "" without a lifeline."""
+    return "" if _current is None else _current.news()
 
 
 def fail(cause: str, refused: bool = False) -> str:
@@ -76,15 +86,24 @@ def fail(cause: str, refused: bool = False) -> str:
     return "" if _current is None else _current.fail(cause, refused)
 
 
-def announce(cause: str) -> None:
+def announce(cause: str, meanwhile: str = "") -> None:
     """See :meth:`Lifeline.announce`. Does nothing without a lifeline."""
     if _current is not None:
-        _current.announce(cause)
+        _current.announce(cause, meanwhile)
 
 
 def a_rank_fails() -> bool:
     """Whether a rank fails, but completes a checkpoint with the others first."""
     return _current is not None and _current.a_rank_fails
+
+
+def _end() -> None:
+    """Says goodbye at the end of the process, or what it ends with."""
+    error = errors.unhandled()
+    if error is not None:
+        fail(errors.cause(error))
+    else:
+        leave()
 
 
 def _leave() -> None:

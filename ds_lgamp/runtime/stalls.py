@@ -42,8 +42,8 @@ class StallTalk:
         """From now on the timer of the last resort is set, and :meth:`look` sets it anew."""
         here.on_new_limit = self._arm
 
-    def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> None:
-        """Looks at this rank, and does what is due.
+    def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> BaseException | None:
+        """Looks at this rank, and does what is due. Returns the error that the script handles where it stands still.
 
         Args:
             neighbours: the ranks at the other ends of connections.
@@ -57,6 +57,7 @@ class StallTalk:
             self._call(own, hub, neighbours[hub].rank, now)
         else:
             self._ask(own, neighbours, now)
+        return self._observer.error(own)
 
     def hear(self, kind: str, content: str, neighbour: Connection) -> None:
         """Takes what a neighbour says, if it is about standing still."""
@@ -69,8 +70,8 @@ class StallTalk:
             self._rounds.hear(Standing.from_line(content))
 
     def note_failing(self, sentence: str) -> None:
-        """Takes why others will wait for a while: a rank fails."""
-        self._failing = self._failing or sentence
+        """Takes why others will wait for a while: a rank fails. With "", it goes on nevertheless."""
+        self._failing = sentence and (self._failing or sentence)
 
     def note_goodbye(self, member: Member) -> None:
         self._left[member.rank] = time.monotonic(), time.strftime("%H:%M:%S")

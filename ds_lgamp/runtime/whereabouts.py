@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from ds_lgamp.runtime import errors
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 
@@ -159,6 +160,12 @@ class Observer:
         if not closely and seconds < asks_after(limit):
             return standing
         return self._explained(standing, place, executor, row, doing)
+
+    def error(self, standing: Standing) -> BaseException | None:
+        """Returns the error that the script handles where it has stood for a while, outside of a batch."""
+        if standing.inside or standing.seconds < asks_after(standing.limit):
+            return None
+        return errors.in_flight_of(self._here.thread or 0)
 
     def _call_of_script(self) -> tuple[int, int] | None:
         """Returns what changes as long as a script does something."""
