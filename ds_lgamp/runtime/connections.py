@@ -79,8 +79,8 @@ class Lifeline:
         self.a_rank_fails = False
         """Whether a rank fails, but completes a checkpoint first."""
         self._verdict: str | None = None
-        self._announced = ""
-        """Which other rank fails, but takes its time; "" if none does."""
+        self._announces, self._announced = False, ""
+        """Whether this rank fails, but takes its time; and which other one, "" if none does."""
         self._judged, self._leaving = threading.Event(), threading.Event()
         self._blamed, self._waited = threading.Event(), False
         """Whether another rank is known to be the reason if this one fails; whether this one has waited for that."""
@@ -104,6 +104,9 @@ class Lifeline:
 
     def leave(self) -> None:
         """Says goodbye. From now on, the end of this rank ends no other, and no other's end ends this rank."""
+        if self._announces:
+            # It has caught the error.
+            self._note_failing("")
         self._termination.release()
         self._leaving.set()
         with suppress(OSError):
@@ -139,6 +142,7 @@ class Lifeline:
         Args:
             meanwhile: what it does first, in words that follow.
         """
+        self._announces = True
         self._note_failing(f"{self._own.name} failed ({cause}){meanwhile}")
 
     def let_go(self) -> None:
@@ -193,7 +197,8 @@ class Lifeline:
     def _show(self, error: BaseException | None) -> None:
         """Shows and announces the ``error`` that the script handles where it stands still, as in a ``finally`` that
         waits for other ranks. It may never come to the place that shows it. Takes that back if the script goes on."""
-        if (error and id(error)) == self._shown:
+        identity = None if error is None else id(error)
+        if identity == self._shown:
             return
         if error is None:
             self._note_failing("")
@@ -203,7 +208,7 @@ class Lifeline:
             say(f"{reason}{trace}ds_lgamp: {self._own.name} handles this error, and stands still there\n")
             self.announce(errors.cause(error), " and stands still while it handles that")
         # Of the error itself, this thread would keep all that its calls hold.
-        self._shown = error and id(error)
+        self._shown = identity
 
     def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
         self._selector.register(source, selectors.EVENT_READ, answer)

@@ -1,7 +1,8 @@
 """A DeepSpeed script whose last rank fails between two micro-batches of its third step, and then leaves by code that
 most scripts have: it destroys the process group, or waits for the others.
 
-Arguments: the engine ("plain" or "pipeline"), the way to leave, and ``--install`` without ``ds_lgamp run``.
+Arguments: the engine ("plain", "pipeline", or "data", a pipeline whose data fail), the way to leave, and ``--install``
+without ``ds_lgamp run``.
 """
 
 import sys
@@ -47,28 +48,39 @@ class Loss(nn.Module):
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for number in range(1000):
-        if number == 5 and dist.get_rank() == dist.get_world_size() - 1:
-            if way == "exit":
-                try:
-                    raise ValueError("the data are broken")
-                except ValueError:
-                    sys.exit(3)
-            raise ValueError("the data are broken")
+        if kind == "data" and number == 5:
+            fail()
         yield torch.ones(1, 4), torch.zeros(1, 4)
+
+
+def fail() -> None:
+    """Fails on the last rank."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return
+    try:
+        raise ValueError("the data are broken")
+    except ValueError:
+        if way == "exit":
+            sys.exit(3)
+        raise
 
 
 def train() -> None:
     data = batches()
-    if kind == "pipeline":
+    if kind != "plain":
         layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
         net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
         engine, *_ = deepspeed.initialize(model=net, config=CONFIG)
-        while True:
+        for step in range(100):
+            if step == 2 and kind == "pipeline":
+                fail()
             engine.train_batch(data)
     CONFIG["ds_lgamp"]["pipeline_ranks"] = 2
     engine, *_ = deepspeed.initialize(model=Loss(), config=CONFIG)
-    while True:
-        for _ in range(2):
+    for step in range(100):
+        for micro_batch in range(2):
+            if step == 2 and micro_batch == 1:
+                fail()
             engine.backward(engine(next(data)[0]))
             engine.step()
 

@@ -19,7 +19,7 @@ RANKS = 2
 ENTRIES = {"run": (["-m", "ds_lgamp", "run"], []), "installed": ([], ["--install"])}
 """Words before and after the script."""
 ERROR = "ValueError: the data are broken"
-NAMES = rf"ds_lgamp: rank 1 on {HOST} failed \({ERROR}\).*; this rank, 0 on {HOST}, ends"
+NAMES = rf"ds_lgamp: rank 1 on {HOST} failed \({ERROR}\)"
 WAYS = ("finally", "with", "generator", "handler", "barrier")
 
 
@@ -66,4 +66,21 @@ def test_a_rank_that_fails_shows_its_error_first_and_the_others_name_it(kind, wa
     first, *_ = re.split(r"^ds_lgamp: ", first_complaint(shown), flags=re.MULTILINE)
     assert first.startswith("Traceback") and f"\n{ERROR}\n" in first, shown
     assert re.match(NAMES, first_complaint(heard)), heard
+    assert re.search(rf"{NAMES}.*; this rank, 0 on {HOST}, ends ", heard), heard
     assert "ended its script" not in shown + heard
+
+
+@pytest.mark.slow
+def test_data_of_a_pipeline_that_fail_are_shown_with_their_traceback():
+    (other, heard), (own, shown) = ended("data", "finally", "run")
+    assert other == own == 2
+    assert re.search(rf"^ds_lgamp: the data of rank 1 failed: {ERROR}\nTraceback .*in fail$", shown, re.M | re.S), shown
+    assert first_complaint(heard) == f"ds_lgamp: the data of rank 1 failed: {ERROR}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "entry"), [("plain", "run"), ("pipeline", "installed")])
+def test_a_rank_that_exits_because_of_an_error_keeps_its_status_and_the_others_name_the_error(kind, entry):
+    (other, heard), (own, shown) = ended(kind, "exit", entry)
+    assert other == 1 and own == 3, shown + heard
+    assert re.match(NAMES, first_complaint(heard)), heard
