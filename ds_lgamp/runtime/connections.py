@@ -8,7 +8,7 @@ that is left. Every second, the thread also looks whether its rank stands still 
 otherwise it sleeps until something happens.
 
 The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever, a
-timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
+guard ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
 (:mod:`ds_lgamp.runtime.termination`).
 """
 
@@ -151,6 +151,7 @@ class Lifeline:
             connection.close()
         for left in (self._listener, self._alarm, self._bell):
             left.close()
+        self.stalls.let_go()
         self._termination.close()
         self._selector.close()
 
@@ -161,7 +162,7 @@ class Lifeline:
             try:
                 self._serve(self._leaving.is_set, looks=True)
             finally:
-                # The timer would end this process if nothing set it again.
+                # The guard would end this process if it heard no more of it.
                 self.stalls.finish()
             self._serve(lambda: len(self._neighbours) < 2, _STAY)
         finally:

@@ -122,14 +122,4 @@ def _let_go() -> None:
         left.let_go()
 
 
-def _before_fork() -> None:
-    if _current is not None:
-        _current.stalls.before_fork()
-
-
-def _after_fork() -> None:
-    if _current is not None:
-        _current.stalls.after_fork()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_let_go)
+os.register_at_fork(after_in_child=_let_go)

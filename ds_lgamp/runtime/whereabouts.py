@@ -21,8 +21,9 @@ from ds_lgamp.runtime import errors
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 
-FIRST_BATCH = 10
-"""How many times as long an engine may take in its first training batch and its first evaluation, which may compile."""
+FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
+"""How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
+but no more than so many seconds, unless the limit itself is longer."""
 _EARLY, _ASKED_AFTER = 8, 5.0
 """A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
 _MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
@@ -98,7 +99,8 @@ class Whereabouts:
             ends: whether the batch ends with the block.
         """
         self.place, self.label, self._executor = Place.DATA, label, weakref.ref(executor)
-        self.limit = limit if training in executor.begun else limit * FIRST_BATCH
+        first = max(limit, min(limit * FIRST_BATCH, _LONGEST_FIRST_BATCH))
+        self.limit = limit if training in executor.begun else first
         self.thread = threading.get_ident()
         # Last, so that the observer never takes the old batch for the new one.
         self.batch += 1
