@@ -26,6 +26,7 @@ from typing import Any
 
 from ds_lgamp.runtime import errors
 from ds_lgamp.runtime.last_resort import end, say
+from ds_lgamp.runtime.launcher import Launcher
 from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join
 from ds_lgamp.runtime.stalls import TICK, StallTalk
 from ds_lgamp.runtime.termination import NEWS, Termination
@@ -60,10 +61,11 @@ class Lifeline:
         listener: takes the connections of other ranks.
         token: what a rank must present.
         world: the number of ranks.
+        launcher: that of this process.
     """
 
-    def __init__(self, own: Member, listener: socket.socket, token: str, world: int) -> None:
-        self._own, self._listener, self._token = own, listener, token
+    def __init__(self, own: Member, listener: socket.socket, token: str, world: int, launcher: Launcher) -> None:
+        self._own, self._listener, self._token, self._launcher = own, listener, token, launcher
         self._neighbours: dict[Connection, Member] = {}
         self._watched: set[Connection] = set()
         """The neighbours that have not said goodbye."""
@@ -189,6 +191,8 @@ class Lifeline:
                     key.data(key.fileobj)
 
     def _look(self) -> None:
+        if self._launcher.is_gone():
+            self._judge(f"{self._own.name} lost its {self._launcher}, which was killed or has ended", None)
         try:
             self._show(self.stalls.look(self._neighbours, self._hub))
         except Exception:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ds_lgamp.runtime import connections, last_resort, lifeline, neighbours
 from ds_lgamp.runtime.connections import Lifeline
+from ds_lgamp.runtime.launcher import Launcher
 from ds_lgamp.runtime.neighbours import Member
 from ds_lgamp.runtime.whereabouts import here
 from testing.ranks import run_on_ranks, shared_number, started_ranks
@@ -300,7 +301,7 @@ def hub():
     """A rank in this process that others can join."""
     listener = neighbours.listen("localhost", alone=True)
     member = Member(0, HOST, "localhost", listener.getsockname()[1])
-    own = Lifeline(member, listener, TOKEN, 2)
+    own = Lifeline(member, listener, TOKEN, 2, Launcher())
     own.start(None)
     yield member
     own.leave()
