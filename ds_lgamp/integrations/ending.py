@@ -219,6 +219,7 @@ def _leave(message: str, status: int, error: BaseException | None = None) -> NoR
     if error is None:
         exit_handlers.flush_files()
         os._exit(status)
+    exit_handlers.begin()
     # A refusal is a sentence already, and other ranks refuse the same.
     shared = status == _REFUSED or _is_of_a_checkpoint(error)
     _print(message if shared else lifeline.news() + message)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from ds_lgamp.runtime import errors
+from ds_lgamp.runtime import errors, exit_handlers
 from ds_lgamp.runtime.last_resort import end, say
 from ds_lgamp.runtime.launcher import Launcher
 from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join
@@ -203,7 +203,7 @@ class Lifeline:
         """Shows and announces the ``error`` that the script handles where it stands still, as in a ``finally`` that
         waits for other ranks. It may never come to the place that shows it. Takes that back if the script goes on."""
         identity = None if error is None else id(error)
-        if identity == self._shown:
+        if identity == self._shown or exit_handlers.failing():
             return
         if error is None:
             self._note_failing("")

@@ -164,8 +164,8 @@ class Observer:
         return self._explained(standing, place, executor, row, doing)
 
     def error(self, standing: Standing) -> BaseException | None:
-        """Returns the error that the script handles where it has stood for a while, outside of a batch."""
-        if standing.inside or standing.seconds < asks_after(standing.limit):
+        """Returns the error that the script handles where it has stood for 5 seconds, outside of a batch."""
+        if standing.inside or standing.seconds < _ASKED_AFTER:
             return None
         return errors.in_flight_of(self._here.thread or 0)
 
