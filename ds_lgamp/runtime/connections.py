@@ -127,7 +127,11 @@ class Lifeline:
         words = self.news()
         if self._judged.is_set():
             return words
-        self._spread(_REFUSAL if refused else _VERDICT, self._announced or f"{self._own.name} failed ({cause})")
+        own = f"{self._own.name} failed ({cause})"
+        if refused:
+            self._spread(_REFUSAL, own)
+        else:
+            self._spread(_VERDICT, self._announced or own)
         return words or (self._sentence() if self.stalls.departed() and not self._said else "")
 
     def news(self) -> str:
@@ -353,6 +357,7 @@ class Lifeline:
                 self._blamed.set()
             else:
                 self._blamed.clear()
+                self._said = False
         for neighbour in list(self._watched):
             if neighbour is not source:
                 neighbour.send(f"{_FAILS} {sentence}")

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -71,6 +72,43 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path):
     with started_ranks(3, one_fails, tmp_path) as (ranks, _):
         verdict = f"rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble)"
         assert_ended(ranks, tmp_path, [verdict], [0, 2])
+
+
+def one_ends_with_an_error(folder):
+    """As the interpreter ends a script that has no hook for its errors."""
+    if begin(folder) == 1:
+        sys.last_value = ArithmeticError("the layer is in trouble")
+        lifeline._end()
+        os._exit(1)
+    wait_for_ever()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_interpreter_ends_because_of_an_error_says_no_goodbye_but_why(tmp_path):
+    with started_ranks(3, one_ends_with_an_error, tmp_path) as (ranks, _):
+        verdict = f"rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble)"
+        assert_ended(ranks, tmp_path, [verdict], [0, 2])
+
+
+def one_catches_its_error(folder):
+    """Rank 1 announces an error. Returns whom rank 0 blames before rank 1 has caught it, and rank 2 afterwards."""
+    rank, blamed = begin(folder), ""
+    for fails in (True, False):
+        if rank == 1:
+            lifeline.announce("ArithmeticError: the layer is in trouble") if fails else lifeline.leave()
+        else:
+            while lifeline.a_rank_fails() != fails:
+                time.sleep(0.02)
+            blamed = lifeline.news() if fails == (rank == 0) else blamed
+        dist.barrier()
+    return blamed
+
+
+@pytest.mark.slow
+def test_an_announced_error_is_to_blame_until_the_script_has_caught_it(tmp_path):
+    first, _, last = run_on_ranks(3, one_catches_its_error, tmp_path)
+    expected = f"ds_lgamp: rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble); this rank, 0 on {HOST}"
+    assert first.startswith(expected) and last == ""
 
 
 def a_failure_follows(folder, clock):
