@@ -33,7 +33,7 @@ from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layer
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
-from ds_lgamp.integrations.ending import end_well
+from ds_lgamp.integrations.ending import end_well, leaves_because_of_an_error
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.integrations.shard_keys import for_deepspeed
@@ -189,10 +189,11 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
 
 @wraps(_stock_destroy)
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Lets engines finish first: their ranks may still have to communicate. Afterwards no rank waits for this one."""
+    """Lets engines finish first: their ranks may still have to communicate. Afterwards no rank waits for this one. A
+    script that leaves because of an error waits for nobody."""
     everything = group in (None, dist.group.WORLD)
     try:
-        if everything:
+        if everything and not leaves_because_of_an_error():
             finish_engines()
     finally:
         _stock_destroy(group)
