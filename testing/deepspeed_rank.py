@@ -3,10 +3,12 @@
 import contextlib
 import io
 import os
+from typing import Any
 
 import deepspeed
 import torch.distributed as dist
 
+from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
 
 
@@ -31,3 +33,9 @@ def quiet():
     """Suppresses the tables that PipelineModule prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
+
+
+def is_ours(engine: Any) -> bool:
+    """Whether ``engine`` trains with ds_lgamp. A test that compares losses with one process needs to ask: stock
+    DeepSpeed, and torch's DDP, have the same."""
+    return isinstance(engine, LgampEngine)
