@@ -13,7 +13,9 @@ def check_inputs(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     - One leaves at a time. A rank waits for it when the next one leaves, or comes back.
     - It comes back one compute ahead of its backward, and not ahead of the script's turn. The backward waits for it.
     """
-    leaving = _leaving(stops) if spec.stores_inputs else set()
+    if not spec.stores_inputs:
+        return
+    leaving = _leaving(stops)
     under_way: Action | None = None
     before: Action | None = None
     for number, stop in enumerate(stops):

@@ -50,41 +50,48 @@ def check_receives(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
             if not stop.computes:
                 stop.require([], "receives", *RECEIVES)
         due = {receive_of(action): place for place, (_, action) in enumerate(computes) if _arrives(spec, action)}
+        taken = dict(zip(due.values(), due))
+        """The receive that each compute takes, by its number."""
         places: dict[Action, int] = {}
         for place, (stop, action) in enumerate(computes):
-            receives = stop.of(*RECEIVES)
+            receives = stop.of(*RECEIVES) if stop.ahead else []
             for receive in receives:
                 if receive in places or due.get(receive, -1) < place:
                     raise Fault(stop.row, f"{receive} is posted twice, or ahead of no compute that takes its message")
                 places[receive] = place
-            if receive_of(action) in due and receive_of(action) not in places:
-                raise Fault(stop.row, f"{action} needs {receive_of(action)} ahead of it")
-            if not spec.receives_on_arrival:
+            if place in taken and taken[place] not in places:
+                raise Fault(stop.row, f"{action} needs {taken[place]} ahead of it")
+            if len(receives) > 1 and not spec.receives_on_arrival:
                 in_order = sorted(receives, key=lambda each: (each.kind is Kind.RECV_BACKWARD, due[each]))
                 stop.require(in_order, "receives", *RECEIVES)
         if not spec.receives_on_arrival:
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 most = _most_posted(spec, rank, kind is Kind.FORWARD)
-                for receive, right in _places_ahead([action for _, action in computes], kind, most, due).items():
+                alike = [place for place, (_, action) in enumerate(computes) if action.kind is kind]
+                for consumer, right in _places_ahead(alike, taken, most).items():
+                    receive = taken[consumer]
                     if places[receive] != right:
-                        raise Fault(
-                            computes[places[receive]][0].row,
-                            f"{receive} is posted here; its place is ahead of {computes[right][1]}",
-                        )
+                        fault = f"{receive} is posted here; its place is ahead of {computes[right][1]}"
+                        raise Fault(computes[places[receive]][0].row, fault)
 
 
-def _places_ahead(computes: Sequence[Action], kind: Kind, most: int, due: Mapping[Action, int]) -> dict[Action, int]:
-    """Returns ahead of which compute, by its number, each receive of a kind is posted."""
-    alike = [place for place, action in enumerate(computes) if action.kind is kind]
+def _places_ahead(alike: Sequence[int], taken: Mapping[int, Action], most: int) -> dict[int, int]:
+    """Returns ahead of which compute the receive of each one is posted.
+
+    Args:
+        alike: the numbers of the computes of one kind.
+        taken: the receives, by the numbers of the computes that take them.
+        most: how many may be posted at once.
+    """
     # Ahead of the first compute of the kind, others count as if they were of it.
     counted = [*range(alike[0] if alike else 0), *alike]
     number = {place: index for index, place in enumerate(counted)}
-    consumers = [place for place in alike if receive_of(computes[place]) in due]
+    consumers = [place for place in alike if place in taken]
     places = {}
     for index, consumer in enumerate(consumers):
         early = counted[max(0, number[consumer] - (most - 1))]
         room = consumers[index - most] + 1 if index >= most else 0
-        places[receive_of(computes[consumer])] = max(early, room, consumer - 2 * (most - 1))
+        places[consumer] = max(early, room, consumer - 2 * (most - 1))
     return places
 
 

@@ -117,7 +117,7 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
             ahead = ahead[next((n for n, each in enumerate(ahead) if each.kind is not Kind.LOAD), len(ahead)) :]
         fresh = stop.action is not None and stop.action.kind is Kind.RETURN
         for row, action in enumerate(ahead, stop.row - len(ahead)):
-            if action.kind in OF_INPUTS:
+            if spec.stores_inputs and action.kind in OF_INPUTS:
                 continue
             if action.kind not in places:
                 raise Fault(row, f"{action} does not belong here")

@@ -10,6 +10,19 @@ from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.rules.stops import Fault, Stop, pieces, texts
 from ds_lgamp.schedule.spec import ProgramSpec
 
+_OF_WEIGHTS = frozenset(
+    {
+        Kind.LOAD,
+        Kind.WAIT_LOAD,
+        Kind.REFRESH,
+        Kind.WAIT_REFRESH,
+        Kind.GATHER,
+        Kind.WAIT_GATHER,
+        Kind.RELEASE,
+        Kind.UPDATE,
+    }
+)
+
 
 def check_weights(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     """- At stage 3, those chunks are resident that are needed soonest, ``resident_chunks`` of them and no others; none
@@ -22,7 +35,9 @@ def check_weights(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     """
     rule = _Weights(spec, stops)
     for stop in stops:
-        rule.follow(stop)
+        # Most computes are on the way of a visit, where nothing changes.
+        if stop.row in rule.visits or not stop.computes or not _OF_WEIGHTS.isdisjoint(kind for kind, *_ in stop.ahead):
+            rule.follow(stop)
 
 
 class _Visit(NamedTuple):
