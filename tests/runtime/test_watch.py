@@ -335,7 +335,7 @@ def forks():
         if child == 0:
             faulthandler.cancel_dump_traceback_later()
             os._exit(0)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
             time.sleep(0.01)
         if not ended:
