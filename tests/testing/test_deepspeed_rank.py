@@ -24,7 +24,9 @@ def engine_of(block, installs):
         return str(error)
 
 
-@pytest.mark.parametrize(("block", "installs", "ours"), [({"outputs": "all"}, True, True), ({"enabled": False}, True, False)])
+@pytest.mark.parametrize(
+    ("block", "installs", "ours"), [({"outputs": "all"}, True, True), ({"enabled": False}, True, False)]
+)
 def test_the_engine_of_a_block_is_ours(block, installs, ours):
     assert run_on_ranks(1, engine_of, block, installs) == [ours]
 
