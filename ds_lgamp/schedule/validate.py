@@ -39,8 +39,8 @@ def validate(spec: ProgramSpec, program: Program) -> None:
     for rank, of_rank in enumerate(stops):
         with _told(program, rank):
             _check_rank(spec, rank, of_rank)
-    for rank, fault in check_channels(spec, program):
-        raise ProgramError(str(fault), rank, fault.row, program[rank])
+    with _told(program):
+        check_channels(spec, program)
     try:
         if spec.receives_on_arrival:
             run_in_one_queue(spec, program)
@@ -57,11 +57,12 @@ def validate(spec: ProgramSpec, program: Program) -> None:
 
 
 @contextmanager
-def _told(program: Program, rank: int) -> Iterator[None]:
-    """Raises a Fault as ProgramError."""
+def _told(program: Program, rank: int = 0) -> Iterator[None]:
+    """Raises a Fault as ProgramError, of ``rank`` if the fault names none."""
     try:
         yield
     except Fault as fault:
+        rank = rank if fault.rank is None else fault.rank
         raise ProgramError(str(fault), rank, fault.row, program[rank]) from None
 
 

@@ -1,7 +1,7 @@
 """When messages between pipeline ranks are sent, and when their receives are posted."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ds_lgamp.schedule.actions import RECEIVES, SENDS, Action, Kind, Program, receive_matching, receive_of, send_of
 from ds_lgamp.schedule.rules.stops import Fault, Stop, pieces
@@ -14,7 +14,7 @@ def check_sends(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
         due = [send_of(stop.action)] if stop.action is not None and _leaves(spec, stop.action) else []
         if list(following.ahead[: len(due)]) != due:
             found = following.ahead[0] if following.ahead else following
-            raise Fault(stop.row + 1, f"the result must be sent at once by {due[0]}, found {found}")
+            raise Fault(following.first, f"the result must be sent at once by {due[0]}, found {found}")
         for row, action in enumerate(following.ahead[len(due) :], following.first + len(due)):
             if action.kind in SENDS:
                 raise Fault(row, f"{action} does not stand directly behind the compute whose result it sends")
@@ -142,9 +142,9 @@ def check_arrivals(stops: Sequence[Stop], starts: Sequence[float], ends: Mapping
                 raise Fault(stop.row, f"{receive} is not posted when its message arrives")
 
 
-def check_channels(spec: ProgramSpec, program: Program) -> Iterator[tuple[int, Fault]]:
-    """Yields faults, with their ranks, where sends and posts of a channel (source, destination, kind) do not come in
-    the same order. A channel delivers messages in order."""
+def check_channels(spec: ProgramSpec, program: Program) -> None:
+    """Sends and posts of each channel (source, destination, kind) come in the same order. A channel delivers messages
+    in order."""
     sends: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     posts: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for rank, actions in enumerate(program):
@@ -156,16 +156,16 @@ def check_channels(spec: ProgramSpec, program: Program) -> Iterator[tuple[int, F
                 sends[channel].append((target, action.micro_batch, row))
             elif kind in RECEIVES:
                 forward = kind is Kind.RECV_FORWARD
-                source = action.chunk - 1 if forward else action.chunk + 1
-                posts[spec.placement[source], rank, forward].append((action.chunk, action.micro_batch, row))
+                maker = action.chunk - 1 if forward else action.chunk + 1
+                posts[spec.placement[maker], rank, forward].append((action.chunk, action.micro_batch, row))
     for channel in sends.keys() | posts.keys():
         source, destination, _ = channel
         sent, posted = sends[channel], posts[channel]
         for send, post in zip(sent, posted):
             if send[:2] != post[:2]:
-                place = f"where rank {source} sends {program[source][send[2]]}"
-                yield destination, Fault(post[2], f"{program[destination][post[2]]} is posted {place}")
+                receive, sending = program[destination][post[2]], program[source][send[2]]
+                raise Fault(post[2], f"{receive} is posted where rank {source} sends {sending}", destination)
         if len(sent) != len(posted):
             rank, rows = (source, sent) if len(sent) > len(posted) else (destination, posted)
             row = rows[min(len(sent), len(posted))][2]
-            yield rank, Fault(row, f"{program[rank][row]} has no counterpart on the other rank")
+            raise Fault(row, f"{program[rank][row]} has no counterpart on the other rank", rank)

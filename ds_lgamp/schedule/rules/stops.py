@@ -12,11 +12,11 @@ _STOPS = COMPUTE | {Kind.RETURN, Kind.STEP}
 
 
 class Fault(Exception):
-    """A program breaks a rule in one ``row``."""
+    """A program breaks a rule in one ``row``: that of the rank that is looked at, or else of ``rank``."""
 
-    def __init__(self, row: int, text: str) -> None:
+    def __init__(self, row: int, text: str, rank: int | None = None) -> None:
         super().__init__(text)
-        self.row = row
+        self.row, self.rank = row, rank
 
 
 class Stop(NamedTuple):
