@@ -112,12 +112,12 @@ def launch(
     Args:
         config: the configuration.
         words: the script and its arguments.
-        folder: takes what the script caches, and the record of its last step, which proves that the block counted.
+        folder: takes what the script caches, and the record of its steps, which proves that the block counted.
         variables: more of the environment.
         under: words ahead of the launcher.
     """
     record = folder / "recorded" / str(len(list(folder.glob("recorded/*"))))
-    traced = ["-m", "ds_lgamp", "run", "--trace", str(record), "--trace-steps", f"{STEPS}:{STEPS}"]
+    traced = ["-m", "ds_lgamp", "run", "--trace", str(record), "--trace-steps", f"1:{STEPS}"]
     environment = {**ON_CPU, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     has_block = "ds_lgamp" in config
     torchrun(RANKS, [*under, *(traced if has_block else []), *words], environment={**environment, **variables})
