@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs ds_lgamp and the packages its tests need, and runs the checks: the default set of tests, with --all in front
 # all of them and three minutes of disturbed jobs. With --some, a sixteenth of the slow ones, by the commit, and one
-# minute of such jobs. Passes other arguments on to pytest.
+# minute of such jobs. A test that fails is run once more by itself, before it makes the run red. Passes other arguments
+# on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
@@ -29,12 +30,15 @@ unset PYTHONDONTWRITEBYTECODE
 in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
 # A part that fails hides no other.
 failed=0
+run() {
+    python -m pytest --once-more "$@" || failed=$?
+}
 # shellcheck disable=SC2086
-python -m pytest $in_two_processes "$@" || failed=$?
+run $in_two_processes "$@"
 if [ -n "$more" ]; then
     # shellcheck disable=SC2086
-    python -m pytest $in_two_processes -m "slow and not timing" $part "$@" || failed=$?
-    python -m pytest -m timing "$@" || failed=$?
+    run $in_two_processes -m "slow and not timing" $part "$@"
+    run -m timing "$@"
     # A job that ends badly is printed, and can be repeated by itself.
     python -m testing.chaos --minutes $minutes --seed 1 || failed=$?
 fi
