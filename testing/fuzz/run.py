@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 from testing.checkpoints import content, written
-from testing.fuzz import checkpoints, configs, programs
+from testing.fuzz import checkpoints, configs, programs, trainings
 from testing.fuzz.outcome import Outcome, Tally
 from testing.ranks import run_on_ranks
 
@@ -59,4 +59,37 @@ def run_configs(count: int, seed: int) -> Tally:
     return tally
 
 
-RUNS = {"configs": run_configs, "programs": run_programs, "checkpoints": run_checkpoints}
+def run_trainings(count: int, seed: int) -> Tally:
+    """Runs the cases of one rank, then those of two ranks, many in the same processes."""
+    tally = Tally()
+    cases = [(case, trainings.of_case(case)) for case in range(seed, seed + count)]
+    for world_size in (1, 2):
+        left = [each for each in cases if each[1].world_size == world_size]
+        while left:
+            outcomes = _trained(world_size, left[:ENGINES])
+            for case, outcome in outcomes:
+                tally.add(case, outcome)
+            left = left[len(outcomes) :]
+    return tally
+
+
+def _trained(world_size: int, cases: list[tuple[int, trainings.Training]]) -> list[tuple[int, Outcome]]:
+    """Returns the outcomes of the first of these cases, up to one that ended the processes."""
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            run_on_ranks(world_size, trainings.run_cases, cases, name, seconds=LIMIT)
+        except AssertionError as error:
+            end = str(error)
+        else:
+            end = ""
+        by_rank = [trainings.outcomes(Path(name), rank, end) for rank in range(world_size)]
+    known = [case for case, _ in cases if any(case in outcomes for outcomes in by_rank)]
+    return [(case, trainings.worst([of_rank[case] for of_rank in by_rank if case in of_rank])) for case in known]
+
+
+RUNS = {
+    "configs": run_configs,
+    "programs": run_programs,
+    "checkpoints": run_checkpoints,
+    "trainings": run_trainings,
+}

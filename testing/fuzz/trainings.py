@@ -1,0 +1,237 @@
+"""Random models and loops of one's own: each training equals one plain process, or is refused in a sentence."""
+
+import faulthandler
+import gc
+import json
+import linecache
+import os
+import traceback
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from testing.fuzz.loops import LOOPS
+from testing.fuzz.outcome import Outcome, sentence_fault
+from testing.fuzz.plain import Plain
+from testing.fuzz.source import script
+from testing.fuzz.ways import WAYS
+
+ALL = {**WAYS, **LOOPS}
+LIMIT = 60
+"""Seconds of one training."""
+NEAR = 2e-5
+"""How far numbers may be from those of the plain process, relative to the larger one."""
+
+
+class Training(NamedTuple):
+    """A model, a loop, and how they train."""
+
+    ways: tuple[str, ...]
+    count: int
+    """Blocks."""
+    pipeline_ranks: int
+    data_ranks: int
+    micro_batches: int
+    """Of a rank and step."""
+    optimizer: str
+    config: dict[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline_ranks * self.data_ranks
+
+    @property
+    def source(self) -> str:
+        return script([ALL[way] for way in self.ways], self.micro_batches, self.count)
+
+
+def of_case(case: int) -> Training:
+    """Draws the training of a case, which its number decides alone."""
+    random = Random(case)
+    ways: list[str] = []
+    names = list(ALL)
+    for _ in range(random.choice((1, 1, 1, 2, 2, 3))):
+        way = random.choice(names)
+        if not any(_collide(ALL[way], ALL[other]) for other in ways):
+            ways.append(way)
+    pipeline_ranks, data_ranks = random.choice(((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2)))
+    block: dict[str, Any] = {"pipeline_ranks": pipeline_ranks} if pipeline_ranks > 1 else {}
+    block["recompute"] = random.choice(("full", "full", "none", "selective"))
+    block["schedule"] = random.choice(("layered", "layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"))
+    micro_batches = random.choice((1, 2, 2, 3, 4))
+    if block["schedule"] == "layered":
+        block["micro_batch_group"] = random.choice(("all", "all", 1, 2))
+        block["overlap_update"] = random.random() < 0.2
+    if block["schedule"] in ("1f1b", "gpipe"):
+        block["chunks_per_rank"] = 1
+    elif random.random() < 0.3:
+        block["chunks_per_rank"] = random.choice((1, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "zero_optimization": {"stage": random.randint(0, 3)},
+        "zero_allow_untested_optimizer": True,
+        "ds_lgamp": block,
+    }
+    optimizer = random.choice(("SGD(trained, 0.1)", "SGD(trained, 0.1, momentum=0.5)", "AdamW(trained, 0.01, eps=0.1)"))
+    return Training(
+        tuple(ways), random.randint(3, 5), pipeline_ranks, data_ranks, micro_batches, optimizer, config
+    )
+
+
+def _collide(one: dict[str, str], other: dict[str, str]) -> bool:
+    from testing.fuzz.source import DEFAULTS
+
+    return any(slot in DEFAULTS and slot in other and not one[slot].startswith("+") for slot in one)
+
+
+def run_cases(cases: list[tuple[int, Training]], folder: str) -> None:
+    """Runs cases on a rank, one after another. Writes outcomes to a file of the rank in ``folder``, line by line.
+
+    Ends the process if a case takes too long, or fails otherwise than by a refusal that all ranks get.
+    """
+    import deepspeed  # noqa: F401 as scripts do, before ds_lgamp
+    import torch.distributed as dist
+
+    import ds_lgamp
+    from testing.deepspeed_rank import prepare_rank
+
+    prepare_rank()
+    ds_lgamp.install()
+    rank = dist.get_rank()
+    with (Path(folder) / f"rank{rank}").open("a") as said, (Path(folder) / f"stack{rank}").open("a") as stack:
+        for case, training in cases:
+            stack.truncate(0)
+            print(json.dumps([case, "begins", ""]), file=said, flush=True)
+            faulthandler.dump_traceback_later(LIMIT, exit=True, file=stack)
+            outcome, alike = run_case(training)
+            print(json.dumps([case, *outcome]), file=said, flush=True)
+            if not alike:
+                os._exit(1)
+            dist.barrier()
+            faulthandler.cancel_dump_traceback_later()
+
+
+def run_case(training: Training) -> tuple[Outcome, bool]:
+    """Trains both ways. Returns what came of it, and whether all ranks surely came so far."""
+    from ds_lgamp.config import ConfigError
+    from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+    from testing.deepspeed_rank import quiet
+
+    try:
+        expected, states = _plain(training)
+    except Exception:
+        return Outcome("defect: the plain process fails", traceback.format_exc(limit=-4)), training.data_ranks == 1
+    engine, began = None, False
+    try:
+        with quiet():
+            namespace = _run(training)
+            model = namespace["make"]()
+            engine = _engine(training, model)
+            began = True
+            engine.train()
+            seen = namespace["train"](engine, model, [_rank()])
+            state = engine.module.state_dict()
+    except Exception as error:
+        refusal = _refusal(error)
+        text = traceback.format_exc(limit=-4)
+        if refusal is not None:
+            fault = sentence_fault(str(refusal))
+            outcome = Outcome("refused", str(refusal)) if fault is None else Outcome(f"defect: {fault}", text)
+        else:
+            outcome = Outcome(f"defect: {type(error).__name__}", text)
+        return outcome, isinstance(error, ConfigError) and (not began or training.world_size == 1)
+    finally:
+        if engine is not None:
+            with quiet():
+                finish_engines()
+                engine.destroy()
+        engine = model = None
+        gc.collect()
+    return _compare(seen, expected, state, states), True
+
+
+def _refusal(error: BaseException | None) -> BaseException | None:
+    """The refusal that caused ``error``, if one did."""
+    from ds_lgamp.config import ConfigError
+
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def _run(training: Training) -> dict[str, Any]:
+    """Runs the script anew. Its lines are found by tracebacks and TorchScript."""
+    name = f"<training {_run.__name__}>"
+    linecache.cache[name] = len(training.source), None, training.source.splitlines(keepends=True), name
+    namespace: dict[str, Any] = {"__name__": "training"}
+    exec(compile(training.source, name, "exec"), namespace)
+    return namespace
+
+
+def _optimizer(training: Training, model: Any) -> Any:
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return eval(f"optim.{training.optimizer}", {"optim": torch.optim, "trained": trained})
+
+
+def _engine(training: Training, model: Any) -> Any:
+    import deepspeed
+
+    optimizer = _optimizer(training, model)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=training.config)[0]
+
+
+def _plain(training: Training) -> tuple[dict[Any, float], dict[str, Any]]:
+    """Returns what the loop saw and the model's state, trained without DeepSpeed."""
+    namespace = _run(training)
+    model = namespace["make"]()
+    ranks = [_rank()] if training.data_ranks > 1 else list(range(training.pipeline_ranks))
+    micro_batches = training.micro_batches * len(ranks)
+    engine = Plain(model, _optimizer(training, model), micro_batches, training.data_ranks)
+    engine.train()
+    seen = namespace["train"](engine, model, ranks)
+    return seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _compare(seen: dict[Any, float], expected: dict[Any, float], state: dict[str, Any], states: dict[str, Any]) -> Outcome:
+    import torch
+
+    for key, value in seen.items():
+        if not abs(value - expected[key]) <= NEAR * max(1.0, abs(value), abs(expected[key])):
+            return Outcome("defect: other numbers", f"at {key} {value:.6g} instead of {expected[key]:.6g}")
+    if state and state.keys() != states.keys():
+        return Outcome("defect: another state", f"{sorted(state.keys() ^ states.keys())}")
+    for name, value in state.items():
+        other = states[name].to(value.dtype)
+        if value.shape != other.shape or not torch.allclose(value, other, NEAR, NEAR):
+            return Outcome("defect: other values", f"{name} is {value.flatten()[:3].tolist()} instead of {other.flatten()[:3].tolist()}")
+    return Outcome("equal")
+
+
+def outcomes(folder: Path, rank: int, end: str) -> dict[int, Outcome]:
+    """Reads what a rank wrote: its outcomes by case. One that began only has come to ``end``."""
+    file, stack = folder / f"rank{rank}", folder / f"stack{rank}"
+    read: dict[int, Outcome] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        case, kind, text = json.loads(line)
+        read[case] = Outcome(kind, text)
+    dumped = stack.read_text() if stack.exists() else ""
+    return {
+        case: Outcome("defect: hang", dumped) if kind == "begins" and dumped else Outcome(kind, text or end)
+        for case, (kind, text) in read.items()
+    }
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """Returns the outcome of a case on all ranks. A rank that fails leaves others behind, which then only began."""
+    order = ("defect: other", "defect", "refused", "begins", "equal")
+    found = min(outcomes, key=lambda outcome: next(place for place, kind in enumerate(order) if outcome.kind.startswith(kind)))
+    return Outcome("defect: no end", found.text) if found.kind == "begins" else found
