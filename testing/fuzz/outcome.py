@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-SHOWN = 20
+SHOWN = 2000
 """Defects that are printed."""
 
 

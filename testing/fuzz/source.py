@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH, VOCABULARY, STEPS, MICRO_BATCHES = 8, 16, 3, {micro_batches}
+
 {top}
 
 

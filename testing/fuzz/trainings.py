@@ -10,13 +10,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from testing.fuzz.loops import LOOPS
 from testing.fuzz.outcome import Outcome, sentence_fault
 from testing.fuzz.plain import Plain
-from testing.fuzz.source import script
-from testing.fuzz.ways import WAYS
+from testing.fuzz.source import DEFAULTS, script
+from testing.fuzz.ways import FAMILIES, WAYS
 
-ALL = {**WAYS, **LOOPS}
 LIMIT = 60
 """Seconds of one training."""
 NEAR = 2e-5
@@ -42,17 +40,16 @@ class Training(NamedTuple):
 
     @property
     def source(self) -> str:
-        return script([ALL[way] for way in self.ways], self.micro_batches, self.count)
+        return script([WAYS[way] for way in self.ways], self.micro_batches, self.count)
 
 
 def of_case(case: int) -> Training:
     """Draws the training of a case, which its number decides alone."""
     random = Random(case)
     ways: list[str] = []
-    names = list(ALL)
-    for _ in range(random.choice((1, 1, 1, 2, 2, 3))):
-        way = random.choice(names)
-        if not any(_collide(ALL[way], ALL[other]) for other in ways):
+    for family in random.sample(FAMILIES, random.choice((1, 1, 1, 2, 2, 3))):
+        way = random.choice(list(family))
+        if not any(_collide(WAYS[way], WAYS[other]) for other in ways):
             ways.append(way)
     pipeline_ranks, data_ranks = random.choice(((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2)))
     block: dict[str, Any] = {"pipeline_ranks": pipeline_ranks} if pipeline_ranks > 1 else {}
@@ -66,6 +63,8 @@ def of_case(case: int) -> Training:
         block["chunks_per_rank"] = 1
     elif random.random() < 0.3:
         block["chunks_per_rank"] = random.choice((1, 2))
+    for way in ways:
+        block |= json.loads(WAYS[way].get("config", "{}"))
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
@@ -74,15 +73,13 @@ def of_case(case: int) -> Training:
         "ds_lgamp": block,
     }
     optimizer = random.choice(("SGD(trained, 0.1)", "SGD(trained, 0.1, momentum=0.5)", "AdamW(trained, 0.01, eps=0.1)"))
-    return Training(
-        tuple(ways), random.randint(3, 5), pipeline_ranks, data_ranks, micro_batches, optimizer, config
-    )
+    return Training(tuple(ways), random.randint(3, 5), pipeline_ranks, data_ranks, micro_batches, optimizer, config)
 
 
 def _collide(one: dict[str, str], other: dict[str, str]) -> bool:
-    from testing.fuzz.source import DEFAULTS
-
-    return any(slot in DEFAULTS and slot in other and not one[slot].startswith("+") for slot in one)
+    """Whether both fill a slot for one text."""
+    both = DEFAULTS.keys() & one.keys() & other.keys()
+    return any(not (one[slot].startswith("+") and other[slot].startswith("+")) for slot in both)
 
 
 def run_cases(cases: list[tuple[int, Training]], folder: str) -> None:
@@ -121,7 +118,7 @@ def run_case(training: Training) -> tuple[Outcome, bool]:
     try:
         expected, states = _plain(training)
     except Exception:
-        return Outcome("defect: the plain process fails", traceback.format_exc(limit=-4)), training.data_ranks == 1
+        return Outcome("defect: fails alone", traceback.format_exc(limit=-4)), training.data_ranks == 1
     engine, began = None, False
     try:
         with quiet():
@@ -201,7 +198,9 @@ def _plain(training: Training) -> tuple[dict[Any, float], dict[str, Any]]:
     return seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _compare(seen: dict[Any, float], expected: dict[Any, float], state: dict[str, Any], states: dict[str, Any]) -> Outcome:
+def _compare(
+    seen: dict[Any, float], expected: dict[Any, float], state: dict[str, Any], states: dict[str, Any]
+) -> Outcome:
     import torch
 
     for key, value in seen.items():
@@ -212,7 +211,10 @@ def _compare(seen: dict[Any, float], expected: dict[Any, float], state: dict[str
     for name, value in state.items():
         other = states[name].to(value.dtype)
         if value.shape != other.shape or not torch.allclose(value, other, NEAR, NEAR):
-            return Outcome("defect: other values", f"{name} is {value.flatten()[:3].tolist()} instead of {other.flatten()[:3].tolist()}")
+            return Outcome(
+                "defect: other values",
+                f"{name} is {value.flatten()[:3].tolist()} instead of {other.flatten()[:3].tolist()}",
+            )
     return Outcome("equal")
 
 
@@ -233,5 +235,7 @@ def outcomes(folder: Path, rank: int, end: str) -> dict[int, Outcome]:
 def worst(outcomes: list[Outcome]) -> Outcome:
     """Returns the outcome of a case on all ranks. A rank that fails leaves others behind, which then only began."""
     order = ("defect: other", "defect", "refused", "begins", "equal")
-    found = min(outcomes, key=lambda outcome: next(place for place, kind in enumerate(order) if outcome.kind.startswith(kind)))
+    found = min(
+        outcomes, key=lambda outcome: next(place for place, kind in enumerate(order) if outcome.kind.startswith(kind))
+    )
     return Outcome("defect: no end", found.text) if found.kind == "begins" else found
