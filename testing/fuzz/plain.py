@@ -12,10 +12,13 @@ class Plain:
     Args:
         micro_batches: of a step of this process.
         data_ranks: how many processes train replicas of the model with data of their own.
+        clipping: the largest norm of all gradients together; 0 leaves them alone.
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, micro_batches: int, data_ranks: int) -> None:
-        self.module, self.optimizer = model, optimizer
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, micro_batches: int, data_ranks: int, clipping: float
+    ) -> None:
+        self.module, self.optimizer, self._clipping = model, optimizer, clipping
         self._micro_batches, self._data_ranks, self._steps = micro_batches, data_ranks, 0
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
@@ -36,6 +39,8 @@ class Plain:
             return
         if self._data_ranks > 1:
             self._sum_gradients()
+        if self._clipping:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clipping)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
