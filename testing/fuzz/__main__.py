@@ -17,7 +17,7 @@ if __name__ == "__main__":
     if options.only is not None:
         options.seed, options.count = options.only, 1
         if options.subject == "trainings":
-            print(of_case(options.only).source)
+            print(of_case(options.only).file)
     tally = RUNS[options.subject](options.count, options.seed)
     print(tally.text())
     sys.exit(bool(tally.defects))

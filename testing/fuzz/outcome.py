@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-SHOWN = 2000
+SHOWN = 20
 """Defects that are printed."""
 
 

@@ -60,31 +60,44 @@ def run_configs(count: int, seed: int) -> Tally:
 
 
 def run_trainings(count: int, seed: int) -> Tally:
-    """Runs the cases of one rank, then those of two ranks, many in the same processes."""
-    tally = Tally()
-    cases = [(case, trainings.of_case(case)) for case in range(seed, seed + count)]
-    for world_size in (1, 2):
-        left = [each for each in cases if each[1].world_size == world_size]
-        while left:
-            outcomes = _trained(world_size, left[:ENGINES])
-            for case, outcome in outcomes:
-                tally.add(case, outcome)
-            left = left[len(outcomes) :]
+    tally, cases = Tally(), {case: trainings.of_case(case) for case in range(seed, seed + count)}
+    for case, outcome in train_all(cases).items():
+        told = f"{cases[case].told}: {outcome.text}" if outcome.kind.startswith("defect") else outcome.text
+        tally.add(case, outcome._replace(text=told))
     return tally
 
 
-def _trained(world_size: int, cases: list[tuple[int, trainings.Training]]) -> list[tuple[int, Outcome]]:
-    """Returns the outcomes of the first of these cases, up to one that ended the processes."""
+def train_all(cases: dict[int, trainings.Training], limit: int = trainings.LIMIT) -> dict[int, Outcome]:
+    """Runs trainings, many in the same processes. Those behind one that ended its processes start anew.
+
+    Args:
+        cases: by number.
+        limit: seconds of one training.
+    """
+    outcomes: dict[int, Outcome] = {}
+    for world_size in sorted({training.world_size for training in cases.values()}):
+        left = [(case, training) for case, training in cases.items() if training.world_size == world_size]
+        while left:
+            done = _train_some(world_size, left[:ENGINES], limit)
+            outcomes |= done
+            left = [each for each in left if each[0] not in done]
+    return outcomes
+
+
+def _train_some(world_size: int, cases: list[tuple[int, trainings.Training]], limit: int) -> dict[int, Outcome]:
+    """Returns the outcomes of these cases, up to one that ended the processes."""
     with tempfile.TemporaryDirectory() as name:
         try:
-            run_on_ranks(world_size, trainings.run_cases, cases, name, seconds=LIMIT)
+            run_on_ranks(world_size, trainings.run_cases, cases, name, limit, seconds=limit * len(cases))
         except AssertionError as error:
             end = str(error)
         else:
             end = ""
-        by_rank = [trainings.outcomes(Path(name), rank, end) for rank in range(world_size)]
-    known = [case for case, _ in cases if any(case in outcomes for outcomes in by_rank)]
-    return [(case, trainings.worst([of_rank[case] for of_rank in by_rank if case in of_rank])) for case in known]
+        told = {case: trainings.outcome_of(Path(name), world_size, case, end) for case, _ in cases}
+    outcomes = {case: outcome for case, outcome in told.items() if outcome is not None}
+    if not outcomes:
+        raise AssertionError(f"no training began: {end}")
+    return outcomes
 
 
 RUNS = {

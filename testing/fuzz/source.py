@@ -1,6 +1,7 @@
 """The text of a small script: a model of one's own and a loop that trains it, with slots that ways fill."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 TEMPLATE = '''\
 import torch
@@ -115,6 +116,36 @@ def script(ways: Iterable[Mapping[str, str]], micro_batches: int, count: int) ->
     filled = {slot: text.replace("{count}", str(count)) for slot, text in texts.items()}
     filled["micro_batches"] = str(micro_batches)
     return "".join(_filled(line, filled) for line in TEMPLATE.splitlines(keepends=True))
+
+
+def as_file(source: str, optimizer: str, config: dict[str, Any], ranks: int) -> str:
+    """Returns a script that trains on so many ranks, or as one plain process for the data of all."""
+    return (
+        source
+        + f"""
+
+if __name__ == "__main__":
+    # python FILE is the plain process; torchrun --standalone --nproc_per_node {ranks} -m ds_lgamp run FILE is ds_lgamp.
+    import os
+
+    model = make()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.{optimizer}
+    if "RANK" in os.environ:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+        ranks, config = [int(os.environ["RANK"])], {config}
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    else:
+        from testing.fuzz.plain import Plain
+
+        ranks = list(range({ranks}))
+        engine = Plain(model, optimizer, MICRO_BATCHES * {ranks}, 1, {config["gradient_clipping"]})
+    engine.train()
+    print(train(engine, model, ranks))
+"""
+    )
 
 
 def _filled(line: str, texts: Mapping[str, str]) -> str:

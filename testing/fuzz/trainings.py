@@ -5,6 +5,7 @@ import gc
 import json
 import linecache
 import os
+import time
 import traceback
 from pathlib import Path
 from random import Random
@@ -20,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.fuzz.outcome import Outcome, sentence_fault
 from testing.fuzz.plain import Plain
-from testing.fuzz.source import DEFAULTS, script
+from testing.fuzz.source import DEFAULTS, as_file, script
 from testing.fuzz.ways import FAMILIES, WAYS
 
 LIMIT = 30
@@ -33,8 +34,8 @@ class Training(NamedTuple):
     """A model, a loop, and how they train."""
 
     ways: tuple[str, ...]
-    count: int
-    """Blocks."""
+    source: str
+    """The script."""
     pipeline_ranks: int
     data_ranks: int
     micro_batches: int
@@ -47,8 +48,16 @@ class Training(NamedTuple):
         return self.pipeline_ranks * self.data_ranks
 
     @property
-    def source(self) -> str:
-        return script([WAYS[way] for way in self.ways], self.micro_batches, self.count)
+    def told(self) -> str:
+        """What a person needs to know of it."""
+        zero, block = self.config["zero_optimization"], self.config["ds_lgamp"]
+        ranks = f"{self.pipeline_ranks} x {self.data_ranks} ranks"
+        return f"{', '.join(self.ways)}; {ranks}, {self.micro_batches} micro-batches, {zero}, {block}, {self.optimizer}"
+
+    @property
+    def file(self) -> str:
+        """The script as a file that a person can read and run."""
+        return as_file(self.source, self.optimizer, self.config, self.world_size)
 
 
 def of_case(case: int) -> Training:
@@ -82,7 +91,8 @@ def of_case(case: int) -> Training:
         "ds_lgamp": block,
     }
     optimizer = random.choice(("SGD(trained, 0.1)", "SGD(trained, 0.1, momentum=0.5)", "AdamW(trained, 0.01, eps=0.1)"))
-    return Training(tuple(ways), random.randint(3, 5), pipeline_ranks, data_ranks, micro_batches, optimizer, config)
+    source = script([WAYS[way] for way in ways], micro_batches, random.randint(3, 5))
+    return Training(tuple(ways), source, pipeline_ranks, data_ranks, micro_batches, optimizer, config)
 
 
 def _collide(one: dict[str, str], other: dict[str, str]) -> bool:
@@ -91,10 +101,10 @@ def _collide(one: dict[str, str], other: dict[str, str]) -> bool:
     return any(not (one[slot].startswith("+") and other[slot].startswith("+")) for slot in both)
 
 
-def run_cases(cases: list[tuple[int, Training]], folder: str) -> None:
+def run_cases(cases: list[tuple[int, Training]], folder: str, limit: int) -> None:
     """Runs cases on a rank, one after another. Writes outcomes to a file of the rank in ``folder``, line by line.
 
-    Ends the process if a case takes too long, or fails otherwise than by a refusal that all ranks get.
+    Ends the process if a case takes more than ``limit`` seconds, or unless all ranks surely came as far.
     """
     prepare_rank()
     ds_lgamp.install()
@@ -102,10 +112,10 @@ def run_cases(cases: list[tuple[int, Training]], folder: str) -> None:
     with (Path(folder) / f"rank{rank}").open("a") as said, (Path(folder) / f"stack{rank}").open("a") as stack:
         for case, training in cases:
             stack.truncate(0)
-            print(json.dumps([case, "begins", ""]), file=said, flush=True)
-            faulthandler.dump_traceback_later(LIMIT, exit=True, file=stack)
+            print(json.dumps([time.time(), case, "begins", ""]), file=said, flush=True)
+            faulthandler.dump_traceback_later(limit, exit=True, file=stack)
             outcome, alike = run_case(training)
-            print(json.dumps([case, *outcome]), file=said, flush=True)
+            print(json.dumps([time.time(), case, *outcome]), file=said, flush=True)
             if not alike:
                 os._exit(1)
             gc.collect()
@@ -116,7 +126,7 @@ def run_cases(cases: list[tuple[int, Training]], folder: str) -> None:
 def run_case(training: Training) -> tuple[Outcome, bool]:
     """Trains both ways. Returns what came of it, and whether all ranks surely came so far."""
     try:
-        expected = _plain(training)
+        expected = train_alone(training)
     except Exception:
         return Outcome("fails alone", traceback.format_exc(limit=-4)), training.data_ranks == 1
     engines: list[Any] = []
@@ -125,7 +135,8 @@ def run_case(training: Training) -> tuple[Outcome, bool]:
             outcome, alike = _compare(_trained(training, engines), expected), True
     except Exception as error:
         outcome = _failed(error)
-        alike = isinstance(error, ConfigError) and (not engines or training.world_size == 1)
+        alone = training.world_size == 1
+        alike = (alone or not engines) if isinstance(error, ConfigError) else (alone and not engines)
     if alike:
         with quiet():
             finish_engines()
@@ -154,7 +165,7 @@ def _refusal(error: BaseException | None) -> BaseException | None:
 
 def _run(training: Training) -> dict[str, Any]:
     """Runs the script anew. Its lines are found by tracebacks and TorchScript."""
-    name = f"<training {_run.__name__}>"
+    name = "<training>"
     linecache.cache[name] = len(training.source), None, training.source.splitlines(keepends=True), name
     namespace: dict[str, Any] = {"__name__": "training"}
     exec(compile(training.source, name, "exec"), namespace)
@@ -183,11 +194,11 @@ def _trained(training: Training, engines: list[Any]) -> Trained:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=training.config)[0]
     engines.append(engine)
     engine.train()
-    seen = namespace["train"](engine, model, [dist.getdist.get_rank()])
+    seen = namespace["train"](engine, model, [dist.get_rank()])
     return Trained(seen, engine.module.state_dict())
 
 
-def _plain(training: Training) -> Trained:
+def train_alone(training: Training) -> Trained:
     """Trains without DeepSpeed."""
     namespace = _run(training)
     model = namespace["make"]()
@@ -215,24 +226,27 @@ def _compare(found: Trained, expected: Trained) -> Outcome:
     return Outcome("equal")
 
 
-def outcomes(folder: Path, rank: int, end: str) -> dict[int, Outcome]:
-    """Reads what a rank wrote: its outcomes by case. One that began only has come to ``end``."""
-    file, stack = folder / f"rank{rank}", folder / f"stack{rank}"
-    read: dict[int, Outcome] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        case, kind, text = json.loads(line)
-        read[case] = Outcome(kind, text)
-    dumped = stack.read_text() if stack.exists() else ""
-    return {
-        case: Outcome("defect: hang", dumped) if kind == "begins" and dumped else Outcome(kind, text or end)
-        for case, (kind, text) in read.items()
-    }
+def outcome_of(folder: Path, ranks: int, case: int, end: str) -> Outcome | None:
+    """Reads what the ranks wrote of a case. None if it began on no rank.
+
+    The first rank that failed or was refused tells, since others then only miss it. If none did, but not all came to
+    an end, the case has come to ``end``.
+    """
+    lines = [line for rank in range(ranks) for line in _lines(folder / f"rank{rank}") if line[1] == case]
+    if not lines:
+        return None
+    told = [Outcome(kind, text) for _, _, kind, text in sorted(lines) if kind not in ("begins", "equal")]
+    if told:
+        return told[0]
+    if sum(kind == "equal" for _, _, kind, _ in lines) == ranks:
+        return Outcome("equal")
+    stacks = [text for rank in range(ranks) for text in _text(folder / f"stack{rank}")]
+    return Outcome("defect: hang", "\n".join(stacks)) if stacks else Outcome("defect: no end", end)
 
 
-def worst(outcomes: list[Outcome]) -> Outcome:
-    """Returns the outcome of a case on all ranks. A rank that fails leaves others behind, which then only began."""
-    order = ("defect: other", "defect", "refused", "begins", "equal")
-    found = min(
-        outcomes, key=lambda outcome: next(place for place, kind in enumerate(order) if outcome.kind.startswith(kind))
-    )
-    return Outcome("defect: no end", found.text) if found.kind == "begins" else found
+def _lines(file: Path) -> list[list[Any]]:
+    return [json.loads(line) for text in _text(file) for line in text.splitlines()]
+
+
+def _text(file: Path) -> list[str]:
+    return [file.read_text()] if file.exists() and file.stat().st_size else []

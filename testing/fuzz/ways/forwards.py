@@ -26,7 +26,8 @@ VALUES: dict[str, dict[str, str]] = {
     },
     "a mask as an index ahead of blocks": {"ahead": "x = x.clone()\nx[tokens == 0] = 0.0"},
     "a mask as an index in a module ahead of blocks": {
-        "top": "class Masking(nn.Embedding):\n    def forward(self, tokens):\n        y = super().forward(tokens).clone()\n"
+        "top": "class Masking(nn.Embedding):\n    def forward(self, tokens):\n"
+        "        y = super().forward(tokens).clone()\n"
         "        y[tokens < 4] = y[tokens >= 4].mean()\n        return y",
         "model_init": "self.embed = Masking(VOCABULARY, WIDTH)",
     },
@@ -132,7 +133,8 @@ HYBRID: dict[str, dict[str, str]] = {
         "inside": "y = y if mask is None else y * mask",
     },
     "blocks of different widths inside": {
-        "block_init": "self.wide = nn.Sequential(nn.Linear(WIDTH, 4 + number), nn.SiLU(), nn.Linear(4 + number, WIDTH))",
+        "block_init": "wide = 4 + number\n"
+        "self.wide = nn.Sequential(nn.Linear(WIDTH, wide), nn.SiLU(), nn.Linear(wide, WIDTH))",
         "inside": "y = y + self.wide(y)",
     },
     "a block without parameters": {"made": "model.blocks[1].norm = model.blocks[1].mix = nn.Identity()"},

@@ -290,11 +290,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "a layer frozen in the middle": {"before_step": "if step == 1:\n    model.blocks[0].requires_grad_(False)"},
     "a layer frozen for some micro-batches": {"before_call": "model.embed.requires_grad_(number % 2 == 0)"},
     "a hook in the middle": {
-        "before_step": "if step == 1:\n    model.blocks[0].register_forward_hook(lambda module, given, output: output * 0.9)"
-    },
-    "autocast around calls": {
-        "before_call": "autocast = torch.autocast('cpu', torch.bfloat16, enabled=number % 2 == 1)\nautocast.__enter__()",
-        "unpack": "loss = output\nautocast.__exit__(None, None, None)",
+        "before_step": "if step == 1:\n"
+        "    model.blocks[0].register_forward_hook(lambda module, given, output: output * 0.9)"
     },
     "a number that the forward counts": {
         "model_init": "self.calls = 0",
@@ -308,16 +305,19 @@ BETWEEN: dict[str, dict[str, str]] = {
     "evaluation after every step": {"after_step": _EVALUATED_STEP},
     "evaluation ahead of training": {"begin": f"step = 0\n{_EVALUATED_STEP}"},
     "the model called after every step": {
-        "after_step": 'with torch.no_grad():\n    seen["called", step] = loss_of(model, model, step, 50, ranks[0]).item()'
+        "after_step": "with torch.no_grad():\n    loss = loss_of(model, model, step, 50, ranks[0])\n"
+        'seen["called", step, ranks[0]] = loss.item()'
     },
     "an evaluation that fails": {
-        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n        engine(torch.full((2, 6), VOCABULARY), None)\n"
+        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"
+        "        engine(torch.full((2, 6), VOCABULARY), None)\n"
         "except Exception as error:\n    seen['failed', step] = 1.0\nengine.train()",
     },
     "an evaluation that the model refuses": {
         "start": 'if tokens.shape[1] > 20:\n    raise ValueError("the sequence is too long")',
-        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n        tokens = torch.zeros(2, 30, dtype=torch.long)\n"
-        "        engine(tokens, tokens)\nexcept ValueError:\n    seen['failed', step] = 1.0\nengine.train()",
+        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"
+        "        tokens = torch.zeros(2, 30, dtype=torch.long)\n        engine(tokens, tokens)\n"
+        "except ValueError:\n    seen['failed', step] = 1.0\nengine.train()",
     },
     "a micro-batch that the model refuses": {
         "start": 'if tokens.shape[1] > 20:\n    raise ValueError("the sequence is too long")',
@@ -326,22 +326,25 @@ BETWEEN: dict[str, dict[str, str]] = {
     },
     "a model in evaluation that refuses inside a block": {
         "inside": 'if x.shape[1] > 20:\n    raise ValueError("the sequence is too long")',
-        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n        tokens = torch.zeros(2, 30, dtype=torch.long)\n"
-        "        engine(tokens, tokens)\nexcept ValueError:\n    seen['failed', step] = 1.0\nengine.train()",
+        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"
+        "        tokens = torch.zeros(2, 30, dtype=torch.long)\n        engine(tokens, tokens)\n"
+        "except ValueError:\n    seen['failed', step] = 1.0\nengine.train()",
     },
     "an exception of the loop": {
         "after_call": "try:\n    raise StopIteration\nexcept StopIteration:\n    pass",
     },
     "an evaluation that the loop breaks off": {
-        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n        loss_of(engine, model, step, 50, ranks[0])\n"
-        "        raise KeyError\nexcept KeyError:\n    pass\nengine.train()",
+        "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"
+        "        loss_of(engine, model, step, 50, ranks[0])\n        raise KeyError\n"
+        "except KeyError:\n    pass\nengine.train()",
     },
     "training mode set in every step": {"before_step": "engine.train()"},
     "the state read after every step": {"after_step": "state = model.state_dict()"},
     "the state loaded after every step": {"after_step": "model.load_state_dict(model.state_dict())"},
     "gradients set to zero after every step": {"after_step": "engine.optimizer.zero_grad()"},
     "a step without gradients in between": {
-        "after_step": "with torch.no_grad():\n    seen['no_grad', step] = loss_of(engine, model, step, 50, ranks[0]).item()"
+        "after_step": "with torch.no_grad():\n    loss = loss_of(engine, model, step, 50, ranks[0])\n"
+        "seen['no_grad', step, ranks[0]] = loss.item()"
     },
     "random numbers drawn in between": {"after_call": "torch.rand(3)"},
 }

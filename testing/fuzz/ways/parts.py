@@ -133,7 +133,8 @@ ACTIVATIONS = _activations()
 
 HOOKS: dict[str, dict[str, str]] = {
     "a hook behind every block": {
-        "made": "for block in model.blocks:\n    block.register_forward_hook(lambda module, given, output: output * 0.9)"
+        "made": "for block in model.blocks:\n"
+        "    block.register_forward_hook(lambda module, given, output: output * 0.9)"
     },
     "a hook ahead of every block": {
         "made": "for block in model.blocks:\n"
@@ -143,7 +144,8 @@ HOOKS: dict[str, dict[str, str]] = {
         "made": "model.embed.register_forward_hook(lambda module, given, output: output * 0.9)"
     },
     "a hook behind parts of blocks": {
-        "made": "for block in model.blocks:\n    block.mix.register_forward_hook(lambda module, given, output: output * 0.9)"
+        "made": "for block in model.blocks:\n"
+        "    block.mix.register_forward_hook(lambda module, given, output: output * 0.9)"
     },
     "a hook behind the model": {
         "made": "model.register_forward_hook(lambda module, given, output: output * 2)",
@@ -152,7 +154,8 @@ HOOKS: dict[str, dict[str, str]] = {
         "made": "model.register_forward_pre_hook(lambda module, given: ((given[0] + 1) % VOCABULARY, *given[1:]))",
     },
     "a hook that counts calls": {
-        "made": "model.seen = 0\n\n\ndef count(module, given, output):\n    model.seen += 1\n    return output * (1 + 0.1 * (model.seen % 3))\n\n\n"
+        "made": "model.seen = 0\n\n\ndef count(module, given, output):\n    model.seen += 1\n"
+        "    return output * (1 + 0.1 * (model.seen % 3))\n\n\n"
         "model.blocks[0].register_forward_hook(count)",
     },
     "a hook of gradients of blocks": {
@@ -187,10 +190,12 @@ HOOKS: dict[str, dict[str, str]] = {
         "inside": "with autocast():\n    y = self.mix(y)\ny = y.float()",
     },
     "a forward of blocks that is replaced": {
-        "made": "for block in model.blocks:\n    block.forward = (lambda forward: lambda *given, **named: forward(*given, **named) * 0.9)(block.forward)"
+        "made": "for block in model.blocks:\n"
+        "    block.forward = (lambda forward: lambda *given: forward(*given) * 0.9)(block.forward)"
     },
     "a forward of parts that is replaced": {
-        "made": "for block in model.blocks:\n    block.mix.forward = (lambda forward: lambda x: forward(x) * 0.9)(block.mix.forward)"
+        "made": "for block in model.blocks:\n"
+        "    block.mix.forward = (lambda forward: lambda x: forward(x) * 0.9)(block.mix.forward)"
     },
     "a function kept in blocks": {
         "block_init": "self.scaled = lambda y: y * (0.5 + 0.1 * number)",
@@ -202,7 +207,8 @@ OUTPUTS: dict[str, dict[str, str]] = {
     "a tuple": {"model_return": "return logits, loss", "unpack": "loss = output[1]"},
     "a dictionary": {"model_return": 'return {"loss": loss, "logits": logits}', "unpack": 'loss = output["loss"]'},
     "an object": {
-        "top": "import dataclasses\n\n\n@dataclasses.dataclass\nclass Output:\n    loss: torch.Tensor\n    logits: torch.Tensor",
+        "top": "import dataclasses\n\n\n@dataclasses.dataclass\nclass Output:\n"
+        "    loss: torch.Tensor\n    logits: torch.Tensor",
         "model_return": "return Output(loss, logits)",
         "unpack": "loss = output.loss",
     },

@@ -142,8 +142,8 @@ LASTING: dict[str, dict[str, str]] = {
         "behind": "self.calls += 1\nx = x * (1 + 0.2 * (self.calls % 3))",
     },
     "a counter in a module ahead of blocks": {
-        "top": "class Counting(nn.Embedding):\n    calls = 0\n\n    def forward(self, tokens):\n        self.calls += 1\n"
-        "        return super().forward(tokens) * (1 + 0.2 * (self.calls % 3))",
+        "top": "class Counting(nn.Embedding):\n    calls = 0\n\n    def forward(self, tokens):\n"
+        "        self.calls += 1\n        return super().forward(tokens) * (1 + 0.2 * (self.calls % 3))",
         "model_init": "self.embed = Counting(VOCABULARY, WIDTH)",
     },
     "a counter in a buffer of blocks": {
