@@ -1,14 +1,21 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import cached_property
+from itertools import chain
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Part, Result
+from ds_lgamp.integrations.split.parts import Attribute, Part, Result
+from ds_lgamp.integrations.split.snapshot import Snapshot
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
@@ -21,6 +28,13 @@ class BlockArguments(NamedTuple):
     named: Mapping[str, Any]
     autocast: Autocast | None = None
     """In which it calls the block; None while nobody has looked."""
+    attributes: Mapping[Attribute, Any] = MappingProxyType({})
+    """The attributes of the block that it has set."""
+
+    @property
+    def values(self) -> Iterator[Any]:
+        """All that the block gets beside hidden states."""
+        return chain(self.positional, self.named.values(), self.attributes.values())
 
 
 def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, BlockArguments]:
@@ -71,6 +85,8 @@ class Call:
         self.blocks: list[BlockArguments] | None = None
         """What every block gets, if nothing travels. Kept for recomputations, too: rotary tables of type "dynamic" have
         grown with the lengths since."""
+        self.own_state: Snapshot | None = None
+        """What the model's own modules held when its forward first ran for this call; None before that."""
         self._looks: bool | None = None
 
     @cached_property
@@ -84,6 +100,12 @@ class Call:
         if self._looks is None:
             self._looks = asked
         return self._looks
+
+    def with_arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> "Call":
+        """Returns a call with other arguments that counts as this one."""
+        other = Call(positional, named)
+        other.own_state = self.own_state
+        return other
 
     def forget_blocks(self) -> None:
         """Lets go of what the blocks get, which none needs any more."""
@@ -109,6 +131,10 @@ class Calls:
     """The micro-batches of a batch, and the one that the layers compute now."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Ends the batch."""
         self.all: list[Call] = []
         self.number = 0
         """The micro-batch that the layers compute."""
@@ -151,5 +177,54 @@ class Tree(nn.Module):
 
 
 def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:
-    """Calls the model with its hooks, but not what torch.compile may have made of the call as a whole."""
+    """Calls the model with its hooks, but not what torch.compile may have made of the call as a whole. It gets copies
+    of containers, because it runs several times with the same arguments, to which it may write."""
+    positional, named = copied_containers((positional, named))
     return model._call_impl(*positional, **named)
+
+
+def copied_containers(value: Any) -> Any:
+    """Returns ``value`` with copies of the containers in it, at any depth: lists, dictionaries, tuples, sets, deques,
+    dataclasses, and objects of classes that derive from these, such as a BatchEncoding of transformers. A container
+    that is there twice is copied once. Everything else is shared, above all tensors."""
+    return _copied(value, {})
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Does the work of :func:`copied_containers`, with the copies made so far, by the ids of the originals."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, tuple):
+        members = [_copied(member, copies) for member in value]
+        if all(map(operator.is_, members, value)):
+            return value
+        return type(value)._make(members) if hasattr(value, "_make") else tuple(members)
+    held = _held(value)
+    if held is None:
+        return value
+    copies[id(value)] = own = copy(value)
+    for key, member in held:
+        if (copied := _copied(member, copies)) is member:
+            continue
+        if isinstance(own, _WITH_ITEMS):
+            own[key] = copied
+        else:
+            # Frozen dataclasses forbid the statement.
+            object.__setattr__(own, key, copied)
+    return own
+
+
+_WITH_ITEMS = (dict, UserDict, list, UserList, deque)
+
+
+def _held(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns what a container holds that can be changed, with the keys, places or names; None for everything else."""
+    if isinstance(value, dict | UserDict):
+        return [*value.items()]
+    if isinstance(value, _WITH_ITEMS):
+        return [*enumerate(value)]
+    if isinstance(value, SimpleNamespace):
+        return [*vars(value).items()]
+    if is_dataclass(value) and not isinstance(value, type | Tensor | nn.Module):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return [] if isinstance(value, set) else None

@@ -6,7 +6,7 @@ states on. A stand-in for a module ahead of the blocks, such as the embedding, r
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_like
+from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
-from ds_lgamp.integrations.split.kept import Kept
 from ds_lgamp.integrations.split.loss_graph import LossGraph
-from ds_lgamp.integrations.split.parts import Part, Result, Sides, place_of
+from ds_lgamp.integrations.split.own_state import OwnState
+from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Sides, own_modules, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     Absent,
     AbsentTensor,
@@ -90,8 +91,10 @@ class SplitForward:
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
+        self._attributes, self._looked = SetAttributes(self._blocks), set[Any]()
+        self._own_state = OwnState(own_modules(model, blocks, sides))
         self._stand_ins = [
-            (blocks.container._modules, name, Visited(block, partial(self._visit_block, index)))
+            (blocks.container._modules, name, Visited(block, index, self._attributes, self._visit_block))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         self.ahead = Ahead(model, sides.ahead, self._refuse_behind)
@@ -102,7 +105,7 @@ class SplitForward:
             for block in self._blocks
             for kept in shown.kept
         ]
-        self._buffers, self._loss_in = ContainingBuffers(model, blocks), loss_in
+        self._buffers, self.loss_in = ContainingBuffers(model, blocks), loss_in
         self._loss_graph = LossGraph(model, sides.held_behind.values())
         self._visit: Visit = _not_running
         self._visited = 0
@@ -162,6 +165,7 @@ class SplitForward:
             arguments = tree_map_only(Passed, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
         sizes = _sizes(arguments)
+        self._attributes.set(index, arguments.attributes)
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
         if _sizes(arguments) != sizes:
@@ -204,8 +208,8 @@ class SplitForward:
                 raise _Reached
             return returned if number == index - 1 else hidden
 
-        with replacing(self._behind), self.ahead.absent(given), self._visiting(visit):
-            self._run_until_reached(call)
+        with replacing(self._behind), self.ahead.absent(given):
+            self._run_until_reached(call, visit)
         return entered[0]
 
     def note_present(self, call: Call) -> tuple[Noted, Seen]:
@@ -252,8 +256,10 @@ class SplitForward:
             version = version_of(passed)
             return passed
 
-        with self._visiting(note):
-            self._run_until_reached(call)
+        kind = self._model.training, call.signature
+        with nullcontext() if kind in self._looked else self._attributes.looking():
+            self._run_until_reached(call, note)
+        self._looked.add(kind)
         assert first is not None, "no block is skipped"
         return Noted(first, blocks, entered, tuple(passes))
 
@@ -268,7 +274,7 @@ class SplitForward:
         with self.ahead.absent(given, leaves):
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
-            roots = output if self._loss_in is None else self._loss_in(output)
+            roots = output if self.loss_in is None else self.loss_in(output)
             self._loss_graph.check(call.signature, roots, inputs, leaves)
         return output
 
@@ -281,11 +287,12 @@ class SplitForward:
             if self._visited > len(self._blocks):
                 raise ConfigError(_again(f"block {index}"))
             if index == last:
+                self._own_state.reached_end_of_blocks()
                 return returned()
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self._visiting(replace, passes_others=False), replacing(kept):
+        with self._own_state.counted_once(call), self._visiting(replace, passes_others=False), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
@@ -299,9 +306,10 @@ class SplitForward:
         beside = self._beside[index] if self._passes_others else [None] * (self._returned - 1)
         return (passed, *beside) if self._returned else passed
 
-    def _run_until_reached(self, call: Call) -> None:
+    def _run_until_reached(self, call: Call, visit: Visit) -> None:
         try:
-            run_uncompiled(self._model, *call.positional, **call.named)
+            with self._own_state.counted_once(call), self._visiting(visit):
+                run_uncompiled(self._model, *call.positional, **call.named)
         except _Reached:
             return
         except Touched:
@@ -336,16 +344,13 @@ class SplitForward:
 
 def _sizes(arguments: BlockArguments) -> list[int]:
     """Returns the sizes of the lists and dictionaries among ``arguments``."""
-    given = (*arguments.positional, *arguments.named.values())
-    return [len(each) for each in given if isinstance(each, MutableSequence | MutableMapping)]
+    return [len(each) for each in arguments.values if isinstance(each, MutableSequence | MutableMapping)]
 
 
 def _places(index: int, arguments: BlockArguments) -> tuple[int, ...]:
     """Returns at which places the block before ``index`` returns tensors that are in ``arguments``. Raises ConfigError
     if another block returns some."""
-    passed = [
-        leaf for leaf in tree_leaves([*arguments.positional, *arguments.named.values()]) if isinstance(leaf, Passed)
-    ]
+    passed = [leaf for leaf in tree_leaves([*arguments.values]) if isinstance(leaf, Passed)]
     if any(leaf.block != index - 1 for leaf in passed):
         raise ConfigError(EARLIER)
     return tuple(sorted({leaf.place for leaf in passed}))
@@ -355,7 +360,7 @@ def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tenso
     raise RuntimeError("the stand-in for a block is called outside of a forward")
 
 
-def _refuse_kept(kept: Kept) -> NoReturn:
+def _refuse_kept(kept: Attribute) -> NoReturn:
     raise ConfigError(
         f"behind the blocks the model reads '{'.'.join(filter(None, kept))}' of a block, which is set where the block "
         f"runs; with a {BLOCK} block, leave it out of the loss, or write the model as a PipelineModule"

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_lgamp.integrations.split.beside import Comparison
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
 from ds_lgamp.integrations.split.checks import check_travels, results_behind
@@ -100,6 +101,19 @@ class SplitLayers:
         """Compiles the blocks with torch.compile's ``options``."""
         for block in self._blocks:
             block.compile(**options)
+
+    def compare(
+        self, model: nn.Module, blocks: Blocks, shown: Survey, random_sources: Sequence[RandomSource], apart: bool
+    ) -> None:
+        """Raises ConfigError if the layers compute something else than the model. See :class:`Comparison`."""
+        first = self.modules[0]
+        layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
+        try:
+            comparison = Comparison(model, blocks, layers, self.calls, random_sources, self._split.loss_in)
+            with evaluating(model, blocks):
+                comparison.check(shown.arguments, apart)
+        finally:
+            self.calls.forget()
 
     @staticmethod
     def first_input(call: Call) -> Call:

@@ -13,6 +13,7 @@ from ds_lgamp.integrations.split.checks import check_parts
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.output import NotReturned
+from ds_lgamp.integrations.split.snapshot import untouched
 from ds_lgamp.integrations.split.survey import evaluating, survey
 from ds_lgamp.runtime.random_state import RandomSource
 
@@ -34,16 +35,19 @@ class OwnModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model) if given is None else ((), given_inputs(given))
         blocks, only_loss = find_blocks(model, settings.blocks), settings.outputs == "loss"
-        shown = survey(model, blocks, dummy, random_sources, only_loss)
-        leaves, self._structure = tree_flatten(shown.output)
-        self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
-        self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        """What the model returns beside its loss, where only that comes back."""
-        super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None)
-        # They may draw random numbers, but change nothing.
-        without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
-        with evaluating(model, blocks, without_state):
-            check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
+        with untouched(model):
+            shown = survey(model, blocks, dummy, random_sources, only_loss)
+            leaves, self._structure = tree_flatten(shown.output)
+            self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
+            self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            """What the model returns beside its loss, where only that comes back."""
+            super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None)
+            on_other_ranks = (settings.pipeline_ranks or 1) > 1
+            # They may draw random numbers, but change nothing.
+            without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
+            with evaluating(model, blocks, without_state):
+                check_parts(self._split, shown, random_sources, on_other_ranks)
+            self.compare(model, blocks, shown, random_sources, on_other_ranks)
 
     @staticmethod
     def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:

@@ -22,6 +22,14 @@ class Result(NamedTuple):
     """Counts the tensors of one call."""
 
 
+class Attribute(NamedTuple):
+    """An attribute of a module in a block."""
+
+    path: str
+    """The name of the module in the block; "" for the block itself."""
+    name: str
+
+
 class Sides(NamedTuple):
     """The parts of a model, by their names in it."""
 
@@ -36,6 +44,14 @@ class Sides(NamedTuple):
     def held_behind(self) -> Mapping[str, Part]:
         """The parts that the last layer holds."""
         return {**self.ahead, **self.behind} if self.is_shared else self.behind
+
+
+def own_modules(model: nn.Module, blocks: Blocks, sides: Sides) -> list[nn.Module]:
+    """Returns the modules that belong neither to a block nor to another part: those that contain the blocks, and those
+    without parameters, whose code runs wherever the model's own forward does."""
+    parts = [part for part in (*sides.ahead.values(), *sides.behind.values()) if isinstance(part, nn.Module)]
+    others = {id(module) for part in (*parts, *blocks.named.values()) for module in part.modules()}
+    return [module for module in model.modules() if id(module) not in others]
 
 
 def model_of(model: Any) -> Any:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, apart
+from ds_lgamp.integrations.split.snapshot import MISSING
 
 
 class StandIn(nn.Module):
@@ -33,19 +35,54 @@ class StandIn(nn.Module):
 
 
 class Visited(StandIn):
-    """The stand-in for a block.
+    """The stand-in for a block. The block itself gets the attributes that are set.
 
     Args:
         block: the block.
-        visit: called with the hidden states and the other arguments. Returns what the forward gets for a result.
+        index: its number.
+        attributes: those of all blocks that forwards set.
+        visit: called with the number, the hidden states and all else that the block gets. Returns what the forward gets
+            for a result.
     """
 
-    def __init__(self, block: nn.Module, visit: Callable[[Tensor, BlockArguments], Any]) -> None:
+    written: dict[str, Any]
+    """The attributes that were set, with the values that the block had before."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        index: int,
+        attributes: SetAttributes,
+        visit: Callable[[int, Tensor, BlockArguments], Any],
+    ) -> None:
         super().__init__(block)
-        self._visit = visit
+        self._index, self._attributes, self._visit = index, attributes, visit
+        self.__dict__["written"] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_of_the_block(name):
+            setattr(self._own, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_of_the_block(name):
+            delattr(self._own, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_of_the_block(self, name: str) -> bool:
+        """Notes that an attribute is set or deleted. Returns whether it is the block's, and not one of the stand-in
+        that is being made."""
+        if "written" not in self.__dict__:
+            return False
+        self.written.setdefault(name, vars(self._own).get(name, MISSING))
+        return True
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        return self._visit(*apart(positional, named))
+        hidden, arguments = apart(positional, named)
+        attributes = self._attributes.of(self._index, self.written)
+        return self._visit(self._index, hidden, arguments._replace(attributes=attributes))
 
 
 class Absent(StandIn):

@@ -14,13 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
-from ds_lgamp.integrations.split.kept import Kept, kept_in_training
+from ds_lgamp.integrations.split.kept import kept_in_training
 from ds_lgamp.integrations.split.loss_graph import walk
-from ds_lgamp.integrations.split.parts import Result, parameters_of, parts_of, restored_modes
+from ds_lgamp.integrations.split.parts import Attribute, Result, parameters_of, parts_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -36,7 +37,7 @@ class Survey(NamedTuple):
     """How many members the tuple has that a block returns; 0 if it returns a tensor."""
     beside: tuple[bool, ...]
     """Which of them beside hidden states are tensors."""
-    kept: list[Kept]
+    kept: list[Attribute]
     """The attributes of a block that it sets to tensors which depend on parameters."""
     travels_to_blocks: frozenset[Result]
     """Results of parts ahead of the blocks on which depends what blocks get beside hidden states."""
@@ -140,13 +141,17 @@ class _Walk:
         self._ran_last: str | None = None
         """The last of them that was called."""
         self._visited = 0
+        self._order: list[int] = []
+        """The numbers of blocks in which they were called."""
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
         self._passed: Any = None
         """The hidden states that a block has passed on."""
         self._version = 0
         """How often they had been changed in place by then."""
-        self._kept: list[Kept] = []
+        self._kept: list[Attribute] = []
+        self._called = [*blocks.named.values()]
+        self._attributes = SetAttributes(self._called)
         self._returned = 0
         self._beside: tuple[bool, ...] = ()
         """Which of what a block returns beside hidden states are tensors."""
@@ -170,10 +175,11 @@ class _Walk:
                 stack.callback(after.remove)
             modules = self._blocks.container._modules
             stand_ins = [
-                (modules, name, Visited(block, partial(self._visit, block)))
-                for name, block in self._blocks.named.items()
+                (modules, name, Visited(block, index, self._attributes, self._visit))
+                for index, (name, block) in enumerate(self._blocks.named.items())
             ]
             stack.enter_context(replacing(stand_ins))
+            stack.enter_context(self._attributes.looking())
             stack.enter_context(_Reads(self._read))
             yield
 
@@ -218,6 +224,8 @@ class _Walk:
         ConfigError if blocks were left out."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
+        if self._order != [*range(self._visited)]:
+            raise self.refusal(f"its forward calls them in the order {', '.join(map(str, self._order))}")
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -297,16 +305,18 @@ class _Walk:
         self._results += [(result, tensor), (result, noted)]
         return noted
 
-    def _visit(self, block: nn.Module, hidden: Any, beside: BlockArguments) -> Any:
-        """Returns what the forward gets in place of the result of ``block``."""
+    def _visit(self, index: int, hidden: Any, beside: BlockArguments) -> Any:
+        """Returns what the forward gets in place of the result of block ``index``."""
+        block = self._called[index]
         self._check_trains(block)
+        self._order.append(index)
         if beside.named.get("past_key_values") is not None:
             raise self.refusal("its blocks get a cache of keys and values")
         if self._ran_last is not None:
             raise self.refusal(f"its module '{self._ran_last}' runs between blocks")
         if self._visited:
             self._check_between(hidden)
-        leaves = tree_leaves([*beside.positional, *beside.named.values()])
+        leaves = tree_leaves([*beside.values])
         for leaf in leaves:
             if isinstance(leaf, nn.Parameter):
                 self._read(leaf)

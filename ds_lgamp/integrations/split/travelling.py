@@ -89,7 +89,7 @@ class Travelling:
     def _reached(self, call: Call, like: Mapping[Result, Tensor]) -> set[Result]:
         """Returns the results to which autograd's graph leads from what blocks get, by their shapes."""
         # Graphs keep no tensors of inference mode.
-        call = Call(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
+        call = call.with_arguments(*tree_map_only(Tensor, Tensor.clone, (call.positional, call.named)))
         given = random_results(like)
         # The chunk that runs must save the same tensors when it is recomputed, where this is known.
         with saved_tensors_hooks(_as_it_is, _as_it_is):
@@ -125,7 +125,7 @@ def _beside(noted: Noted) -> Iterator[Any]:
     """Yields what blocks get beside hidden states, also in tuples and lists. Not by pytree, which takes longer than all
     else that is done for a call."""
     for block in noted.blocks:
-        for each in (*block.positional, *block.named.values()):
+        for each in block.values:
             if isinstance(each, list | tuple):
                 yield from each
             else:

@@ -12,6 +12,7 @@ from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.split.snapshot import untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.transformers.attention import attending_anywhere
 from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
@@ -43,9 +44,10 @@ class ModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks, only_loss = find_blocks(model, settings.blocks, planned_names(model)), settings.outputs == "loss"
-        with attending_anywhere(model_of(model)):
+        with untouched(model), attending_anywhere(model_of(model)):
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
             super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None)
+            self.compare(model, blocks, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for

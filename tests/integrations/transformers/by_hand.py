@@ -33,7 +33,11 @@ def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:
 
 def in_layers(model: Any, arguments: Mapping[str, Any], **settings: Any) -> Computed:
     """Calls the layers of the model one after another, with ``settings`` of the block."""
-    layers = layers_of(model, **settings)
+    return computed_by(layers_of(model, **settings), model, arguments)
+
+
+def computed_by(layers: ModelLayers, model: Any, arguments: Mapping[str, Any]) -> Computed:
+    """Calls the ``layers`` of the model one after another."""
     call = Call(*layers.arguments((), arguments))
     layers.calls.all = [call]
     first, *blocks, last = layers.modules

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
-from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
+from tests.integrations.transformers.by_hand import assert_same, computed_by, in_layers, layers_of, whole
 from tests.integrations.transformers.models import ARCHITECTURES, make, micro_batch, micro_batch_of
 from tests.integrations.transformers.planned import model_with_plan, planned_configs
 from tests.slow import slow_except
@@ -301,11 +301,11 @@ def test_a_forward_that_leaves_blocks_out_with_other_arguments_is_named():
 
 def test_a_block_that_returns_other_things_than_the_first_one_is_named():
     model = make("Llama")
-    block = model.model.layers[2]
+    layers, block = layers_of(model), model.model.layers[2]
     stock = block.forward
     block.forward = lambda *positional, **named: (stock(*positional, **named), None)
     with pytest.raises(ConfigError, match="block 2 of the model returned other things than block 0"):
-        in_layers(model, micro_batch(0, 0, 0))
+        computed_by(layers, model, micro_batch(0, 0, 0))
 
 
 def test_a_switch_in_the_configuration_of_a_part_is_refused_too():

@@ -129,8 +129,7 @@ class ModelEngine(LgampEngine):
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
-        self._kept.add(arguments)
-        return self._train(arguments)
+        return self._train(self._kept.add(arguments))
 
     def _refuse_call(self) -> None:
         """Raises ConfigError if a batch must have its step first."""

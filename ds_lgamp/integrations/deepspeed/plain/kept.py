@@ -1,55 +1,70 @@
 """The micro-batches that a script has given to the engine since its last step."""
 
+from typing import Any
+
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.versions import Versions
-from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.deepspeed.plain.settings import Settings
+from ds_lgamp.integrations.split.call import Arguments, copied_containers
+from ds_lgamp.integrations.split.snapshot import has_attributes
 
 
 class Kept:
-    """Keeps micro-batches until the batch is complete, by reference. So the script must leave their tensors alone, and
-    the ``model`` as it is."""
+    """Keeps micro-batches until the batch is complete: copies of lists and dictionaries, and tensors and other objects
+    by reference. So the script must leave these alone, and the ``model`` as it is."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[Arguments] = []
-        self._versions = Versions()
-        self._model = model
-        self._modules: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
-        """Those of the model when the batch began: a walk through the model takes long."""
-        self._states: list[tuple[bool, ...]] = []
-        """The state of the model at each call."""
+        self._versions, self._settings = Versions(), Settings(model)
+        self._objects: list[tuple[int, Any, dict[str, Any]]] = []
+        """Other objects among the arguments, each with the number of its micro-batch and a copy of its attributes."""
+        self._changed: str | None = None
+        """What of the model was changed between two calls; None if nothing was."""
 
-    def add(self, call: Arguments) -> None:
-        if not self.calls:
-            self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
+    def add(self, call: Arguments) -> Arguments:
+        """Keeps a micro-batch. Returns it as it is kept."""
+        if self.calls:
+            self._look_at_settings()
+        else:
+            self._settings.begin()
+        call = copied_containers(call)
+        objects = (leaf for leaf in tree_leaves(call) if has_attributes(leaf))
+        self._objects += [(len(self.calls), each, dict(vars(each))) for each in objects]
         self.calls.append(call)
         self._versions.add(call)
-        self._states.append(self._state())
+        return call
+
+    def computed(self) -> None:
+        """Notes that the model has computed all that was given. It may have changed its own attributes."""
+        self._settings.note()
 
     def clear(self) -> None:
-        for kept in (self.calls, self._versions, self._states, self._modules, self._parameters):
+        for kept in (self.calls, self._versions, self._objects):
             kept.clear()
+        self._changed = None
 
     def check(self) -> None:
-        """Raises ConfigError if a tensor was changed since it was given, or if the model is in another state."""
+        """Raises ConfigError if a tensor or another object was changed since it was given, or if the model is another
+        than it was."""
         changed = self._versions.changed()
+        if changed is None:
+            changed = next((number for number, each, before in self._objects if vars(each) != before), None)
         if changed is not None:
             raise ConfigError(
                 f"micro-batch {changed} of {len(self.calls)} was changed after engine(...) got it, but a {BLOCK} "
                 "block computes with it until the batch is complete; give the engine new tensors"
             )
-        state = self._state()
-        for number, given in reversed([*enumerate(self._states)]):
-            if given != state:
-                raise ConfigError(
-                    f"the modes or frozen parameters of the model were changed after micro-batch {number} of "
-                    f"{len(self.calls)} was given to engine(...), but a {BLOCK} block computes with the model until "
-                    "the batch is complete; switch adapters and modes, and freeze, between batches"
-                )
+        self._look_at_settings()
+        if self._changed is not None:
+            raise ConfigError(self._changed)
 
-    def _state(self) -> tuple[bool, ...]:
-        """Returns which modules train and which parameters are frozen. Adapters of peft freeze when they are
-        switched."""
-        return *(each.training for each in self._modules), *(each.requires_grad for each in self._parameters)
+    def _look_at_settings(self) -> None:
+        if self._changed is None and (what := self._settings.changed()) is not None:
+            self._changed = (
+                f"{what} changed after micro-batch {len(self.calls) - 1} was given to engine(...), but "
+                f"a {BLOCK} block computes with the model until the batch is complete; switch adapters and modes, "
+                "freeze, and set attributes between batches"
+            )

@@ -121,6 +121,7 @@ class OutputsEngine(ModelEngine):
             outputs, needs = self._exchange.scatter(
                 self._take_outputs(batch.state, number), self.program_spec.loss_rank
             )
+        self._kept.computed()
         return self._returned.give(outputs, needs)
 
     def _schedule_of(self, calls: int) -> ProgramSchedule:

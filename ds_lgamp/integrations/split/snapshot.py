@@ -1,0 +1,132 @@
+"""Remembers what modules hold in plain attributes, and gives it back."""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_TORCHS = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as those for its parameters and hooks."""
+_LARGE = 1000
+"""Containers with more elements are remembered, but not searched for others."""
+_DEPTH = 3
+"""How far a trial's snapshot searches attributes and elements for containers and other objects."""
+
+Place = tuple[int, str]
+"""An attribute: the id of the dictionary that holds it, and its name."""
+
+
+class Snapshot:
+    """What modules hold in attributes, and what lists, dictionaries and sets there contain. Tensors are held by
+    reference.
+
+    Args:
+        modules: without those in them.
+        depth: how far to search. With 1, only containers in attributes count, and none of those that every module has.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], depth: int = 1) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Dictionaries of attributes, each with a copy."""
+        self._contents: list[tuple[int, str, Any, Any]] = []
+        """Containers, each with the place where it was found, and a copy."""
+        self._seen: set[int] = set()
+        for module in modules:
+            self._remember_attributes(vars(module), depth)
+
+    def restore(self, leaving: Collection[Place] = ()) -> None:
+        """Gives everything back, but for attributes at the places ``leaving``, and what is in them."""
+        for attributes, before in self._attributes:
+            for name in _differing(attributes, before):
+                if (id(attributes), name) not in leaving:
+                    set_or_delete(attributes, name, before.get(name, MISSING))
+        for *place, container, before in self._contents:
+            if tuple(place) not in leaving and not _is_same(container, before):
+                container.clear()
+                container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+
+    def changed(self) -> Iterator[tuple[int, str, Any]]:
+        """Yields the places of attributes that are others now, or contain others, each with what was there before."""
+        for attributes, before in self._attributes:
+            for name in _differing(attributes, before):
+                yield id(attributes), name, before.get(name, MISSING)
+        for holder, name, container, before in self._contents:
+            if not _is_same(container, before):
+                yield holder, name, before
+
+    def _remember_attributes(self, attributes: dict[str, Any], depth: int) -> None:
+        if id(attributes) in self._seen:
+            return
+        self._seen.add(id(attributes))
+        self._attributes.append((attributes, attributes.copy()))
+        for name, value in attributes.items():
+            if depth > 1 or name not in _TORCHS:
+                self._search(value, depth, (id(attributes), name))
+
+    def _search(self, value: Any, depth: int, place: Place) -> None:
+        if type(value) in _CONTAINERS:
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._contents.append((*place, value, value.copy()))
+                if depth > 1 and len(value) <= _LARGE:
+                    for each in value.values() if isinstance(value, dict) else value:
+                        self._search(each, depth - 1, place)
+        elif depth > 1 and has_attributes(value):
+            self._remember_attributes(vars(value), depth - 1)
+
+
+MISSING: Any = object()
+"""In place of an attribute that is not there."""
+
+
+def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
+    """Gives an attribute its ``value``, unless it is missing."""
+    if value is MISSING:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
+
+
+def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Returns the names of attributes that are others now."""
+    names = [name for name, value in now.items() if before.get(name, MISSING) is not value]
+    return names + [name for name in before if name not in now]
+
+
+def _is_same(container: Any, before: Any) -> bool:
+    """Whether a container holds the same objects as before."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, set):
+        return container == before
+    if isinstance(container, dict):
+        return not _differing(container, before)
+    return all(map(is_, container, before))
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a value is an object like a configuration. Modules are searched anyway."""
+    if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Gives a model back after the block all that its modules held, and the values of its buffers. Forwards that run
+    inside leave nothing behind: no counters, no caches, no submodules in place of others."""
+    before = Snapshot(model.modules(), _DEPTH)
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        before.restore()
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
