@@ -83,7 +83,7 @@ def train(engine, model, ranks):
                 engine.backward({scaled})
                 engine.step()
                 seen[step, rank] = seen.get((step, rank), 0.0) + loss.item()
-                {after_call}
+            {after_calls}
         {after_step}
     return seen
 '''

@@ -12,14 +12,18 @@ _LIST = {
     "methods": "@property\ndef dummy_inputs(self):\n    tokens = torch.zeros(1, 4, dtype=torch.long)\n"
     '    return {"given": [tokens, tokens]}',
 }
-_EVALUATED = (
-    'engine.eval()\nwith torch.no_grad():\n    seen["evaluation", step, number, rank] = '
-    "loss_of(engine, model, step, number + 50, rank).item()\nengine.train()"
-)
-_EVALUATED_STEP = (
-    'engine.eval()\nwith torch.no_grad():\n    seen["evaluation", step, ranks[0]] = '
-    "loss_of(engine, model, step, 50, ranks[0]).item()\nengine.train()"
-)
+
+
+def _evaluated(number: str, called: str = "engine") -> str:
+    return (
+        f"with torch.no_grad():\n    for rank in ranks:\n"
+        f"        loss = loss_of({called}, model, step, 50 + {number}, rank)\n"
+        f'        seen["evaluation", step, {number}, rank] = loss.item()'
+    )
+
+
+_EVALUATED = f"engine.eval()\n{_evaluated('number')}\nengine.train()"
+_EVALUATED_STEP = f"engine.eval()\n{_evaluated('0')}\nengine.train()"
 
 CONTAINERS: dict[str, dict[str, str]] = {
     "a new dictionary for every call": {**_DICTIONARY, "arguments": '{"tokens": tokens, "targets": targets}'},
@@ -76,7 +80,7 @@ CONTAINERS: dict[str, dict[str, str]] = {
     "tensors emptied after every call": {
         "top": "GIVEN = []",
         "before_call": "GIVEN.extend((tokens, targets))",
-        "after_call": "while GIVEN:\n    GIVEN.pop().zero_()",
+        "after_calls": "while GIVEN:\n    GIVEN.pop().zero_()",
     },
     "arguments by name": {"arguments": "targets=targets, tokens=tokens"},
     "keywords refilled for every call": {
@@ -171,7 +175,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "a temperature after every call": {
         "model_init": "self.temperature = 1.0",
         "end": "+\nloss = loss * self.temperature",
-        "after_call": "model.temperature += 0.5",
+        "after_calls": "model.temperature += 0.5",
     },
     "a scale of blocks by micro-batch": {
         "block_init": "self.scale = 1.0",
@@ -301,13 +305,10 @@ SETTINGS: dict[str, dict[str, str]] = {
 }
 
 BETWEEN: dict[str, dict[str, str]] = {
-    "evaluation after every call": {"after_call": _EVALUATED},
+    "evaluation after every call": {"after_calls": _EVALUATED},
     "evaluation after every step": {"after_step": _EVALUATED_STEP},
     "evaluation ahead of training": {"begin": f"step = 0\n{_EVALUATED_STEP}"},
-    "the model called after every step": {
-        "after_step": "with torch.no_grad():\n    loss = loss_of(model, model, step, 50, ranks[0])\n"
-        'seen["called", step, ranks[0]] = loss.item()'
-    },
+    "the model called after every step": {"after_step": _evaluated("0", "model")},
     "an evaluation that fails": {
         "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"
         "        engine(torch.full((2, 6), VOCABULARY), None)\n"
@@ -331,20 +332,16 @@ BETWEEN: dict[str, dict[str, str]] = {
         "except ValueError:\n    seen['failed', step] = 1.0\nengine.train()",
     },
     "an exception of the loop": {
-        "after_call": "try:\n    raise StopIteration\nexcept StopIteration:\n    pass",
+        "after_calls": "try:\n    raise StopIteration\nexcept StopIteration:\n    pass",
     },
     "an evaluation that the loop breaks off": {
         "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"
-        "        loss_of(engine, model, step, 50, ranks[0])\n        raise KeyError\n"
+        "        for rank in ranks:\n            loss_of(engine, model, step, 50, rank)\n        raise KeyError\n"
         "except KeyError:\n    pass\nengine.train()",
     },
     "training mode set in every step": {"before_step": "engine.train()"},
     "the state read after every step": {"after_step": "state = model.state_dict()"},
-    "the state loaded after every step": {"after_step": "model.load_state_dict(model.state_dict())"},
     "gradients set to zero after every step": {"after_step": "engine.optimizer.zero_grad()"},
-    "a step without gradients in between": {
-        "after_step": "with torch.no_grad():\n    loss = loss_of(engine, model, step, 50, ranks[0])\n"
-        "seen['no_grad', step, ranks[0]] = loss.item()"
-    },
-    "random numbers drawn in between": {"after_call": "torch.rand(3)"},
+    "calls without gradients after every step": {"after_step": _evaluated("0")},
+    "random numbers drawn in between": {"after_calls": "torch.rand(3)"},
 }
