@@ -82,7 +82,9 @@ class LgampConfig(BaseModel):
     dummy_inputs: dict[str, Any] | None = None
     """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. It shows
     which of its modules work ahead of its blocks. Tensors are nested lists of numbers, or objects such as {"shape": [1,
-    3, 32, 32], "dtype": "float32"}. The default is the model's property dummy_inputs; without one, token ids."""
+    3, 32, 32], "dtype": "float32"}; other objects are dictionaries of such values, and lists of objects or texts are
+    lists. The default is the model's property dummy_inputs; without one, what its tokenizer makes of a text; without
+    that, token ids."""
     outputs: Literal["loss", "all"] = "loss"
     """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
     micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then

@@ -13,10 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.buffers import version_of
-from ds_lgamp.integrations.split.imagined import Imagined, Shape, full_shape
-from ds_lgamp.integrations.split.parts import Part, Result, place_of
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape
+from ds_lgamp.integrations.split.parts import Part, Result, Returned, place_of
 from ds_lgamp.integrations.split.stand_ins import StandIn, replacing
 
+_UNKNOWN = (
+    "what module '{}' ahead of the blocks returns cannot be known on pipeline ranks that lack it ({}); with a "
+    f"{BLOCK} block, let it look at the values of no tensors but integers among the arguments, or set pipeline_ranks "
+    "to 1"
+)
 Results = dict[Result, Tensor]
 NONE: Mapping[Result, Tensor] = {}
 
@@ -61,13 +66,19 @@ class Ahead:
 
     @contextmanager
     def absent(
-        self, given: Mapping[Result, Tensor] = NONE, leaves: Mapping[str, list[Tensor]] | None = None
+        self,
+        known: Returned,
+        given: Mapping[Result, Tensor] = NONE,
+        leaves: Mapping[str, list[Tensor]] | None = None,
     ) -> Iterator[Results]:
         """Runs stand-ins for the parts inside the block, and yields what they return.
 
         Args:
-            given: the results that are known. All others are zeros.
+            known: what the parts have returned where they are. All else is imagined.
+            given: the results that have numbers. All others are zeros.
             leaves: if given, zeros of a part depend on leaves of autograd's graph, which are entered under its name.
+
+        Raises ConfigError inside the block if it cannot be imagined what a part returns.
         """
         results: Results = {}
         calls: Counter[str] = Counter()
@@ -88,9 +99,13 @@ class Ahead:
 
             return tree_map_only(Shape, tensor, shapes)
 
-        def called(path: str, shapes: Callable[[], Any]) -> Any:
+        def called(path: str, imagine: Callable[[], Any]) -> Any:
             self._starts(path)
-            return returned(path, shapes())
+            call = path, calls[path]
+            try:
+                return returned(path, known[call] if call in known else imagine())
+            except UnknownShape as error:
+                raise ConfigError(_UNKNOWN.format(path, error)) from error
 
         for path, stand_in in self._stand_ins.items():
             stand_in.returned = partial(called, path)
@@ -112,6 +127,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.results: Results = {}
+        self.returned: dict[tuple[str, int], Any] = {}
         self._versions: dict[Result, int] = {}
         self._calls: Counter[str] = Counter()
         self._running: str | None = None
@@ -125,6 +141,7 @@ class Seen:
             # Another part has called it, which is absent elsewhere.
             return
         self._running = None
+        self.returned[path, self._calls[path]] = tree_map_only(Tensor, Shape, returned)
         tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         for number, tensor in enumerate(tensors):
             result = Result(path, self._calls[path], number)
@@ -146,7 +163,8 @@ class _Imitation(StandIn):
     """The stand-in for a module of which the results are known, at least in shape."""
 
     returned: Callable[[Callable[[], Any]], Any]
-    """Returns the results. It may call its argument, which tells what the module would return."""
+    """Returns the results. It may call its argument, which returns what the module would return, or raises
+    UnknownShape."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

@@ -18,8 +18,8 @@ class Blocks(NamedTuple):
 
     @property
     def named(self) -> dict[str, nn.Module]:
-        """The blocks by their names in the list."""
-        return {name: module for name, module in self.container._modules.items() if module is not None}
+        """The blocks by their names in the list, such as ``0``, or ``0.1`` if it is one of lists."""
+        return dict(_modules_in(self.container))
 
     @property
     def chain(self) -> list[str]:
@@ -58,6 +58,17 @@ def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] =
         if each.path.rpartition(".")[2] in planned:
             return each
     return max(lists, key=lambda each: _elements(each.container))
+
+
+def _modules_in(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules in ``container`` by their names there, and those in lists in it, which nobody can call."""
+    for name, module in container._modules.items():
+        if module is None:
+            continue
+        if type(module) in (nn.ModuleList, nn.ModuleDict):
+            yield from ((f"{name}.{inner}", each) for inner, each in _modules_in(module))
+        else:
+            yield name, module
 
 
 def _lists(model: nn.Module) -> Iterator[Blocks]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Attribute, Part, Result
+from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Returned
 from ds_lgamp.integrations.split.snapshot import Snapshot
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -76,10 +76,12 @@ class Call:
 
     Args:
         positional, named: the arguments.
+        returned: what parts ahead of the blocks return, if they have run on this rank.
     """
 
-    def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any], returned: Returned | None = None) -> None:
         self.positional, self.named = positional, named
+        self.returned: Returned = returned or {}
         self.needs: Needs | None = None
         """None while nobody has looked."""
         self.blocks: list[BlockArguments] | None = None
@@ -103,7 +105,7 @@ class Call:
 
     def with_arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> "Call":
         """Returns a call with other arguments that counts as this one."""
-        other = Call(positional, named)
+        other = Call(positional, named, self.returned)
         other.own_state = self.own_state
         return other
 

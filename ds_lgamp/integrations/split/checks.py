@@ -19,10 +19,16 @@ from ds_lgamp.integrations.split.travelling import one, other, random_results, r
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 _DEPENDS = (
-    "depends on random numbers that its forward draws ahead of the blocks, or on values of modules there, but with a "
-    f"{BLOCK} block that code runs several times; give the engine random numbers as arguments, and compute masks from "
-    "arguments"
+    "depends on random numbers that its forward draws ahead of the blocks, on values of modules there, or on what an "
+    f"earlier call left, but with a {BLOCK} block that code runs several times; give the engine random numbers as "
+    "arguments, and compute masks from arguments"
 )
+
+
+@torch.no_grad()
+def check_imagined(split: SplitForward, shown: Survey) -> None:
+    """Raises ConfigError if ranks without the parts ahead of the blocks cannot know the shapes of what these return."""
+    split.note_absent(Call(*shown.arguments))
 
 
 @torch.no_grad()
@@ -35,12 +41,12 @@ def results_behind(
     Args:
         only_loss: whether outputs count only if they depend on hidden states.
     """
-    call = Call(*shown.arguments)
+    call = Call(*shown.arguments, shown.returned_ahead)
     noted, zeros = split.note_absent(call)
     given = {result: one(tensor) for result, tensor in zeros.items()}
 
     def output(given: Mapping[Result, Tensor], hidden: Tensor) -> list[Any]:
-        with undisturbed(random_sources), split.ahead.absent(given):
+        with undisturbed(random_sources), split.ahead.absent(call.returned, given):
             return tree_leaves(split.output(call, hidden.clone))
 
     hidden = one(noted.hidden)
@@ -60,7 +66,7 @@ def results_behind(
 def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource]) -> None:
     """Raises ConfigError if the forward gets what travels otherwise than from the parts that return it, such as from a
     hook: autograd's graph does not lead there. Numbers tell less: a last layer may begin with zeros."""
-    call = Call(*shown.arguments)
+    call = Call(*shown.arguments, shown.returned_ahead)
     with torch.no_grad():
         noted, zeros = split.note_absent(call)
     missed = shown.travels_to_blocks.difference(split.needs_of(call).travels)
@@ -68,7 +74,7 @@ def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[R
         hidden = one(noted.hidden)
         with torch.enable_grad(), undisturbed(random_sources):
             given = random_results(zeros)
-            with split.ahead.absent(given):
+            with split.ahead.absent(call.returned, given):
                 output = split.output(call, hidden.clone)
         # A hook of a part may have kept what the part would return.
         missed |= shown.travels_behind.difference(() if is_imagined(output) else reached(output, given))
@@ -90,7 +96,7 @@ def check_parts(
     Args:
         on_other_ranks: whether ranks without these modules compute what blocks get.
     """
-    call = Call(*shown.arguments)
+    call = Call(*shown.arguments, shown.returned_ahead)
 
     def seed(number: int) -> None:
         for source in random_sources:
@@ -130,6 +136,6 @@ def check_parts(
             if needs.between and not is_alike(entering(1), entering(number)):
                 raise ConfigError(f"what blocks get {_DEPENDS}")
             seed(number)
-            with split.ahead.absent(given):
+            with split.ahead.absent(call.returned, given):
                 if not is_alike(output, split.output(call, returned)):
                     raise ConfigError(f"what the model returns {_DEPENDS}")

@@ -1,6 +1,7 @@
 """Arguments for the small forward that surveys a model."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from inspect import Parameter, signature
 from typing import Any
 
@@ -11,6 +12,8 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.parts import model_of
 
+_TENSOR = {"shape", "dtype"}
+"""The keys of an object that describes a tensor."""
 _LABELS = ("label", "labels", "target", "targets", "y")
 
 
@@ -20,6 +23,12 @@ def given_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(name: str, value: Any) -> Any:
+    """Returns the value of an argument: a tensor for nested lists of numbers and for an object with a shape, a
+    dictionary for any other object, a list for one of objects or texts."""
+    if isinstance(value, Mapping) and _TENSOR.isdisjoint(value):
+        return {key: _value(f"{name}.{key}", each) for key, each in value.items()}
+    if isinstance(value, list) and any(isinstance(each, Mapping | str) for each in value):
+        return [_value(f"{name}.{place}", each) for place, each in enumerate(value)]
     try:
         if isinstance(value, list):
             return torch.tensor(value)
@@ -35,12 +44,15 @@ def _value(name: str, value: Any) -> Any:
 
 
 def inputs_of(model: nn.Module) -> Arguments:
-    """Returns the model's own ``dummy_inputs``. If it has none, token ids for the first parameter of its forward, for
-    those without a default, and for labels."""
+    """Returns the model's own ``dummy_inputs``. If it has none, what it makes of a text by its tokenizer, as models of
+    sentence-transformers do; else token ids for the first parameter of its forward, for those without a default, and
+    for labels."""
     model = model_of(model)
     own = getattr(model, "dummy_inputs", None)
     if own is not None:
         return (), dict(own)
+    if (features := _tokenized(model)) is not None:
+        return (features,), {}
     positional: list[Tensor] = []
     named: dict[str, Tensor] = {}
     for number, parameter in enumerate(signature(model.forward).parameters.values()):
@@ -52,3 +64,16 @@ def inputs_of(model: nn.Module) -> Arguments:
         elif number == 0 or parameter.default is Parameter.empty or parameter.name in _LABELS:
             named[parameter.name] = tokens
     return tuple(positional), named
+
+
+def _tokenized(model: Any) -> Mapping[str, Any] | None:
+    """Returns what the model's own method makes of a list of texts; None if it has no tokenizer and no such method."""
+    if getattr(model, "tokenizer", None) is None:
+        return None
+    for name in ("preprocess", "tokenize"):
+        with suppress(Exception):
+            # It may mean something else by this name.
+            features = getattr(model, name)(["a text"])
+            if isinstance(features, Mapping) and any(isinstance(each, Tensor) for each in features.values()):
+                return features
+    return None

@@ -42,7 +42,10 @@ Visit = Callable[[int, Tensor, BlockArguments], Tensor]
 """Called in place of a block, with its number, the hidden states and the other arguments. Returns hidden states."""
 
 
-_SKIPPED = "the forward of the model skipped blocks; set layerdrop to 0 in the model's config"
+_SKIPPED = (
+    "the forward of the model skipped blocks, or called them in another order than that of their list; let it call "
+    "every block in its turn, and set layerdrop to 0 in the model's config"
+)
 
 
 _IN_PLACE = (
@@ -91,19 +94,19 @@ class SplitForward:
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
-        self._attributes, self._looked = SetAttributes(self._blocks), set[Any]()
-        self._own_state = OwnState(own_modules(model, blocks, sides))
+        self.attributes, self._looked = SetAttributes(self._blocks), set[Any]()
+        self.own_state = OwnState(own_modules(model, blocks, sides))
         self._stand_ins = [
-            (blocks.container._modules, name, Visited(block, index, self._attributes, self._visit_block))
+            (*place_of(blocks.container, name), Visited(block, index, self.attributes, self._visit_block))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         self.ahead = Ahead(model, sides.ahead, self._refuse_behind)
         self._travelling = Travelling(shown.travels_behind, self.note_absent)
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in sides.behind.items()]
         self._kept = [
-            (block.get_submodule(kept.path), kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
-            for block in self._blocks
+            (module, kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
             for kept in shown.kept
+            for module in _modules_at(kept.path, self._blocks)
         ]
         self._buffers, self.loss_in = ContainingBuffers(model, blocks), loss_in
         self._loss_graph = LossGraph(model, sides.held_behind.values())
@@ -165,7 +168,7 @@ class SplitForward:
             arguments = tree_map_only(Passed, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
         sizes = _sizes(arguments)
-        self._attributes.set(index, arguments.attributes)
+        self.attributes.set(index, arguments.attributes)
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
         if _sizes(arguments) != sizes:
@@ -208,22 +211,24 @@ class SplitForward:
                 raise _Reached
             return returned if number == index - 1 else hidden
 
-        with replacing(self._behind), self.ahead.absent(given):
+        with replacing(self._behind), self.ahead.absent(call.returned, given):
             self._run_until_reached(call, visit)
         return entered[0]
 
     def note_present(self, call: Call) -> tuple[Noted, Seen]:
         """Runs the forward up to the last block, where the parts ahead of the blocks are. Returns what they return,
-        too."""
+        too, and notes that with the call: later runs need not imagine it."""
         with replacing(self._behind), self.ahead.seen() as seen:
-            return self._note(call), seen
+            noted = self._note(call)
+        call.returned = seen.returned
+        return noted, seen
 
     def note_absent(
         self, call: Call, given: Mapping[Result, Tensor] = NONE, fill: Fill | None = None
     ) -> tuple[Noted, Results]:
         """Runs the forward up to the last block, where no part is. Returns what parts ahead of the blocks return, too,
         which is ``given`` or zeros. Draws no random numbers."""
-        absent = self.ahead.absent(given)
+        absent = self.ahead.absent(call.returned, given)
         with undisturbed(self._random_sources), replacing(self._behind), absent as results:
             return self._note(call, fill), results
 
@@ -257,7 +262,7 @@ class SplitForward:
             return passed
 
         kind = self._model.training, call.signature
-        with nullcontext() if kind in self._looked else self._attributes.looking():
+        with nullcontext() if kind in self._looked else self.attributes.looking():
             self._run_until_reached(call, note)
         self._looked.add(kind)
         assert first is not None, "no block is skipped"
@@ -271,7 +276,7 @@ class SplitForward:
         # Ahead of the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if looks else []
         leaves = self.ahead.no_leaves() if looks else None
-        with self.ahead.absent(given, leaves):
+        with self.ahead.absent(call.returned, given, leaves):
             output = self.output(call, lambda: hidden, leaves)
         if leaves is not None:
             roots = output if self.loss_in is None else self.loss_in(output)
@@ -287,12 +292,12 @@ class SplitForward:
             if self._visited > len(self._blocks):
                 raise ConfigError(_again(f"block {index}"))
             if index == last:
-                self._own_state.reached_end_of_blocks()
+                self.own_state.reached_end_of_blocks()
                 return returned()
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self._own_state.counted_once(call), self._visiting(replace, passes_others=False), replacing(kept):
+        with self.own_state.counted_once(call), self._visiting(replace, passes_others=False), replacing(kept):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
@@ -301,6 +306,8 @@ class SplitForward:
 
     def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
+        if self._visited < len(self._blocks) and index != self._visited:
+            raise ConfigError(_SKIPPED)
         self._visited += 1
         passed = self._visit(index, hidden, arguments)
         beside = self._beside[index] if self._passes_others else [None] * (self._returned - 1)
@@ -308,7 +315,7 @@ class SplitForward:
 
     def _run_until_reached(self, call: Call, visit: Visit) -> None:
         try:
-            with self._own_state.counted_once(call), self._visiting(visit):
+            with self.own_state.counted_once(call), self._visiting(visit):
                 run_uncompiled(self._model, *call.positional, **call.named)
         except _Reached:
             return
@@ -340,6 +347,14 @@ class SplitForward:
                 yield
         finally:
             self._visit = _not_running
+
+
+def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the module that each of the blocks has under this name. Some of several kinds may have none."""
+    for block in blocks:
+        module = dict(block.named_modules()).get(path)
+        if module is not None:
+            yield module
 
 
 def _sizes(arguments: BlockArguments) -> list[int]:

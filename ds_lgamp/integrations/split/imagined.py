@@ -20,9 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ds_lgamp.integrations.split.autocast import Autocast
+from ds_lgamp.integrations.split.snapshot import restored
 
 _KEPT = 64
 """For how many values to keep what a module would return, such as for sizes of images."""
+_WAYS = 32
+"""For how many combinations of answers to imagine a call."""
+_COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+_LOOKS = {"_local_scalar_dense": ".item()", "nonzero": "a mask as an index or nonzero()"}
+"""How scripts write operations that look at values."""
 
 
 class Shape:
@@ -32,10 +38,17 @@ class Shape:
         self.shape = tensor.shape if shape is None else shape
         self.dtype, self.device = tensor.dtype, tensor.device
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shape) and vars(self) == vars(other)
+
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Returns the shape of a parameter, also of one that deepspeed.zero.Init has left without elements."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class UnknownShape(Exception):
+    """It cannot be imagined what a module would return. Says why."""
 
 
 class Imagined:
@@ -50,7 +63,8 @@ class Imagined:
         self._by_value: OrderedDict[Any, Any] = OrderedDict()
 
     def __call__(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Returns what the module would return for these arguments, with a :class:`Shape` for every tensor."""
+        """Returns what the module would return for these arguments, with a :class:`Shape` for every tensor. Raises
+        UnknownShape if that depends on values of floating point."""
         leaves, structure = tree_flatten((positional, named))
         tensors = chain(self._module.parameters(), self._module.buffers(), filter(torch.is_tensor, leaves))
         first = next(tensors)
@@ -60,7 +74,7 @@ class Imagined:
         if shapes not in self._by_shape:
             try:
                 self._by_shape[shapes] = self._imagine(positional, named)
-            except (DataDependentOutputException, DynamicOutputShapeException):
+            except UnknownShape:
                 self._by_shape[shapes] = None
         known = self._by_shape[shapes]
         if known is not None:
@@ -73,10 +87,48 @@ class Imagined:
         return self._by_value[values]
 
     def _imagine(self, positional: tuple[Any, ...], named: Mapping[str, Any], with_values: bool = False) -> Any:
+        """Imagines a call for all answers to what the module asks of tensors, such as whether one has a NaN. Raises
+        UnknownShape if it would return other shapes for others. An answer with which the module refuses to go on does
+        not count, because the training would end, too."""
+        answers: list[bool] = []
+        found, refusal = [], None
+        for _ in range(_WAYS):
+            try:
+                found.append(self._run(answers, positional, named, with_values))
+            except (AssertionError, ValueError, ArithmeticError) as error:
+                refusal = error
+            except Exception as error:
+                raise UnknownShape(_cause(error)) from error
+            while answers and answers[-1]:
+                answers.pop()
+            if not answers:
+                break
+            answers[-1] = True
+        else:
+            raise UnknownShape(f"it asks more than {_WAYS.bit_length() - 1} questions of tensors")
+        if not found:
+            raise UnknownShape(_cause(refusal)) from refusal
+        if any(tree_flatten(each) != tree_flatten(found[0]) for each in found):
+            raise UnknownShape("it depends on whether something holds for values of tensors")
+        return found[0]
+
+    def _run(
+        self, answers: list[bool], positional: tuple[Any, ...], named: Mapping[str, Any], with_values: bool
+    ) -> Any:
+        """Imagines one call with these ``answers``, and adds a no to them for every further question.
+
+        Args:
+            with_values: whether to compute with the values of integers.
+        """
         own = dict(self._module.named_parameters())
         # The module may write to them.
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _without_fast_path():
+        with (
+            restored(self._module.modules()),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            torch.no_grad(),
+            _without_fast_path(),
+        ):
 
             def imagined(tensor: Tensor) -> Tensor:
                 return tensor if with_values and _has_values(tensor) else mode.from_tensor(tensor)
@@ -86,7 +138,7 @@ class Imagined:
                 for name, shape in self._full_shapes.items()
             }
             positional, named = tree_map_only(Tensor, imagined, (positional, named))
-            with _Values() if with_values else nullcontext():
+            with _Answers(answers), _Values() if with_values else nullcontext():
                 result = functional_call(self._module, {**parameters, **buffers}, positional, dict(named))
             return tree_map_only(Tensor, Shape, result)
 
@@ -103,6 +155,29 @@ def _without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+class _Answers(TorchDispatchMode):
+    """Answers what a module asks of imagined tensors."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        super().__init__()
+        self._answers, self._asked = answers, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if not (_is_question(function, positional) and is_imagined((positional, named))):
+            return function(*positional, **named)
+        if self._asked == len(self._answers):
+            self._answers.append(False)
+        self._asked += 1
+        return self._answers[self._asked - 1]
+
+
+def _is_question(function: Any, positional: Any) -> bool:
+    """Whether the answer is yes or no."""
+    is_item = function is torch.ops.aten._local_scalar_dense.default
+    return (is_item and positional[0].dtype is torch.bool) or function in _COMPARISONS
+
+
 class _Values(TorchDispatchMode):
     """Computes what no imagined tensor takes part in, such as where the images of a batch begin, because shapes may
     depend on it."""
@@ -113,6 +188,13 @@ class _Values(TorchDispatchMode):
             return function(*positional, **named)
         with unset_fake_temporarily():
             return function(*positional, **named)
+
+
+def _cause(error: Exception | None) -> str:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        name = error.func._overloadpacket.__name__
+        return f"it depends on values of tensors, by {_LOOKS.get(name, name)}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _has_values(leaf: Any) -> bool:

@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.split.beside import Comparison
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
-from ds_lgamp.integrations.split.checks import check_travels, results_behind
+from ds_lgamp.integrations.split.checks import check_imagined, check_travels, results_behind
+from ds_lgamp.integrations.split.foreign import check_foreign
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
 from ds_lgamp.integrations.split.survey import Survey, evaluating
@@ -68,6 +70,9 @@ class SplitLayers:
         shown: what a small call of it showed.
         random_sources: generators that the model may draw from.
         loss_in: returns the loss in an output, if nothing else there has gradients.
+        settings: the block.
+
+    Raises ConfigError if a layer would need what other ranks lack.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class SplitLayers:
         shown: Survey,
         random_sources: Sequence[RandomSource],
         loss_in: Callable[[Any], Any] | None,
+        settings: LgampConfig,
     ) -> None:
         ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
@@ -84,6 +90,8 @@ class SplitLayers:
         sides = Sides(ahead, behind, shown.read_behind or _share(ahead, behind))
         self._split = split = SplitForward(model, blocks, sides, shown, random_sources, loss_in)
         with evaluating(model, blocks):
+            if (settings.pipeline_ranks or 1) > 1:
+                check_imagined(split, shown)
             split.travel_behind(results_behind(split, shown, random_sources, loss_in is not None))
             if shown.travels_to_blocks or shown.travels_behind:
                 check_travels(split, shown, random_sources)
@@ -103,15 +111,23 @@ class SplitLayers:
             block.compile(**options)
 
     def compare(
-        self, model: nn.Module, blocks: Blocks, shown: Survey, random_sources: Sequence[RandomSource], apart: bool
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        shown: Survey,
+        random_sources: Sequence[RandomSource],
+        settings: LgampConfig,
     ) -> None:
-        """Raises ConfigError if the layers compute something else than the model. See :class:`Comparison`."""
+        """Raises ConfigError if something passes by the arguments of blocks, or if the layers compute something else
+        than the model. See :func:`check_foreign` and :class:`Comparison`."""
         first = self.modules[0]
         layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
         try:
-            comparison = Comparison(model, blocks, layers, self.calls, random_sources, self._split.loss_in)
+            own = self._split.own_state.modules
+            comparison = Comparison(model, blocks, layers, self.calls, own, random_sources, self._split.loss_in)
             with evaluating(model, blocks):
-                comparison.check(shown.arguments, apart)
+                check_foreign(self._split, self._blocks, shown, random_sources)
+                comparison.check(shown.arguments, (settings.pipeline_ranks or 1) > 1)
         finally:
             self.calls.forget()
 

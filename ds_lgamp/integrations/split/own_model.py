@@ -1,21 +1,25 @@
 """A model of one's own as the layers of a pipeline: any module that calls a list of blocks."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.blocks import find_blocks
-from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.integrations.split.checks import check_parts
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.output import NotReturned
+from ds_lgamp.integrations.split.parts import model_of
 from ds_lgamp.integrations.split.snapshot import untouched
-from ds_lgamp.integrations.split.survey import evaluating, survey
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.integrations.split.survey import Survey, evaluating, survey
+from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 
 class OwnModelLayers(SplitLayers):
@@ -39,19 +43,51 @@ class OwnModelLayers(SplitLayers):
             shown = survey(model, blocks, dummy, random_sources, only_loss)
             leaves, self._structure = tree_flatten(shown.output)
             self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
+            self._shape = torch.Size() if self._place is None else leaves[self._place].shape
             self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             """What the model returns beside its loss, where only that comes back."""
-            super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None)
-            on_other_ranks = (settings.pipeline_ranks or 1) > 1
+            super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None, settings)
             # They may draw random numbers, but change nothing.
             without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
+            self._model, self._names = model, list(signature(model_of(model).forward).parameters)
             with evaluating(model, blocks, without_state):
-                check_parts(self._split, shown, random_sources, on_other_ranks)
-            self.compare(model, blocks, shown, random_sources, on_other_ranks)
+                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
+                self._for_loss = self._needed_for_loss(shown, random_sources) if only_loss else []
+                """The arguments without which the model returns no loss."""
+            self.compare(model, blocks, shown, random_sources, settings)
 
-    @staticmethod
-    def arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+        """Returns the arguments as they are. Raises ConfigError in training if the model returns no loss for them."""
+        if self._for_loss and self._model.training and torch.is_grad_enabled():
+            given = {**dict(zip(self._names, positional)), **named}
+            for name in self._for_loss:
+                if given.get(name) is None:
+                    raise ConfigError(
+                        f"engine(...) got no '{name}', without which the forward of {type(self._model).__name__} "
+                        f"returns no loss; pass it, or set {BLOCK}.outputs to 'all' if the script computes the loss"
+                    )
         return positional, dict(named)
+
+    def _needed_for_loss(self, shown: Survey, random_sources: Sequence[RandomSource]) -> list[str]:
+        """Returns the arguments among those of a small call without which the forward runs, but returns no loss."""
+        positional, named = shown.arguments
+
+        def returns_loss(*left_out: str) -> bool:
+            given = {name: value for name, value in named.items() if name not in left_out}
+            call = Call(positional, given, shown.returned_ahead)
+            hidden = self._split.note_absent(call)[0].hidden.detach().requires_grad_()
+            with torch.enable_grad(), undisturbed(random_sources), self._split.ahead.absent(call.returned):
+                return self._loss_in(self._split.output(call, hidden.clone)) is not None
+
+        def only_lacks_loss(name: str) -> bool:
+            # A forward that needs the argument says so itself.
+            with suppress(Exception):
+                return not returns_loss(name)
+            return False
+
+        # Others come in an order that a wrapper's forward does not tell.
+        known = [name for name in self._names if name in named]
+        return [*filter(only_lacks_loss, known)] if returns_loss() else []
 
     def loss_of(self, output: Any) -> Tensor:
         """Returns the loss in the model's output. Raises ConfigError if the output is another one than that for the
@@ -67,18 +103,23 @@ class OwnModelLayers(SplitLayers):
     def _loss_in(self, output: Any) -> Tensor | None:
         leaves, structure = tree_flatten(output)
         assert self._place is not None, "the model returns its loss"
-        return leaves[self._place] if structure == self._structure and _is_loss(leaves[self._place]) else None
+        if structure != self._structure:
+            return None
+        loss = leaves[self._place]
+        return loss if _is_number(loss) and loss.shape == self._shape else None
 
     def training_output(self, loss: Tensor) -> Any:
         """Returns what the model would return, with the ``loss`` as its only tensor."""
+        loss = loss.reshape(self._shape) if self._shape else loss
         leaves = [loss if place == self._place else other for place, other in enumerate(self._others)]
         return tree_unflatten(leaves, self._structure)
 
 
 def _place_of_loss(name: str, leaves: Sequence[Any]) -> int:
-    """Returns which of the leaves of the output of model ``name`` is its loss: the only number with a gradient. Raises
-    ConfigError if there is none, or several."""
-    places = [place for place, leaf in enumerate(leaves) if _is_loss(leaf)]
+    """Returns which of the leaves of the output of model ``name`` is its loss: the only number with a gradient, or else
+    the only such tensor of one element. Raises ConfigError if there is none, or several."""
+    numbers = [place for place, leaf in enumerate(leaves) if _is_number(leaf)]
+    places = [place for place in numbers if not leaves[place].shape] or numbers
     if len(places) != 1:
         raise ConfigError(
             f"on its dummy inputs the forward of {name} returned {len(places)} numbers with a gradient, but the loss "
@@ -88,5 +129,5 @@ def _place_of_loss(name: str, leaves: Sequence[Any]) -> int:
     return places[0]
 
 
-def _is_loss(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.requires_grad

@@ -18,7 +18,7 @@ class OwnState:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self.modules = modules
         self._behind: set[Place] = set()
         """What is set behind the blocks, which runs once for every micro-batch."""
         self._at_end: Snapshot | None = None
@@ -27,7 +27,7 @@ class OwnState:
     def counted_once(self, call: Call) -> Iterator[None]:
         """Lets the attributes have the values inside the block that they had when the forward first ran for ``call`` on
         this rank. Only what that first run has set stays."""
-        now = Snapshot(self._modules)
+        now = Snapshot(self.modules)
         if call.own_state is None:
             call.own_state = now
             yield
@@ -43,4 +43,4 @@ class OwnState:
 
     def reached_end_of_blocks(self) -> None:
         """Notes that the code behind the blocks follows."""
-        self._at_end = Snapshot(self._modules)
+        self._at_end = Snapshot(self.modules)

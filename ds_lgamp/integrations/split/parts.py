@@ -22,6 +22,11 @@ class Result(NamedTuple):
     """Counts the tensors of one call."""
 
 
+Returned = Mapping[tuple[str, int], Any]
+"""What calls of parts ahead of the blocks return, with shapes for tensors, by the names of the parts and the numbers of
+the calls of each in one forward."""
+
+
 class Attribute(NamedTuple):
     """An attribute of a module in a block."""
 

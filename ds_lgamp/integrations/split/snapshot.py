@@ -118,15 +118,24 @@ def has_attributes(value: Any) -> bool:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Gives a model back after the block all that its modules held, and the values of its buffers. Forwards that run
-    inside leave nothing behind: no counters, no caches, no submodules in place of others."""
-    before = Snapshot(model.modules(), _DEPTH)
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def restored(modules: Iterable[nn.Module], depth: int = 1) -> Iterator[None]:
+    """Restores after the block what ``modules`` held; see :class:`Snapshot`."""
+    before = Snapshot(modules, depth)
     try:
         yield
     finally:
         before.restore()
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Gives a model back after the block all that its modules held, and the values of its buffers. Forwards that run
+    inside leave nothing behind: no counters, no caches, no submodules in place of others."""
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with restored(model.modules(), _DEPTH):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, apart
 from ds_lgamp.integrations.split.snapshot import MISSING
@@ -32,6 +33,17 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_own"], name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of the module. A forward may call blocks of several classes in different ways."""
+        return self.__dict__["_own"].__class__
+
+    def __bool__(self) -> bool:
+        return bool(self.__dict__["_own"])
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_own"])
 
 
 class Visited(StandIn):
@@ -83,6 +95,18 @@ class Visited(StandIn):
         hidden, arguments = apart(positional, named)
         attributes = self._attributes.of(self._index, self.written)
         return self._visit(self._index, hidden, arguments._replace(attributes=attributes))
+
+    def __iter__(self) -> NoReturn:
+        self._refuse_parts()
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        self._refuse_parts()
+
+    def _refuse_parts(self) -> NoReturn:
+        raise ConfigError(
+            f"the forward of the model takes modules out of a {self.__class__.__name__} in the list of its blocks; "
+            f"with a {BLOCK} block, call that module itself, or let it be an nn.ModuleList, whose modules are blocks"
+        )
 
 
 class Absent(StandIn):

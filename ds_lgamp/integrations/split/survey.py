@@ -19,9 +19,18 @@ from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import Buffers
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
 from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
+from ds_lgamp.integrations.split.imagined import Shape
 from ds_lgamp.integrations.split.kept import kept_in_training
 from ds_lgamp.integrations.split.loss_graph import walk
-from ds_lgamp.integrations.split.parts import Attribute, Result, parameters_of, parts_of, restored_modes
+from ds_lgamp.integrations.split.parts import (
+    Attribute,
+    Result,
+    Returned,
+    parameters_of,
+    parts_of,
+    place_of,
+    restored_modes,
+)
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
@@ -49,6 +58,7 @@ class Survey(NamedTuple):
     """With which the forward was called."""
     output: Any
     """What it returned."""
+    returned_ahead: Returned
 
 
 def survey(
@@ -122,6 +132,7 @@ class _Walk:
         """What parts ahead of the blocks returned, and parameters of no module that were read there."""
         self._calls: Counter[str] = Counter()
         """How often each part has been called."""
+        self._returned_ahead: dict[tuple[str, int], Any] = {}
         self._travels_to_blocks: set[Result] = set()
         self._travels_behind: set[Result] = set()
         self._running: str | None = None
@@ -141,10 +152,12 @@ class _Walk:
         self._ran_last: str | None = None
         """The last of them that was called."""
         self._visited = 0
-        self._order: list[int] = []
-        """The numbers of blocks in which they were called."""
+        self._in_turn = True
+        """Whether it has called each block behind the one before it in the list."""
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
+        self._inside: list[Tensor] = []
+        """On these leaves depends what the first block computes."""
         self._passed: Any = None
         """The hidden states that a block has passed on."""
         self._version = 0
@@ -173,9 +186,8 @@ class _Walk:
                 after = part.register_forward_hook(lambda *seen, path=path: self._saw(path, seen[-1]))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            modules = self._blocks.container._modules
             stand_ins = [
-                (modules, name, Visited(block, index, self._attributes, self._visit))
+                (*place_of(self._blocks.container, name), Visited(block, index, self._attributes, self._visit))
                 for index, (name, block) in enumerate(self._blocks.named.items())
             ]
             stack.enter_context(replacing(stand_ins))
@@ -211,6 +223,7 @@ class _Walk:
             read_behind=self._read_behind,
             arguments=arguments,
             output=output,
+            returned_ahead=self._returned_ahead,
         )
 
     def _precedes_blocks(self, path: str) -> bool:
@@ -224,8 +237,8 @@ class _Walk:
         ConfigError if blocks were left out."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
-        if self._order != [*range(self._visited)]:
-            raise self.refusal(f"its forward calls them in the order {', '.join(map(str, self._order))}")
+        if not self._in_turn:
+            raise self.refusal("its forward calls them in another order than that of the list, or one of them twice")
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -233,6 +246,8 @@ class _Walk:
         if only_loss and self._passed.requires_grad:
             outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
         results, leaves = self._reached(outputs)
+        if any(leaf is inside for leaf in leaves for inside in self._inside):
+            raise self.refusal(_BESIDE)
         if any(leaf is earlier for leaf in leaves for earlier in self._behind_blocks[:-1]):
             raise self.refusal("behind the blocks its forward computes with what an earlier one than the last returned")
         self._travels_behind |= results
@@ -290,6 +305,7 @@ class _Walk:
             return None
         if path not in self._ahead:
             self._ahead.append(path)
+        self._returned_ahead[path, call] = tree_map_only(Tensor, Shape, result)
         return tree_map_only(Tensor, partial(self._noted, path, call, count()), result)
 
     def _noted(self, path: str, call: int, numbers: Iterator[int], tensor: Tensor) -> Tensor:
@@ -306,10 +322,10 @@ class _Walk:
         return noted
 
     def _visit(self, index: int, hidden: Any, beside: BlockArguments) -> Any:
-        """Returns what the forward gets in place of the result of block ``index``."""
+        """Returns what the forward gets in place of the result of the block with this place among the blocks."""
         block = self._called[index]
+        self._in_turn &= index == self._visited
         self._check_trains(block)
-        self._order.append(index)
         if beside.named.get("past_key_values") is not None:
             raise self.refusal("its blocks get a cache of keys and values")
         if self._ran_last is not None:
@@ -326,7 +342,9 @@ class _Walk:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Passed))
         self._check_others([leaf for leaf in tensors if leaf.requires_grad])
         if self._visited == 0:
-            run = partial(block, hidden, *beside.positional, **beside.named)
+            self._inside = [*block.parameters()]
+            named = {name: self._entering(value) for name, value in beside.named.items()}
+            run = partial(block, *map(self._entering, (hidden, *beside.positional)), **named)
             self._kept = kept_in_training(block, run)
             self._note_result(run(), hidden)
         self._visited += 1
@@ -336,6 +354,17 @@ class _Walk:
         self._passed, self._version = hidden, hidden._version
         others = [Passed.of(self._visited - 1, place) if tensor else None for place, tensor in enumerate(self._beside)]
         return (hidden, *others) if self._returned else hidden
+
+    def _entering(self, given: Any) -> Any:
+        """Returns an argument of the first block, with tensors of the same numbers on which all depends that the block
+        computes. Lists and dictionaries stay, to which it may write."""
+        if type(given) is tuple:
+            return tuple(map(self._entering, given))
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            return given
+        self._inside.append(given.detach().requires_grad_())
+        # Blocks may change it in place, which is forbidden with a leaf.
+        return self._inside[-1].clone()
 
     def _check_others(self, depending: list[Tensor]) -> None:
         """Notes from which parts the ``depending`` tensors are that blocks get beside hidden states. Those from parts
@@ -390,6 +419,12 @@ class _Walk:
         )
 
 
+_BESIDE = (
+    "its output depends on what a block computes, but not through what the block returns: it comes by a list, a global "
+    "variable, a hook or an attribute, which stay on the rank of the block"
+)
+
+
 def _depends(output: Tensor, hidden: Tensor) -> bool:
     (gradient,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True, allow_unused=True)
     return gradient is not None
@@ -399,10 +434,8 @@ def _shown(dummy: Arguments) -> str:
     """Returns the arguments in words, without the values of tensors."""
     positional, named = dummy
     told = {**{str(place): value for place, value in enumerate(positional)}, **named}
-    shapes = (
-        (name, f"{list(value.shape)}" if isinstance(value, Tensor) else repr(value)) for name, value in told.items()
-    )
-    return "the dummy inputs " + ", ".join(f"{name} {value}" for name, value in shapes)
+    shapes = tree_map_only(Tensor, lambda tensor: list(tensor.shape), told)
+    return "the dummy inputs " + ", ".join(f"{name} {value!r}" for name, value in shapes.items())
 
 
 def _has_no_parameters(module: nn.Module) -> bool:

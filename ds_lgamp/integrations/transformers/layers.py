@@ -46,8 +46,8 @@ class ModelLayers(SplitLayers):
         blocks, only_loss = find_blocks(model, settings.blocks, planned_names(model)), settings.outputs == "loss"
         with untouched(model), attending_anywhere(model_of(model)):
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
-            super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None)
-            self.compare(model, blocks, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
+            super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None, settings)
+            self.compare(model, blocks, shown, random_sources, settings)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for

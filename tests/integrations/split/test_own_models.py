@@ -195,7 +195,11 @@ REFUSED = {
     "blocks that do not train": (WithoutGradients, {}, "blocks 'transformer.h' without gradients, .*; freeze the "),
     "reentrant checkpointing": (CheckpointingReentrantly, {}, "and take reentrant checkpointing out of the forward"),
     "inputs that do not fit": (MODELS["a classifier"], {"outputs": "all"}, r"images \[1, 4\]: .*; set ds_lgamp.dummy_"),
-    "inputs without numbers": (ReadsTwice, {"dummy_inputs": {"x": {"size": 1}}}, r"dummy_inputs.x is \{'size': 1\}"),
+    "inputs without numbers": (
+        ReadsTwice,
+        {"dummy_inputs": {"x": {"dtype": "int"}}},
+        r"dummy_inputs.x is \{'dtype': 'int'\}",
+    ),
     "a model without a loss": (MODELS["a classifier"], {"dummy_inputs": IMAGES}, "returned 0 numbers with a gradient"),
 }
 
@@ -410,6 +414,7 @@ def test_a_sequence_with_a_forward_of_its_own_is_not_run_without_it():
 
 def test_another_output_than_for_the_dummy_inputs_is_refused():
     layers = layers_of(make("a tied GPT"))
-    output = in_layers(layers, micro_batch("a tied GPT", 0)[0])
+    with torch.no_grad():
+        output = in_layers(layers, micro_batch("a tied GPT", 0)[0])
     with pytest.raises(ConfigError, match="something else than for its dummy inputs"):
         layers.loss_of(output)

@@ -1,0 +1,130 @@
+"""What a model's own forward keeps in attributes counts once for every micro-batch. A trial leaves nothing behind."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
+from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy
+from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
+from tests.integrations.split.test_own_models import layers_of
+
+
+class WarmUp(nn.Module):
+    """Has no parameters, so that no layer holds it. Scales by how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def forward(self, hidden):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return hidden * min(1.0, len(self.seen) / 10)
+
+
+class Counting(nn.Module):
+    """Counts its calls, its tokens and its losses."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.embedding, self.head, self.warm_up = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+            WarmUp(),
+        )
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+        self.counts, self.calls, self.tokens, self.losses, self.length = counts, 0, {"all": 0}, [], None
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        if "calls" in self.counts:
+            self.calls += 1
+            hidden = hidden * (1 + self.calls / 10)
+        if "tokens" in self.counts:
+            self.tokens["all"] += tokens.numel()
+        if "module" in self.counts:
+            hidden = self.warm_up(hidden)
+        if "length" in self.counts:
+            self.length = tokens.shape[1]
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = cross_entropy(self.head(hidden), labels)
+        if "losses" in self.counts:
+            self.losses.append(loss.item())
+        return loss
+
+    @property
+    def state(self):
+        return self.calls, self.tokens, self.losses, self.length, self.warm_up.calls, self.warm_up.seen
+
+
+COUNTS = ["calls", "tokens", "module", "length", "losses"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sets(st.sampled_from(COUNTS)), st.integers(1, 2))
+def test_what_a_forward_counts_it_counts_once(counts, ranks):
+    torch.manual_seed(0)
+    model = Counting(counts)
+    twin = copy.deepcopy(model)
+    layers = layers_of(model, pipeline_ranks=ranks)
+    for seed in range(2):
+        losses, gradients = trained(twin, [twin(each, each) for each in batches(seed)])
+        found, others = trained(model, in_turn(layers, batches(seed), ranks))
+        assert found == pytest.approx(losses, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-7)
+    if ranks == 1:
+        assert model.state == (*twin.state[:2], pytest.approx(twin.state[2]), *twin.state[3:])
+
+
+def test_what_counts_behind_the_blocks_and_matters_ahead_of_them_is_refused():
+    """The last layer runs for all micro-batches behind all others."""
+
+    class Adapting(Counting):
+        def forward(self, tokens, labels):
+            return super().forward(tokens, labels) * (1 + sum(self.losses))
+
+    with pytest.raises(ConfigError, match="what the model returns depends on .* what an earlier call left"):
+        layers_of(Adapting({"losses", "calls"}))
+
+
+class Leaving(Counting):
+    """Leaves traces: an attribute, an element, a module in the place of another one, a hook, a value of a buffer."""
+
+    def __init__(self):
+        super().__init__(COUNTS)
+        self.register_buffer("steps", torch.zeros(()))
+        self.table = {"rows": [1]}
+        self.activation = nn.GELU()
+
+    def forward(self, tokens, labels):
+        self.table["rows"].append(tokens.shape[0])
+        self.new, self.activation = object(), nn.ReLU()
+        return super().forward(tokens, labels)
+
+
+def test_a_trial_leaves_no_traces():
+    model = Leaving()
+    before = Snapshot(model.modules(), 3)
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    layers_of(model)
+    assert [name for _, name, _ in before.changed()] == []
+    assert all(torch.equal(values[name], buffer) for name, buffer in model.named_buffers())
+    assert isinstance(model.activation, nn.GELU)
+
+
+def test_a_model_is_untouched_after_an_error():
+    model = Leaving()
+    (tokens, *_) = batches(0)
+    with pytest.raises(ZeroDivisionError), untouched(model):
+        model(tokens, tokens)
+        model.steps += 1
+        raise ZeroDivisionError
+    assert model.table == {"rows": [1]} and not hasattr(model, "new") and model.steps == 0
