@@ -5,10 +5,12 @@ import gc
 import json
 import linecache
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -24,6 +26,8 @@ from testing.fuzz.plain import Plain
 from testing.fuzz.source import DEFAULTS, as_file, script
 from testing.fuzz.ways import FAMILIES, WAYS
 
+SCRIPT = "<training>"
+"""What tracebacks call the script."""
 LIMIT = 30
 """Seconds of one training."""
 NEAR = 2e-5
@@ -164,12 +168,12 @@ def _refusal(error: BaseException | None) -> BaseException | None:
 
 
 def _run(training: Training) -> dict[str, Any]:
-    """Runs the script anew. Its lines are found by tracebacks and TorchScript."""
-    name = "<training>"
-    linecache.cache[name] = len(training.source), None, training.source.splitlines(keepends=True), name
-    namespace: dict[str, Any] = {"__name__": "training"}
-    exec(compile(training.source, name, "exec"), namespace)
-    return namespace
+    """Runs the script anew, as a module, so that its classes can be pickled. Tracebacks and TorchScript find its
+    lines."""
+    module = sys.modules["training"] = ModuleType("training")
+    linecache.cache[SCRIPT] = len(training.source), None, training.source.splitlines(keepends=True), SCRIPT
+    exec(compile(training.source, SCRIPT, "exec"), vars(module))
+    return vars(module)
 
 
 def _optimizer(training: Training, model: Any) -> Any:
