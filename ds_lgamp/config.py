@@ -129,10 +129,10 @@ class LgampConfig(BaseModel):
     update ahead of the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied by
     default."""
 
-    hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
-    """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. The first
-    batch may take ten times as long, because it may compile. Warnings come earlier. null: ranks only warn, and wait for
-    ever."""
+    hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 600.0
+    """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. Warnings
+    come from 30 seconds on. The first batch may take ten times as long, but 20 minutes at most unless this is more,
+    because it may compile. null: ranks only warn, and wait for ever."""
 
     @property
     def patience(self) -> float:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import sys
 import tempfile
 import time
 import traceback
@@ -85,10 +86,11 @@ def started_ranks(
 def _collect(ranks: list, results: Any, deadline: float) -> list[Any]:
     collected: dict[int, Any] = {}
     while len(collected) < len(ranks):
+        # First, because a rank puts its result before it ends.
+        dead = [rank for rank, process in enumerate(ranks) if rank not in collected and process.exitcode]
         try:
             rank, succeeded, result = results.get(timeout=0.2)
         except queue.Empty:
-            dead = [rank for rank, process in enumerate(ranks) if rank not in collected and process.exitcode]
             assert not dead, f"ranks {dead} died without an error"
             assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(ranks))) - set(collected))} hang"
             continue
@@ -132,3 +134,4 @@ def _rank_main(
         results.put((rank, True, pickle.dumps(result)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
+        sys.exit(1)

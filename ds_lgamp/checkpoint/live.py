@@ -21,6 +21,7 @@ from ds_lgamp.checkpoint.slot import RUN, Slot, is_written
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host_thread import HostThread, Job
+from ds_lgamp.partition.rows import row_of
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 
@@ -352,4 +353,4 @@ def _buffer(name: str, values: torch.Tensor) -> _Source:
     shape = list(values.shape)
     entry = {"name": f"{BUFFERS}/{name}", "first": 0, "numel": values.numel(), "start": 0}
     shapes = {"shape": shape, "whole_shape": shape, "slice_offsets": [0] * len(shape)}
-    return _Source((name, BUFFERS), values.reshape(-1), [{**entry, **shapes}])
+    return _Source((name, BUFFERS), row_of(values), [{**entry, **shapes}])

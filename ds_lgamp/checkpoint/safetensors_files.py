@@ -23,7 +23,7 @@ _NAMES_KEY = "ds_lgamp.names"
 """Metadata key of a file; by name in the file, the names in a checkpoint that differ."""
 
 
-class _Planned(NamedTuple):
+class Planned(NamedTuple):
     """A tensor to write."""
 
     name: str
@@ -58,7 +58,7 @@ def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_byte
     _library()
     state = folders.read_state(source)
     reader = folders.reader(source, state)
-    shards = _shards(_plan(state, reader, dtype), shard_bytes)
+    shards = _shards(planned_of(state, reader, dtype), shard_bytes)
     if target.exists():
         raise CheckpointError(f"{target} exists; remove it or name another folder")
     with whole_folder(target) as partial:
@@ -99,27 +99,28 @@ def _library() -> Any:
     return safetensors
 
 
-def _plan(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtype) -> Iterator[_Planned]:
+def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtype) -> Iterator[Planned]:
+    """Yields the parameters, in ``dtype``, and the buffers of the checkpoint with this ``state``."""
     of_model = state["layers"].get("names_of_model", False)
     for name, described in state["parameters"].items():
         key = f"{PARAMETERS}/{name}"
-        shown = _without_layer(name) if of_model else name
-        yield _Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
+        shown = without_layer(name) if of_model else name
+        yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
     prefix = f"{BUFFERS}/0/"
     for key, entry in reader.tensors.items():
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
-            shown = _without_layer(name) if of_model else name
-            yield _Planned(shown, name, key, list(entry.size), entry.properties.dtype)
+            shown = without_layer(name) if of_model else name
+            yield Planned(shown, name, key, list(entry.size), entry.properties.dtype)
 
 
-def _without_layer(name: str) -> str:
+def without_layer(name: str) -> str:
     """Returns the name inside the layer or tied module."""
     return name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
 
 
-def _shards(planned: Iterator[_Planned], shard_bytes: int) -> list[list[_Planned]]:
-    shards: list[list[_Planned]] = [[]]
+def _shards(planned: Iterator[Planned], shard_bytes: int) -> list[list[Planned]]:
+    shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in planned:
         if shards[-1] and size + tensor.nbytes > shard_bytes:
@@ -130,7 +131,7 @@ def _shards(planned: Iterator[_Planned], shard_bytes: int) -> list[list[_Planned
     return shards
 
 
-def _write(shards: list[list[_Planned]], reader: VerifyingReader, folder: Path) -> None:
+def _write(shards: list[list[Planned]], reader: VerifyingReader, folder: Path) -> None:
     several = len(shards) > 1
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -144,7 +145,7 @@ def _write(shards: list[list[_Planned]], reader: VerifyingReader, folder: Path) 
     sync_folder(folder)
 
 
-def _write_file(path: Path, shard: list[_Planned], reader: VerifyingReader) -> None:
+def _write_file(path: Path, shard: list[Planned], reader: VerifyingReader) -> None:
     tensors = {
         tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.key is None

@@ -50,6 +50,8 @@ class Layers(_Strict):
     extra_states: list[str]
     names_of_model: bool = False
     """Whether names inside layers are those that the whole model has, as in models of transformers."""
+    other_names: dict[str, str] = {}
+    """More names that the whole model has for a parameter, each with the one inside its layer."""
 
 
 class Parameter(_Strict):

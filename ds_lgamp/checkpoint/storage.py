@@ -39,6 +39,7 @@ from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import damaged, open_data, reading, save_into, sync, sync_folder, verified, write_synced
 from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
+from ds_lgamp.partition.rows import row_of
 
 METADATA, INDEX = ".metadata", "index.json"
 _STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
@@ -192,7 +193,7 @@ def _without_crc32() -> Iterator[None]:
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` with a storage of exactly its size. Copies only if it is not contiguous."""
-    flat = tensor.contiguous().reshape(-1)
+    flat = row_of(tensor)
     if flat.untyped_storage().nbytes() == flat.nbytes:
         return tensor.contiguous()
     return torch.from_numpy(flat.view(torch.uint8).numpy()).view(tensor.dtype).reshape(tensor.shape)

@@ -27,6 +27,7 @@ from ds_lgamp.checkpoint.classes import (
     restored_object,
     restored_tuple,
 )
+from ds_lgamp.partition.rows import bytes_of
 
 _TAG = "type"
 """Key of a dictionary that encodes another value."""
@@ -208,8 +209,7 @@ def _record_fields(value: Record) -> dict[str, Any]:
 
 
 def _tensor_fields(tensor: torch.Tensor) -> dict[str, Any]:
-    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1).contiguous()
-    data = flat.view(torch.uint8).numpy().tobytes()
+    data = bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg()).numpy().tobytes()
     return {"dtype": _name_of_dtype(tensor.dtype), "shape": list(tensor.shape), "data": _text(data)}
 
 

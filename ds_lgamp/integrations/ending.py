@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.runtime import lifeline
+from ds_lgamp.runtime import errors, exit_handlers, lifeline
 
 _FAILED, _REFUSED = 1, 2
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -37,6 +37,9 @@ def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
     """
 
     def end() -> None:
+        exit_handlers.enter()
+        if leaves_because_of_an_error():
+            return
         # Python would go on to end with the status of the script, which knows nothing of a last save that failed.
         with failures_end_the_process():
             finish()
@@ -69,12 +72,30 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
     """
     try:
         yield
+    except SystemExit as error:
+        if error.code:
+            # Its process ends in order, with this status, but does not wait for ranks that wait for it.
+            lifeline.fail(errors.cause(error))
+            exit_handlers.begin()
+        raise
     except ConfigError as error:
         _leave(_sentence(error), _REFUSED, error)
     except Exception as error:
         if stock_refusal is not None and stock_refusal in str(error):
             _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED, error)
         _fail(traceback.format_exc() + hint, error)
+
+
+def leaves_because_of_an_error() -> bool:
+    """Whether the script is about to end because of an error, and cannot wait for ranks that may wait for it. They
+    then know of the error. A checkpoint that is being written is complete."""
+    unhandled = errors.unhandled()
+    error = unhandled or errors.in_flight()
+    if unhandled is not None:
+        lifeline.fail(errors.cause(unhandled))
+    elif error is not None and not exit_handlers.failing():
+        _announce("".join(traceback.format_exception(error)), error)
+    return error is not None or exit_handlers.failing()
 
 
 def await_gloo_threads() -> None:
@@ -151,22 +172,32 @@ def _has_peers() -> bool:
     """Whether other ranks may wait for this one."""
     import torch.distributed as dist
 
-    return dist.is_initialized() and dist.get_world_size() > 1
+    # A script may destroy its process group in a ``finally``. Then others still await news of this rank.
+    return lifeline.is_held() or (dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _fail(message: str, error: BaseException) -> NoReturn:
-    """Ends the process because of ``error``, once no thread writes a checkpoint any more. Says so before: the others
-    then write their part without a pause, and blame nobody else meanwhile."""
+    """Ends the process because of ``error``, once no thread writes a checkpoint any more."""
+    from ds_lgamp.checkpoint.saver import is_writing
+
+    if is_writing():
+        _announce(message, error)
+        message = ""
+    _leave(message, _FAILED, error)
+
+
+def _announce(message: str, error: BaseException) -> None:
+    """Tells the others of ``error``, so that they blame nobody else. A checkpoint that is being written is completed
+    once this rank has shown ``message``; the others write their part without a pause."""
     from ds_lgamp.checkpoint.errors import CheckpointError
     from ds_lgamp.checkpoint.saver import is_writing, wait_for_all
 
-    if is_writing():
+    writes = is_writing()
+    lifeline.announce(errors.cause(error), " and completes a checkpoint" if writes else "")
+    if writes:
         _print(message)
-        message = ""
-        lifeline.announce(_cause(error))
         with suppress(CheckpointError):
             wait_for_all()
-    _leave(message, _FAILED, error)
 
 
 def _is_of_a_checkpoint(error: BaseException) -> bool:
@@ -182,15 +213,20 @@ def _sentence(error: ConfigError) -> str:
 
 
 def _leave(message: str, status: int, error: BaseException | None = None) -> NoReturn:
-    """Ends the process with ``message``. The other ranks learn the ``error`` that ends it."""
+    """Ends the process with ``message``, behind the reason if that is another rank's. The other ranks learn the
+    ``error`` that ends it."""
     sys.stdout.flush()
-    _print(message)
-    if error is not None:
-        shared = status == _REFUSED or _is_of_a_checkpoint(error)
-        reason = lifeline.fail(_cause(error), shared)
-        # A refusal is a sentence already, and other ranks refuse the same.
-        if not shared:
-            _print(reason)
+    if error is None:
+        exit_handlers.flush_files()
+        os._exit(status)
+    exit_handlers.begin()
+    # A refusal is a sentence already, and other ranks refuse the same.
+    shared = status == _REFUSED or _is_of_a_checkpoint(error)
+    _print(message if shared else lifeline.news() + message)
+    left = lifeline.fail(errors.cause(error), shared)
+    if not shared:
+        _print(left)
+    exit_handlers.run(status)
     os._exit(status)
 
 
@@ -200,7 +236,3 @@ def _print(text: str) -> None:
     if stream is not None:
         stream.write(text)
         stream.flush()
-
-
-def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -30,6 +30,13 @@ class UnitParameter(NamedTuple):
     """The dimension along which each tensor-parallel rank has a slice; None if each rank has the whole parameter."""
     partial_gradient: bool = False
     """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism."""
+    name_in_model: str | None = None
+    """Its name in the model of the script; None if that is the global one."""
+
+    @property
+    def shown(self) -> str:
+        """What sentences call it."""
+        return self.name_in_model or self.name
 
     @property
     def segment_key(self) -> tuple[float, bool, bool]:
@@ -333,7 +340,7 @@ class FlatStorage:
             # No other rank is needed.
             self.refresh()
         if self.gathering is None and (self.stale or not self.resident):
-            names = [entry.name for entry in self.parameters if parameter is None or entry.parameter is parameter]
+            names = [entry.shown for entry in self.parameters if parameter is None or entry.parameter is parameter]
             lacks = "has old values" if self.resident else "has no elements"
             raise NotGatheredError(
                 f"parameter {names[0]} {lacks} on this rank until it is gathered; read it inside a block of "
@@ -352,7 +359,7 @@ class FlatStorage:
         # Guards would gather values that nobody reads.
         with torch._C.DisableTorchFunctionSubclass():
             moved = [
-                (entry.name, entry.parameter, view)
+                (entry.shown, entry.parameter, view)
                 for entry, view in zip(self.parameters, self._views)
                 if entry.parameter.untyped_storage().data_ptr() != own
             ]

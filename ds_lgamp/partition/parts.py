@@ -20,6 +20,8 @@ class Part(NamedTuple):
 
     unit: Unit
     name: str
+    shown: str
+    """What sentences call it."""
     parameter: Parameter
     shape: torch.Size
     """Shape of this tensor-parallel rank's slice."""
@@ -98,7 +100,16 @@ def parts_of(unit: Unit) -> Iterator[Part]:
         whole = slice(start, end)
         place = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
         yield Part(
-            unit, entry.name, entry.parameter, torch.Size(shape), *place, entry.group, whole, in_shard, in_parameter
+            unit,
+            entry.name,
+            entry.shown,
+            entry.parameter,
+            torch.Size(shape),
+            *place,
+            entry.group,
+            whole,
+            in_shard,
+            in_parameter,
         )
 
 

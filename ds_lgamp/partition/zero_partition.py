@@ -108,7 +108,7 @@ class ZeroPartition:
             for entry in () if unit.trains else unit.storage.parameters:
                 if entry.parameter.requires_grad:
                     raise ValueError(
-                        f"parameter {entry.name} was frozen when the engine was built; unfreeze it before that"
+                        f"parameter {entry.shown} was frozen when the engine was built; unfreeze it before that"
                     )
 
     @torch.no_grad()

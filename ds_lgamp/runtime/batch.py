@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.runtime.chunk import Buffers, Tensors
+from ds_lgamp.runtime.chunk import Tensors
+from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.saved_tensors import SavedTensors
 from ds_lgamp.schedule.actions import Action, Kind
 
@@ -25,8 +26,8 @@ class Graph(NamedTuple):
     :func:`end_outputs` returned."""
     saved: SavedTensors | None
     """Saved tensors that recomputation restores; None if the chunk is not recomputed."""
-    buffers: Buffers
-    """The buffers that forwards change, as they were before this forward."""
+    state: Moment | None
+    """The state of the chunk's modules before this forward; None if the chunk is not recomputed."""
 
 
 @dataclass

@@ -1,48 +1,16 @@
 """A chunk at run time: consecutive layers, called one after another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Module
 
+from ds_lgamp.runtime.layer_state import LayerState
+
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """The value that a layer passes to the next one: a tensor or a tuple of tensors."""
-
-
-class Buffer(NamedTuple):
-    """A layer's buffer at one moment. A forward may change the tensor or replace it."""
-
-    module: Module
-    name: str
-    tensor: torch.Tensor | None
-    value: torch.Tensor | None
-    """A copy of the tensor's values."""
-
-    @classmethod
-    def read(cls, module: Module, name: str) -> "Buffer":
-        """Reads the buffer as it is now."""
-        tensor = module._buffers[name]
-        return cls(module, name, tensor, None if tensor is None else tensor.clone())
-
-    def write(self) -> None:
-        """Restores the tensor and its values."""
-        self.module._buffers[self.name] = self.tensor
-        if self.tensor is not None and self.value is not None:
-            self.tensor.copy_(self.value)
-
-    @property
-    def moved(self) -> bool:
-        """Whether the buffer has changed since it was read."""
-        now = self.module._buffers[self.name]
-        if now is None or self.value is None:
-            return now is not self.tensor
-        # Compares values, because native batch norm writes without raising the tensor's version.
-        return now is not self.tensor or not torch.equal(now, self.value)
-
-
-Buffers = list[Buffer]
 
 
 class Chunk:
@@ -70,41 +38,7 @@ class Chunk:
         self.before_layer = before_layer
         self.between_layers = between_layers
         self.after_layer = after_layer
-        called = [each for layer in self.layers for each in (layer.args if isinstance(layer, partial) else (layer,))]
-        modules = [module for each in called if isinstance(each, Module) for module in each.modules()]
-        self._owners = [module for module in modules if module._buffers]
-        self._modes: list[bool] = []
-        """Which owners were in training mode when ``_moving`` was determined. A batch norm changes its buffers only in
-        training mode."""
-        self._moving: list[tuple[Module, str]] | None = []
-        """The buffers that forwards change, such as running statistics; None until a forward has shown them."""
-
-    def read_buffers(self) -> Buffers:
-        """Reads the buffers that forwards change; all buffers while these are unknown."""
-        if not self._owners:
-            return []
-        modes = [module.training for module in self._owners]
-        if modes != self._modes:
-            self._modes, self._moving = modes, None
-        moving = self._moving
-        if moving is None:
-            moving = [(module, name) for module in self._owners for name in module._buffers]
-        with torch.no_grad():
-            return [Buffer.read(module, name) for module, name in moving]
-
-    def moved(self, before: Buffers) -> Buffers:
-        """Returns those of ``before`` that forwards change. The caller has just run a forward."""
-        if self._moving is None:
-            before = [buffer for buffer in before if buffer.moved]
-            self._moving = [(buffer.module, buffer.name) for buffer in before]
-        return before
-
-    @staticmethod
-    def write_buffers(buffers: Buffers) -> None:
-        if buffers:
-            with torch.no_grad():
-                for buffer in buffers:
-                    buffer.write()
+        self.state = LayerState(_modules_of(layers, first_layer))
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
         for index, layer in enumerate(self.layers, self.first_layer):
@@ -116,6 +50,15 @@ class Chunk:
             if self.after_layer is not None:
                 self.after_layer(index, micro_batch, inputs)
         return inputs if self.between_layers is None else self.between_layers(inputs)
+
+
+def _modules_of(layers: Sequence[Callable[[Any], Any]], first_layer: int) -> Iterator[tuple[str, Module]]:
+    """Yields the modules of layers by names. A layer may also be a function of a module, as a tied one is called."""
+    for index, layer in enumerate(layers, first_layer):
+        for each in layer.args if isinstance(layer, partial) else (layer,):
+            if isinstance(each, Module):
+                for path, module in each.named_modules():
+                    yield f"layer {index}.{path}".removesuffix("."), module
 
 
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:

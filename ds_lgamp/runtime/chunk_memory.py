@@ -47,13 +47,14 @@ def chunk_bytes(
             return ChunkBytes(result_bytes, memory.peak - before, 0)
         if recompute:
             saved = SavedTensors()
-            with saved.dropped():
+            with saved.dropped(), torch.jit.optimized_execution(False):
                 result = compute(inputs if is_first else as_leaves(inputs))
             forward = memory.peak - before
             ends = [own_loss(result)] if is_last else end_graph(result)
             del result
             memory.peak = 0
-            saved.restore(partial(compute, inputs if is_first else as_leaves(inputs)), completely=False)
+            with torch.jit.optimized_execution(False):
+                saved.restore(partial(compute, inputs if is_first else as_leaves(inputs)), completely=False)
             backpropagate(ends, gradients)
             return ChunkBytes(result_bytes, forward, memory.peak - before)
         copy = cloned(inputs)

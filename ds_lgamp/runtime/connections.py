@@ -8,7 +8,7 @@ that is left. Every second, the thread also looks whether its rank stands still 
 otherwise it sleeps until something happens.
 
 The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever, a
-timer of the system ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
+guard ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
 (:mod:`ds_lgamp.runtime.termination`).
 """
 
@@ -19,11 +19,14 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from ds_lgamp.runtime import errors, exit_handlers
 from ds_lgamp.runtime.last_resort import end, say
+from ds_lgamp.runtime.launcher import Launcher
 from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join
 from ds_lgamp.runtime.stalls import TICK, StallTalk
 from ds_lgamp.runtime.termination import NEWS, Termination
@@ -42,6 +45,8 @@ _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
 _BACKLOG = 0.1
 """Seconds to hear of what happened before SIGTERM came."""
+_RETRY = 0.1
+"""Seconds between two attempts to send the rest of a line."""
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
 _HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
@@ -56,10 +61,11 @@ class Lifeline:
         listener: takes the connections of other ranks.
         token: what a rank must present.
         world: the number of ranks.
+        launcher: that of this process.
     """
 
-    def __init__(self, own: Member, listener: socket.socket, token: str, world: int) -> None:
-        self._own, self._listener, self._token = own, listener, token
+    def __init__(self, own: Member, listener: socket.socket, token: str, world: int, launcher: Launcher) -> None:
+        self._own, self._listener, self._token, self._launcher = own, listener, token, launcher
         self._neighbours: dict[Connection, Member] = {}
         self._watched: set[Connection] = set()
         """The neighbours that have not said goodbye."""
@@ -70,10 +76,16 @@ class Lifeline:
         self.stalls = StallTalk(own, world, say, self._stalled)
         self._newcomers: dict[Connection, float] = {}
         """Connections that have not shown the token, and when they began."""
+        self._shown: int | None = None
+        """The identity of the error that the script handles where it stands still."""
         self.a_rank_fails = False
         """Whether a rank fails, but completes a checkpoint first."""
         self._verdict: str | None = None
+        self._announces, self._announced = False, ""
+        """Whether this rank fails, but takes its time; and which other one, "" if none does."""
         self._judged, self._leaving = threading.Event(), threading.Event()
+        self._blamed, self._waited = threading.Event(), False
+        """Whether another rank is known to be the reason if this one fails; whether this one has waited for that."""
         self._said, self._speaking = False, threading.Lock()
         self._termination, self._terminated = Termination(), False
         self._alarm, self._bell = socket.socketpair()
@@ -94,6 +106,9 @@ class Lifeline:
 
     def leave(self) -> None:
         """Says goodbye. From now on, the end of this rank ends no other, and no other's end ends this rank."""
+        if self._announces:
+            # It has caught the error.
+            self._note_failing("")
         self._termination.release()
         self._leaving.set()
         with suppress(OSError):
@@ -109,14 +124,32 @@ class Lifeline:
         Returns the sentence that names the other rank, or one that left before; "" if there is none, or if it was said
         already.
         """
-        if self._judged.wait(_NEWS):
-            return self._last_words()
-        self._spread(_REFUSAL if refused else _VERDICT, f"{self._own.name} failed ({cause})")
-        return self._sentence() if self.stalls.departed() else ""
+        words = self.news()
+        if self._judged.is_set():
+            return words
+        own = f"{self._own.name} failed ({cause})"
+        if refused:
+            self._spread(_REFUSAL, own)
+        else:
+            self._spread(_VERDICT, self._announced or own)
+        return words or (self._sentence() if self.stalls.departed() and not self._said else "")
 
-    def announce(self, cause: str) -> None:
-        """Tells the others that this rank fails, but completes a checkpoint with them first."""
-        self._note_failing(f"{self._own.name} failed ({cause}) and completes a checkpoint")
+    def news(self) -> str:
+        """Waits for a moment for the news that an error of this rank follows from another rank's end. Returns the
+        sentence that names the other rank; "" if there is none, or if it was said already."""
+        if not self._blamed.wait(0 if self._waited else _NEWS):
+            self._waited = True
+            return ""
+        return self._last_words()
+
+    def announce(self, cause: str, meanwhile: str = "") -> None:
+        """Tells the others that this rank fails, because of ``cause``, but takes its time.
+
+        Args:
+            meanwhile: what it does first, in words that follow.
+        """
+        self._announces = True
+        self._note_failing(f"{self._own.name} failed ({cause}){meanwhile}")
 
     def let_go(self) -> None:
         """Closes what this process has of the connections. A forked process must not keep them open."""
@@ -124,6 +157,7 @@ class Lifeline:
             connection.close()
         for left in (self._listener, self._alarm, self._bell):
             left.close()
+        self.stalls.let_go()
         self._termination.close()
         self._selector.close()
 
@@ -134,7 +168,7 @@ class Lifeline:
             try:
                 self._serve(self._leaving.is_set, looks=True)
             finally:
-                # The timer would end this process if nothing set it again.
+                # The guard would end this process if it heard no more of it.
                 self.stalls.finish()
             self._serve(lambda: len(self._neighbours) < 2, _STAY)
         finally:
@@ -153,17 +187,37 @@ class Lifeline:
                 self._look()
                 next_look = now + TICK
             left = min(deadline, next_look if looks else math.inf) - now
+            if _flush(self._neighbours):
+                left = min(left, _RETRY)
             for key, _ in self._selector.select(max(0.0, left)):
                 # An earlier event may have closed the connection of this one.
                 if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
                     key.data(key.fileobj)
 
     def _look(self) -> None:
+        if self._launcher.is_gone():
+            self._judge(f"{self._own.name} lost its {self._launcher}, which was killed or has ended", None)
         try:
-            self.stalls.look(self._neighbours, self._hub)
+            self._show(self.stalls.look(self._neighbours, self._hub))
         except Exception:
             # An error there must not stop the watch for deaths.
             logger.exception(f"ds_lgamp: {self._own.name} cannot tell whether ranks stand still")
+
+    def _show(self, error: BaseException | None) -> None:
+        """Shows and announces the ``error`` that the script handles where it stands still, as in a ``finally`` that
+        waits for other ranks. It may never come to the place that shows it. Takes that back if the script goes on."""
+        identity = None if error is None else id(error)
+        if identity == self._shown or exit_handlers.failing():
+            return
+        if error is None:
+            self._note_failing("")
+        else:
+            reason = self._last_words() if self._blamed.is_set() else ""
+            trace = "".join(traceback.format_exception(error))
+            say(f"{reason}{trace}ds_lgamp: {self._own.name} handles this error, and stands still there\n")
+            self.announce(errors.cause(error), " and stands still while it handles that")
+        # Of the error itself, this thread would keep all that its calls hold.
+        self._shown = identity
 
     def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
         self._selector.register(source, selectors.EVENT_READ, answer)
@@ -260,6 +314,8 @@ class Lifeline:
         heirs = sorted(self._neighbours.values())[:_HEIRS]
         for neighbour in list(self._neighbours):
             neighbour.send(f"{_GOODBYE} {json.dumps(heirs)}")
+        _complete(self._neighbours)
+        for neighbour in self._neighbours:
             neighbour.finish()
         self._watched.clear()
 
@@ -284,15 +340,24 @@ class Lifeline:
         if (kind == _VERDICT or self._terminated) and not self._leaving.is_set():
             say(self._last_words())
         self._judged.set()
+        self._blamed.set()
         # Nothing is left to say before SIGTERM ends this rank.
         self._termination.release()
         if not self._leaving.wait(_GRACE):
             end(self._last_words(), self._own.rank)
 
     def _note_failing(self, sentence: str, source: Connection | None = None) -> None:
-        """Passes on that a rank fails. Waits for it then have a reason, and checkpoints are written in haste."""
+        """Passes on that a rank fails. Waits for it then have a reason, and checkpoints are written in haste. With "",
+        it goes on nevertheless."""
         self.stalls.note_failing(sentence)
-        self.a_rank_fails = True
+        self.a_rank_fails = bool(sentence)
+        if source is not None:
+            self._announced = sentence and (self._announced or sentence)
+            if sentence or self._judged.is_set():
+                self._blamed.set()
+            else:
+                self._blamed.clear()
+                self._said = False
         for neighbour in list(self._watched):
             if neighbour is not source:
                 neighbour.send(f"{_FAILS} {sentence}")
@@ -313,10 +378,12 @@ class Lifeline:
         termination.end()
 
     def _spread(self, kind: str, verdict: str) -> None:
-        for neighbour in list(self._watched):
+        told = list(self._watched)
+        for neighbour in told:
             neighbour.send(f"{kind} {verdict}")
         # Neighbours that know the verdict end too, without a goodbye.
         self._watched.clear()
+        _complete(told)
 
     def _last_words(self) -> str:
         """Returns the sentence with which this rank ends; "" from the second time on."""
@@ -325,5 +392,20 @@ class Lifeline:
         return "" if said else self._sentence()
 
     def _sentence(self) -> str:
-        reasons = filter(None, (self._verdict, self.stalls.departed()))
+        reasons = filter(None, (self._verdict or self._announced, self.stalls.departed()))
         return f"ds_lgamp: {'; '.join(reasons)}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"
+
+
+def _flush(neighbours: Iterable[Connection]) -> bool:
+    """Sends more of what ``neighbours`` did not take yet. Returns whether something is left."""
+    behind = [neighbour for neighbour in neighbours if neighbour.is_behind]
+    for neighbour in behind:
+        neighbour.flush()
+    return any(neighbour.is_behind for neighbour in behind)
+
+
+def _complete(neighbours: Iterable[Connection]) -> None:
+    """Sends all that is left, because no later look does, but does not wait long for a neighbour that stands still."""
+    deadline = time.monotonic() + _FAREWELL
+    while _flush(neighbours) and time.monotonic() < deadline:
+        time.sleep(_RETRY)

@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.runtime.batch import BatchState, Graph
-from ds_lgamp.runtime.chunk import Buffers, Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
+from ds_lgamp.runtime.chunk import Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
 from ds_lgamp.runtime.graph import (
     backpropagate,
     begin_graph,
@@ -22,6 +22,7 @@ from ds_lgamp.runtime.graph import (
     end_outputs,
     own_loss,
 )
+from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.random_state import Draws, RandomSource
@@ -126,8 +127,11 @@ class Executor:
         self._batch = batch
         self.current, self.program, self.row = None, batch.program, batch.row
         here.place = Place.BATCH
+        # TorchScript saves other tensors once it has optimized a function, in its second call.
+        as_written = torch.jit.optimized_execution(False) if batch.training and self.recompute else nullcontext()
         try:
-            yield
+            with as_written:
+                yield
             self.current, batch.row = None, self.row
             ended = self.row >= len(self.program) - 1
             if ended:
@@ -204,13 +208,13 @@ class Executor:
         _, chunk, micro_batch = action
         batch = self._batch
         inputs = self._take_input(chunk, micro_batch)
-        buffers: Buffers = []
+        state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
         saved = SavedTensors() if self._recomputes(chunk) else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
-            buffers = self.chunks[chunk].read_buffers()
+            state = self.chunks[chunk].state.read()
             beginning = inputs = as_leaves(inputs) if chunk > 0 else inputs
         else:
             self.draws.leave()
@@ -233,8 +237,9 @@ class Executor:
                     ends = end_outputs(result)
                 else:
                     ends = [result]
-                moved = [] if saved is None else self.chunks[chunk].moved(buffers)
-                batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, moved)
+                if state is not None and state.values:
+                    self.chunks[chunk].state.moved(state)
+                batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, state)
         if chunk == self._last_chunk:
             if batch.training and not batch.returns_outputs:
                 batch.losses.append(detached(result))
@@ -250,19 +255,20 @@ class Executor:
         batch = self._batch
         self.partition.begin_backward(chunk)
         graph = batch.graphs.pop((chunk, micro_batch))
-        buffers: Buffers = []
+        state: Moment | None = None
         if graph.saved is not None:
             self.doing = "backward"
             with self.timing.time("backward"):
-                buffers = self._recompute(chunk, micro_batch, graph, graph.saved)
+                state = self._recompute(chunk, micro_batch, graph, graph.saved)
         if chunk == self._last_chunk:
             batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         self.doing = "backward"
         with self.timing.time("backward"):
             backpropagate(graph.ends, gradients)
-        # The buffers change back only now, because autograd may have saved them for the backward pass.
-        self.chunks[chunk].write_buffers(buffers)
+        if state is not None:
+            # Buffers change back only now, because autograd may have saved them for the backward pass.
+            state.write()
         if chunk > batch.first_trained:
             batch.results[Kind.BACKWARD, chunk, micro_batch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(graph.beginning)
@@ -367,14 +373,15 @@ class Executor:
 
         return tree_map_only(torch.Tensor, output, result)
 
-    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Buffers:
-        """Restores the tensors that autograd saved, from the input, random states and buffers of the first forward.
+    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Moment | None:
+        """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
+        forward.
 
-        Returns the buffers as they were before this call.
+        Returns the state of the modules before this call; None if nothing changes it.
         """
         inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
-        current = self.chunks[chunk].read_buffers()
-        self.chunks[chunk].write_buffers(graph.buffers)
+        assert graph.state is not None, "a forward that is recomputed has noted the state"
+        current = self.chunks[chunk].state.rewind(graph.state)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
             saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
         return current

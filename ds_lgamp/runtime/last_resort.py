@@ -1,9 +1,9 @@
-"""The last means of a process that no longer runs: its last message, the system's timer, the device library's
-record."""
+"""The last means of a process that no longer runs: its last message, its guard, the device library's record."""
 
 import faulthandler
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -16,61 +16,68 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.runtime import exit_handlers, guard
+
 _LATER = 10.0
-"""Seconds beyond the limit, in which others name this rank. Its sudden end would be the news otherwise. The timer is
-set anew after half of them."""
-_LONGEST = 1e6
-"""Seconds; Python's timer takes no more than some thousand times as many."""
+"""Seconds beyond the limit, in which others name this rank. Its sudden end would be the news otherwise. The guard hears
+of this process after half of them."""
 _RECORDER = 5.0
 """Seconds to wait for the record of NCCL."""
 _FAILED = 1
-_later, _cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
 
 
 class LastResort:
     """Ends the process, with the calls of all its threads, if none of them gets the interpreter's lock for too long.
 
-    The timer is that of :mod:`faulthandler`, of which a process has one. It is left alone while the script uses it.
+    A process of its own does that (:mod:`ds_lgamp.runtime.guard`). A timer of this process would also go off when it
+    wakes up after somebody has suspended it.
     """
 
-    def __init__(self) -> None:
-        self._taken = False
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._guard: subprocess.Popen[bytes] | None = None
         self._armed: tuple[float, float] | None = None
-        """When the timer was set, and to which limit."""
-        # Bound once, because a method is a new object whenever it is read.
-        self._stand_ins = self._take, self._give_back
+        """When the guard heard of this process, and of which limit."""
+
+    def begin(self) -> None:
+        """Starts the guard."""
+        faulthandler.register(guard.SHOW, file=2, all_threads=True)
+        words = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), self._name]
+        # Where no process can start, there is no guard.
+        with suppress(OSError):
+            self._guard = subprocess.Popen(words, stdin=subprocess.PIPE)
+            os.set_blocking(self._input, False)
 
     def arm(self, limit: float, now: float) -> None:
         """Ends the process shortly after ``limit``, in seconds from ``now``, unless this is called again before. An
         infinite limit ends nothing."""
-        faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = self._stand_ins
-        if math.isinf(limit):
-            self.unset()
-            return
-        is_set = self._armed is not None and now < self._armed[0] + _LATER / 2 and limit == self._armed[1]
-        if not self._taken and not is_set:
+        heard = self._armed is not None and now < self._armed[0] + _LATER / 2 and limit == self._armed[1]
+        if self._guard is not None and not heard:
             self._armed = now, limit
-            _later(min(limit + _LATER, _LONGEST), exit=True, file=2)
+            # The guard may be gone.
+            with suppress(OSError):
+                os.write(self._input, f"{limit + _LATER}\n".encode())
 
     def disarm(self) -> None:
         """Ends nothing any more."""
-        if (faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later) == self._stand_ins:
-            faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = _later, _cancel
-        self.unset()
+        if self._guard is not None:
+            self.arm(math.inf, -math.inf)
+            self.let_go()
+            # It ends at once, unless it is stopped.
+            with suppress(subprocess.TimeoutExpired):
+                self._guard.wait(1.0)
+            self._guard = None
 
-    def unset(self) -> None:
-        """Ends nothing until it is armed again."""
-        if self._armed is not None and not self._taken:
-            _cancel()
-        self._armed = None
+    def let_go(self) -> None:
+        """Closes the connection to the guard. A forked process must not keep it open."""
+        if self._guard is not None and self._guard.stdin is not None:
+            with suppress(OSError):
+                self._guard.stdin.close()
 
-    def _take(self, *arguments: Any, **options: Any) -> None:
-        self._taken = True
-        _later(*arguments, **options)
-
-    def _give_back(self) -> None:
-        self._taken, self._armed = False, None
-        _cancel()
+    @property
+    def _input(self) -> int:
+        assert self._guard is not None and self._guard.stdin is not None, "the guard runs"
+        return self._guard.stdin.fileno()
 
 
 def dump_flight_recorder(rank: int) -> Path | None:
@@ -88,16 +95,24 @@ def dump_flight_recorder(rank: int) -> Path | None:
 
 
 def end(sentence: str, rank: int) -> NoReturn:
-    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more."""
+    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more. Runs what
+    the script has registered for its exit, because it may keep the last lines of a log."""
     say(sentence)
-    for last, seconds in ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER)):
+    lasts = ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER))
+    for last, seconds in (*lasts, (partial(exit_handlers.run, _FAILED), exit_handlers.SECONDS)):
         _try(last, seconds)
     os._exit(_FAILED)
 
 
 def say(text: str) -> None:
     """Writes to standard error, but does not wait for a reader."""
-    _try(lambda: os.write(2, text.encode()), 1.0)
+    _try(partial(_write, text.encode()), 1.0)
+
+
+def _write(text: bytes) -> None:
+    while text:
+        # The system may write a part of it only.
+        text = text[os.write(2, text) :]
 
 
 def _try(act: Callable[[], Any], seconds: float) -> None:

@@ -8,15 +8,16 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import weakref
 from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_lgamp.runtime import errors, exit_handlers
 from ds_lgamp.runtime.before_init import attempt
 from ds_lgamp.runtime.connections import Lifeline
+from ds_lgamp.runtime.launcher import Launcher, end_alone_without
 from ds_lgamp.runtime.neighbours import Member, listen, own_address
 
 logger = logging.getLogger(__name__)
@@ -24,21 +25,26 @@ _current: Lifeline | None = None
 _group: "weakref.ref[dist.ProcessGroup] | None" = None
 """The default group for which :func:`start` was called last, as long as it exists."""
 _starts = 0
+_launcher = Launcher()
+"""Looked up at once: a launcher that ends before the first batch is noticed there."""
 
 
 def start() -> None:
     """From now on, a rank that dies ends this rank, until the default group or the process ends.
 
-    All ranks call it. Does nothing where it was called for this default group already, or in a world of one rank. A
-    rank that cannot reach the others logs why, and goes on.
+    All ranks call it. Does nothing where it was called for this default group already. A rank that cannot reach the
+    others logs why, and goes on. A rank without others only ends with its launcher.
     """
     global _current, _group, _starts
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    if dist.get_world_size() == 1 or (_group is not None and _group() is world):
+    if _group is not None and _group() is world:
         return
     _leave()
     _group = weakref.ref(world)
+    if dist.get_world_size() == 1:
+        end_alone_without(_launcher)
+        return
     _starts += 1
     store, rank = _get_default_store(), dist.get_rank()
     # Later default groups may have the same store: those of this process, and those of a job that torchrun restarts.
@@ -49,7 +55,7 @@ def start() -> None:
     if rank == 0:
         store.set(key, json.dumps([secrets.token_hex(16), *own]))
     token, *hub = json.loads(store.get(key))
-    lifeline = Lifeline(own, listener, token, dist.get_world_size())
+    lifeline = Lifeline(own, listener, token, dist.get_world_size(), _launcher)
     try:
         lifeline.start(None if rank == 0 else Member(*hub))
     except OSError as error:
@@ -61,14 +67,24 @@ def start() -> None:
         return
     _current = lifeline
     # Unlike atexit, this also works in processes that multiprocessing starts.
-    _current.ending = Finalize(None, leave, exitpriority=0)
+    _current.ending = Finalize(None, _end, exitpriority=0)
 
 
 def leave() -> None:
     """Says goodbye to the other ranks, if this rank is among them and ends well. A rank that handles an error may end
     because of it: it says goodbye when it is done with the error, at the end of the process at the latest."""
-    if not isinstance(sys.exc_info()[1], Exception):
+    if errors.in_flight() is None and not exit_handlers.failing():
         _leave()
+
+
+def is_held() -> bool:
+    """Whether this rank is among others, and has not said goodbye."""
+    return _current is not None
+
+
+def news() -> str:
+    """See :meth:`Lifeline.news`. Returns "" without a lifeline."""
+    return "" if _current is None else _current.news()
 
 
 def fail(cause: str, refused: bool = False) -> str:
@@ -76,15 +92,24 @@ def fail(cause: str, refused: bool = False) -> str:
     return "" if _current is None else _current.fail(cause, refused)
 
 
-def announce(cause: str) -> None:
+def announce(cause: str, meanwhile: str = "") -> None:
     """See :meth:`Lifeline.announce`. Does nothing without a lifeline."""
     if _current is not None:
-        _current.announce(cause)
+        _current.announce(cause, meanwhile)
 
 
 def a_rank_fails() -> bool:
     """Whether a rank fails, but completes a checkpoint with the others first."""
     return _current is not None and _current.a_rank_fails
+
+
+def _end() -> None:
+    """Says goodbye at the end of the process, or what it ends with."""
+    error = errors.unhandled()
+    if error is not None:
+        fail(errors.cause(error))
+    else:
+        leave()
 
 
 def _leave() -> None:
@@ -97,20 +122,10 @@ def _leave() -> None:
 
 def _let_go() -> None:
     """Otherwise a forked process, such as a loader of data, would keep the connections of its dead parent open."""
-    global _current
-    left, _current = _current, None
+    global _current, _launcher
+    left, _current, _launcher = _current, None, Launcher()
     if left is not None:
         left.let_go()
 
 
-def _before_fork() -> None:
-    if _current is not None:
-        _current.stalls.before_fork()
-
-
-def _after_fork() -> None:
-    if _current is not None:
-        _current.stalls.after_fork()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_let_go)
+os.register_at_fork(after_in_child=_let_go)

@@ -3,6 +3,7 @@
 import hmac
 import json
 import socket
+import threading
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -32,10 +33,11 @@ class Member(NamedTuple):
 
 
 class Connection:
-    """Sends and receives lines of text."""
+    """Sends and receives lines of text. Several threads may send."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer, self._unfinished = peer, b""
+        self._unsent, self._sending = b"", threading.Lock()
         peer.settimeout(None)
         for option, value in (
             (socket.TCP_KEEPIDLE, _SILENCE),
@@ -53,10 +55,32 @@ class Connection:
     def fileno(self) -> int:
         return self._peer.fileno()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a line is not sent whole yet. The peer reads slowly, or stands still."""
+        return bool(self._unsent)
+
     def send(self, line: str) -> None:
-        """Sends ``line`` if the peer is there to take it. Does not wait."""
-        with suppress(OSError):
-            self._peer.send(line.encode() + b"\n", socket.MSG_DONTWAIT)
+        """Sends ``line``, or as much as the peer takes now, and does not wait. :meth:`flush` sends the rest."""
+        with self._sending:
+            self._unsent += line.encode() + b"\n"
+            self._write()
+
+    def flush(self) -> None:
+        """Sends more of what :meth:`send` could not. Does not wait."""
+        with self._sending:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                # The system may take a part of it only.
+                self._unsent = self._unsent[self._peer.send(self._unsent, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # The peer is gone, which receiving notices.
+            self._unsent = b""
 
     def receive(self) -> tuple[list[str], bool]:
         """Returns the lines that have come, and whether the connection has ended. Waits if nothing has happened."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ds_lgamp.runtime.last_resort import LastResort
 from ds_lgamp.runtime.neighbours import Connection, Member
-from ds_lgamp.runtime.watch import Asking, Rounds, Said, stalls
+from ds_lgamp.runtime.watch import Asking, AwakeClock, Rounds, Said, stalls
 from ds_lgamp.runtime.whereabouts import Observer, here
 from ds_lgamp.schedule.culprit import Silent
 from ds_lgamp.schedule.standing import Standing
@@ -30,50 +30,53 @@ class StallTalk:
 
     def __init__(self, own: Member, world: int, say: Callable[[str], None], end: Callable[[str, str], None]) -> None:
         self._own, self._world, self._say, self._end = own, world, say, end
+        self._clock = AwakeClock()
         self._observer = Observer(own.rank, own.host)
         self._rounds, self._asking = Rounds(), Asking()
         self._left: dict[int, tuple[float, str]] = {}
-        """By rank, when it said goodbye: by this process's clock, and in words."""
+        """By rank, when it said goodbye: by the clock, and in words."""
         self._failing = ""
         """Which rank fails, but completes a checkpoint first; "" if none does."""
-        self._last_resort = LastResort()
+        self._last_resort = LastResort(own.name)
 
     def begin(self) -> None:
-        """From now on the timer of the last resort is set, and :meth:`look` sets it anew."""
+        """From now on the guard of the last resort runs, and :meth:`look` tells it that this process runs."""
+        self._last_resort.begin()
         here.on_new_limit = self._arm
 
-    def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> None:
-        """Looks at this rank, and does what is due.
+    def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> BaseException | None:
+        """Looks at this rank, and does what is due. Returns the error that the script handles where it stands still.
 
         Args:
             neighbours: the ranks at the other ends of connections.
             hub: the connection to the hub; None if this rank is the hub.
         """
-        # First, because what follows could fail, and the timer would end this process if nothing set it again.
+        # First, because what follows could fail, and the guard would end this process if it heard no more of it.
         self._arm(here.limit)
-        now = time.monotonic()
+        now = self._clock.now()
         own = self._observer.look(now)
         if hub is not None:
             self._call(own, hub, neighbours[hub].rank, now)
         else:
             self._ask(own, neighbours, now)
+        return self._observer.error(own)
 
     def hear(self, kind: str, content: str, neighbour: Connection) -> None:
         """Takes what a neighbour says, if it is about standing still."""
         if kind == _WHERE:
             self._asking.hear()
-            neighbour.send(f"{_STANDS} {self._observer.look(time.monotonic(), closely=True).to_line()}")
+            neighbour.send(f"{_STANDS} {self._observer.look(self._clock.now(), closely=True).to_line()}")
         elif kind == _STALLED:
             self._rounds.want()
         elif kind == _STANDS:
             self._rounds.hear(Standing.from_line(content))
 
     def note_failing(self, sentence: str) -> None:
-        """Takes why others will wait for a while: a rank fails."""
-        self._failing = self._failing or sentence
+        """Takes why others will wait for a while: a rank fails. With "", it goes on nevertheless."""
+        self._failing = sentence and (self._failing or sentence)
 
     def note_goodbye(self, member: Member) -> None:
-        self._left[member.rank] = time.monotonic(), time.strftime("%H:%M:%S")
+        self._left[member.rank] = self._clock.now(), time.strftime("%H:%M:%S")
 
     def departed(self) -> str:
         """Returns which rank left first, and when; "" if this rank knows of none."""
@@ -84,12 +87,9 @@ class StallTalk:
         here.on_new_limit = None
         self._last_resort.disarm()
 
-    def before_fork(self) -> None:
-        """Unsets the timer. Its thread would not exist in a forked process, whose end waits for it."""
-        self._last_resort.unset()
-
-    def after_fork(self) -> None:
-        self._arm(here.limit)
+    def let_go(self) -> None:
+        """Closes what this process has of the connection to its guard. A forked process must not keep it open."""
+        self._last_resort.let_go()
 
     def _arm(self, limit: float) -> None:
         self._last_resort.arm(limit, time.monotonic())

@@ -5,7 +5,7 @@ run answer at once.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ds_lgamp.runtime.whereabouts import asks_after
@@ -19,6 +19,30 @@ _WARN_AFTER = 30.0
 _QUARTER = 4
 _LONGEST_PAUSE = 5.0
 """Seconds between two rounds of questions, at most."""
+
+
+_LONGEST_STEP = 5.0
+"""Seconds between two looks at the clock that count, at most."""
+
+
+class AwakeClock:
+    """Stands still while its process is suspended, by Slurm, a shell or a debugger. Somebody asks it every second.
+
+    On waking, all that it would have waited for is yet to come: answers of others, and the end of a stall.
+
+    Args:
+        clock: returns the time that goes on, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last, self._skipped = clock, clock(), 0.0
+
+    def now(self) -> float:
+        """Returns the time in seconds."""
+        now = self._clock()
+        self._skipped += max(0.0, now - self._last - _LONGEST_STEP)
+        self._last = now
+        return now - self._skipped
 
 
 class Said(NamedTuple):

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from ds_lgamp.runtime import errors
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 
-FIRST_BATCH = 10
-"""How many times as long an engine may take in its first training batch and its first evaluation, which may compile."""
+FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
+"""How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
+but no more than so many seconds, unless the limit itself is longer."""
 _EARLY, _ASKED_AFTER = 8, 5.0
 """A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
 _MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
@@ -97,7 +99,8 @@ class Whereabouts:
             ends: whether the batch ends with the block.
         """
         self.place, self.label, self._executor = Place.DATA, label, weakref.ref(executor)
-        self.limit = limit if training in executor.begun else limit * FIRST_BATCH
+        first = max(limit, min(limit * FIRST_BATCH, _LONGEST_FIRST_BATCH))
+        self.limit = limit if training in executor.begun else first
         self.thread = threading.get_ident()
         # Last, so that the observer never takes the old batch for the new one.
         self.batch += 1
@@ -159,6 +162,12 @@ class Observer:
         if not closely and seconds < asks_after(limit):
             return standing
         return self._explained(standing, place, executor, row, doing)
+
+    def error(self, standing: Standing) -> BaseException | None:
+        """Returns the error that the script handles where it has stood for 5 seconds, outside of a batch."""
+        if standing.inside or standing.seconds < _ASKED_AFTER:
+            return None
+        return errors.in_flight_of(self._here.thread or 0)
 
     def _call_of_script(self) -> tuple[int, int] | None:
         """Returns what changes as long as a script does something."""

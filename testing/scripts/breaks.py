@@ -17,6 +17,7 @@ from torch import nn
 
 fault, kind, folder = [word for word in sys.argv[1:] if not word.startswith("--")]
 HANG_TIMEOUT, BREAKS_AT = 6, 3
+LAUNCHER = "kills its launcher"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
@@ -44,13 +45,16 @@ FAULTS = {
     "exits": lambda: os._exit(0),
     "stops": lambda: sends_itself(signal.SIGSTOP),
     "sleeps": lambda: time.sleep(1000),
+    LAUNCHER: lambda: os.kill(os.getppid(), signal.SIGKILL),
 }
 """What happens in the forward of a layer."""
 
 
 def break_now() -> None:
-    (Path(folder) / "broken").touch()
-    FAULTS[fault]()
+    broken = Path(folder) / "broken"
+    if not broken.exists():
+        broken.touch()
+        FAULTS[fault]()
 
 
 class Breaks(nn.Module):
@@ -94,7 +98,7 @@ def main() -> None:
         net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
         engine, *_ = deepspeed.initialize(model=net, config=config)
     data = micro_batches()
-    for step in range(1, 10):
+    for step in range(1, 10 if fault != LAUNCHER else 1_000_000):
         if step == BREAKS_AT and fault == "returns" and rank == dist.get_world_size() - 1:
             (Path(folder) / "broken").touch()
             return

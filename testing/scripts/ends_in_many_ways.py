@@ -6,6 +6,7 @@ The first argument is a folder. It receives the output and the exit status of ea
 import atexit
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.ending import first_at_the_end
+from ds_lgamp.runtime import exit_handlers
 
 folder, *ways = sys.argv[1:]
 way = None
@@ -37,11 +39,29 @@ def later_hook(kind, error, trace):
     installed_hook(kind, error, trace)
 
 
+class Shutdown:
+    """Says that the interpreter shuts down in order."""
+
+    def __del__(self):
+        os.write(1, b"ORDERLY EXIT\n")
+
+
+def wait_for_ever():
+    print("WAITS", flush=True)
+    time.sleep(1000)
+
+
 if way is not None:
     printed = os.open(Path(folder, way), os.O_CREAT | os.O_WRONLY)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    atexit.register(print, "ORDERLY EXIT")
+    shutdown = Shutdown()
+    atexit.register(print, "EXIT HANDLER")
+    log = open(Path(folder, f"{way}.log"), "w")
+    log.write("the last line")
+    if way == "handler waits":
+        exit_handlers.SECONDS = 1.0
+        atexit.register(wait_for_ever)
     if way == "own hook":
         sys.excepthook = own_hook
     ds_lgamp.install()

@@ -20,6 +20,7 @@ TRACEBACK = "ArithmeticError: the script is in trouble"
 WAYS = {
     # exit status, printed text, whether the interpreter exited in the normal way
     "raise": (1, TRACEBACK, False),
+    "handler waits": (1, f"{TRACEBACK}.*WAITS", False),
     "refused": (2, "ds_lgamp: schedule is 'layerd'; use 'layered'", False),
     "own hook": (1, f"OWN HOOK\n.*{TRACEBACK}", False),
     "later hook": (1, f"LATER HOOK\n.*{TRACEBACK}", False),
@@ -43,7 +44,7 @@ def ended(tmp_path_factory, request):
     return folder
 
 
-@pytest.mark.parametrize("way", slow_except(["raise", "alone", "failed save"], list(WAYS)))
+@pytest.mark.parametrize("way", slow_except(["raise", "handler waits", "alone", "failed save"], list(WAYS)))
 def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, way):
     status, message, orderly = WAYS[way]
     output = (ended / way).read_text()
@@ -51,6 +52,9 @@ def test_only_an_unhandled_error_of_a_rank_among_others_ends_it_at_once(ended, w
     begin, _, end = message.partition(".*")
     assert begin in output and end in output and output.count(TRACEBACK) == (TRACEBACK in message), output
     assert ("ORDERLY EXIT" in output) == orderly, output
+    # One that waits keeps those from running that were registered before it.
+    assert output.count("EXIT HANDLER") == (way not in ("handler waits", "failed save")), output
+    assert (ended / f"{way}.log").read_text() == "the last line"
     if way == "refused":
         assert "Traceback" not in output
 

@@ -3,13 +3,7 @@
 import torch
 from torch import nn
 
-from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.chunk import Chunk
-from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import Endpoint, Links
-from ds_lgamp.schedule.actions import Action
-
-NOWHERE = Endpoint(0, None, 0)
+from tests.runtime.one_rank import one_rank, run
 
 
 class Summing(nn.Module):
@@ -25,30 +19,15 @@ class Summing(nn.Module):
         return inputs * self.weight * self.total.clone()
 
 
-class WholeParameters:
-    """A partition of one rank, which never gathers."""
-
-    def begin_backward(self, chunk):
-        pass
-
-
 def train(recompute):
     """Runs two chunks in a 1F1B order, where F0.2 follows B0.0. Returns their layers."""
     layers = [Summing(), Summing()]
-    executor = Executor(
-        (0, 0),
-        0,
-        {chunk: Chunk([layer], chunk) for chunk, layer in enumerate(layers)},
-        WholeParameters(),
-        Links(torch.device("cpu"), *[NOWHERE] * 6),
-        loss_function=lambda output, label: output.sum(),
-        step=lambda: None,
-        random_sources=[],
-        recompute=recompute,
+    order = "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F1.2 B1.2 B0.2"
+    run(
+        one_rank([[layer] for layer in layers], recompute),
+        [torch.tensor([float(2**index)]) for index in range(3)],
+        order,
     )
-    actions = "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F1.2 B1.2 B0.2".split()
-    with executor.run_batch(BatchState(3, lambda index: (torch.tensor([float(2**index)]), None))):
-        executor.run([Action.parse(text) for text in actions])
     return layers
 
 

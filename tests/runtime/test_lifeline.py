@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ds_lgamp.runtime import last_resort, lifeline, neighbours
+from ds_lgamp.runtime import connections, last_resort, lifeline, neighbours
 from ds_lgamp.runtime.connections import Lifeline
+from ds_lgamp.runtime.launcher import Launcher
 from ds_lgamp.runtime.neighbours import Member
 from ds_lgamp.runtime.whereabouts import here
 from testing.ranks import run_on_ranks, shared_number, started_ranks
@@ -70,6 +72,43 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path):
     with started_ranks(3, one_fails, tmp_path) as (ranks, _):
         verdict = f"rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble)"
         assert_ended(ranks, tmp_path, [verdict], [0, 2])
+
+
+def one_ends_with_an_error(folder):
+    """As the interpreter ends a script that has no hook for its errors."""
+    if begin(folder) == 1:
+        sys.last_value = ArithmeticError("the layer is in trouble")
+        lifeline._end()
+        os._exit(1)
+    wait_for_ever()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_interpreter_ends_because_of_an_error_says_no_goodbye_but_why(tmp_path):
+    with started_ranks(3, one_ends_with_an_error, tmp_path) as (ranks, _):
+        verdict = f"rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble)"
+        assert_ended(ranks, tmp_path, [verdict], [0, 2])
+
+
+def one_catches_its_error(folder):
+    """Rank 1 announces an error. Returns whom rank 0 blames before rank 1 has caught it, and rank 2 afterwards."""
+    rank, blamed = begin(folder), ""
+    for fails in (True, False):
+        if rank == 1:
+            lifeline.announce("ArithmeticError: the layer is in trouble") if fails else lifeline.leave()
+        else:
+            while lifeline.a_rank_fails() != fails:
+                time.sleep(0.02)
+            blamed = lifeline.news() if fails == (rank == 0) else blamed
+        dist.barrier()
+    return blamed
+
+
+@pytest.mark.slow
+def test_an_announced_error_is_to_blame_until_the_script_has_caught_it(tmp_path):
+    first, _, last = run_on_ranks(3, one_catches_its_error, tmp_path)
+    expected = f"ds_lgamp: rank 1 on {HOST} failed (ArithmeticError: the layer is in trouble); this rank, 0 on {HOST}"
+    assert first.startswith(expected) and last == ""
 
 
 def a_failure_follows(folder, clock):
@@ -300,7 +339,7 @@ def hub():
     """A rank in this process that others can join."""
     listener = neighbours.listen("localhost", alone=True)
     member = Member(0, HOST, "localhost", listener.getsockname()[1])
-    own = Lifeline(member, listener, TOKEN, 2)
+    own = Lifeline(member, listener, TOKEN, 2, Launcher())
     own.start(None)
     yield member
     own.leave()
@@ -308,6 +347,56 @@ def hub():
 
 
 MEMBER = Member(1, HOST, "localhost", 0)
+
+
+def test_lines_that_the_system_cuts_short_arrive_whole_and_in_order():
+    """A peer that stands still takes a part of a line, and the rest once it goes on."""
+    with socket.create_server(("localhost", 0)) as server:
+        sender = neighbours.Connection(socket.create_connection(server.getsockname()))
+        receiver = neighbours.Connection(server.accept()[0])
+    lines = [f"{number} " + "x" * 100_000 for number in range(100)]
+    for line in lines:
+        sender.send(line)
+    assert sender.is_behind
+    received: list[str] = []
+    while len(received) < len(lines):
+        received += receiver.receive()[0]
+        sender.flush()
+    assert received == lines and not sender.is_behind
+    for connection in (sender, receiver):
+        connection.close()
+
+
+def a_verdict_finds_a_full_connection(folder, clock):
+    """Rank 0 has so much to say to rank 1, which is stopped, that the system takes a part of it only."""
+    if begin(folder) == 0:
+        reach(clock, 1)
+        (neighbour,) = lifeline._current._neighbours
+        while not neighbour.is_behind:
+            neighbour.send("padding " + "x" * 10_000)
+        connections._FAREWELL = SECONDS
+        (folder / "full").touch()
+        reach(clock, 2)
+        lifeline.fail("ArithmeticError: the layer is in trouble")
+        os._exit(1)
+    wait_for_ever()
+
+
+def test_a_verdict_arrives_behind_what_the_system_cut_short(tmp_path):
+    clock = shared_number()
+    with started_ranks(2, a_verdict_finds_a_full_connection, tmp_path, clock) as (ranks, _):
+        while not (tmp_path / "1").exists():
+            time.sleep(0.02)
+        time.sleep(1)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        clock.value = 1
+        while not (tmp_path / "full").exists():
+            time.sleep(0.02)
+        clock.value = 2
+        # Rank 0 waits for half a second for news, before it has a verdict to send.
+        time.sleep(1)
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        assert_ended(ranks, tmp_path, [f"rank 0 on {HOST} failed (ArithmeticError: the layer is in trouble)"], [1])
 
 
 @pytest.mark.parametrize("greeting", ["a wrong token", "nothing", "a line without an end"])

@@ -15,32 +15,24 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, assemble, build_grid
-from tests.runtime.models import Model, build_model, micro_batch
+from tests.runtime.models import Model, Recording, build_model, micro_batch
 
 
-class RecordingDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.masks = []
-
+class RecordingDropout(Recording):
     def forward(self, inputs):
         mask = (torch.rand_like(inputs) > 0.5).float()
-        self.masks.append(mask)
+        self.note(mask)
         return inputs * mask
 
 
-class DrawingNowAndThen(nn.Module):
+class DrawingNowAndThen(Recording):
     """Draws from another generator each time. The input selects the generator, so both passes select the same one."""
 
     DRAWS = (random.random, numpy.random.standard_normal, lambda: torch.rand(()).item(), lambda: 0.5)
 
-    def __init__(self):
-        super().__init__()
-        self.drawn = []
-
     def forward(self, inputs):
         draw = self.DRAWS[int(inputs.detach().abs().sum() * 1000) % len(self.DRAWS)]
-        self.drawn.append((draw, draw()))
+        self.note((draw, draw()))
         # A tanh saves its result, so the number is needed again.
         return torch.tanh(inputs * self.drawn[-1][1])
 
@@ -83,7 +75,7 @@ def masks_of_a_step():
     model = build_model(2, tied=False)
     dropout = RecordingDropout()
     after = train_step([model.layers[0], dropout, model.layers[-1]], [0, 2, 3], 3)
-    return dropout.masks, after[0]
+    return dropout.drawn, after[0]
 
 
 def numbers_of_a_step():
@@ -106,7 +98,7 @@ def numbers_after_seeding():
     dropout = RecordingDropout()
     layers = [model.layers[0], SeedingItself(), dropout, model.layers[-1]]
     after = train_step(layers, [0, 2, 4], 3, layer_sources(DEVICE))
-    forward, recomputed = dropout.masks[::2], dropout.masks[1::2]
+    forward, recomputed = dropout.drawn[::2], dropout.drawn[1::2]
     assert all(torch.equal(first, second) for first, second in zip(forward, recomputed))
     SeedingItself()(torch.zeros_like(forward[0]))
     for mask in forward:
@@ -277,7 +269,7 @@ def masks_of_a_chunk_that_turns_at_once():
     unchanged."""
     model, late = build_model(2, tied=False), DrawingLate()
     train_step([model.layers[0], model.layers[-1], late], [0, 1, 3], 3, steps=2, turns_at_once=True)
-    return late.masks
+    return late.drawn
 
 
 def test_a_chunk_that_turns_at_once_draws_once_and_no_other_chunk_repeats_it():

@@ -1,7 +1,6 @@
 """Where the script computes the loss, the executor stops at each RETURN, and goes on from the gradients of outputs."""
 
 import torch
-from torch import nn
 
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.schedule.orders import pieces_of
@@ -9,22 +8,21 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
-from tests.runtime.models import Model, build_model, micro_batch
+from tests.runtime.models import Model, Recording, build_model, micro_batch
 
 CALLS = 3
 
 
-class LateDropout(nn.Module):
+class LateDropout(Recording):
     """Draws from the second step on."""
 
     def __init__(self):
         super().__init__()
         self.draws = False
-        self.masks = []
 
     def forward(self, inputs):
         mask = (torch.rand_like(inputs) > 0.5).float() if self.draws else torch.ones_like(inputs)
-        self.masks.append(mask)
+        self.note(mask)
         return torch.tanh(inputs * mask)
 
 
@@ -54,9 +52,9 @@ def masks_of_two_steps():
     spec, executor = assembled_with([model.layers[0], dropout, model.layers[-1]], [0, 3])
     step(spec, executor)
     dropout.draws = True
-    dropout.masks.clear()
+    dropout.drawn.clear()
     step(spec, executor, lambda call: torch.rand(3))
-    return dropout.masks
+    return dropout.drawn
 
 
 def test_a_layer_that_begins_to_draw_is_recomputed_whatever_the_script_draws_in_its_turn():

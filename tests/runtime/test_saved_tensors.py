@@ -85,6 +85,23 @@ def test_what_follows_the_last_saved_tensor_is_not_computed_again(completely, pr
     assert operations.names.count("addmm") == products
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_last_product_with_frozen_weights_is_not_computed_again(bias):
+    layers = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias).requires_grad_(False))
+    saved, result = forward(layers, example())
+    with Operations() as operations:
+        saved.restore(partial(layers, example()), completely=False)
+    assert operations.names.count("addmm") + operations.names.count("mm") == 0
+
+
+def test_a_difference_inside_torchscript_is_told_all_the_same():
+    """TorchScript makes another error of every one that leaves it."""
+    layers = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    saved, _ = forward(layers, example()[:5])
+    with pytest.raises(RuntimeError, match="a chunk saved .*5, 8.* and .*1000, 8.* when it was recomputed"):
+        saved.restore(partial(layers, example()), completely=False)
+
+
 @pytest.mark.parametrize(("completely", "times"), [(False, 1), (True, 2)])
 def test_a_forward_that_saves_nothing_is_not_computed_again(completely, times):
 

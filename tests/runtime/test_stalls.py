@@ -167,9 +167,9 @@ def test_a_rank_that_stands_still_is_named_and_the_others_end(fault, culprit, tm
         if fault in STACKS:
             assert any(STACKS[fault] in text for text in texts.values()), texts
         if fault == "holds the interpreter":
-            # Its threads cannot even see that the others ended. The system's timer ends it, and shows its calls.
+            # Its threads cannot even see that the others ended. Its guard ends it, and shows its calls.
             ranks[culprit].join(LIMIT + MORE)
-            assert ranks[culprit].exitcode == 1
+            assert ranks[culprit].exitcode == -signal.SIGKILL
             assert "in holds_the_interpreter" in (tmp_path / str(culprit)).read_text()
 
 

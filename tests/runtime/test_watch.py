@@ -1,7 +1,6 @@
 """When ranks ask, warn and end, by an invented clock; and where a rank stands, as another thread sees it."""
 
 import ctypes
-import faulthandler
 import math
 import os
 import signal
@@ -16,12 +15,13 @@ import torch.distributed as dist
 
 from ds_lgamp.runtime import last_resort, lifeline
 from ds_lgamp.runtime.last_resort import LastResort, dump_flight_recorder
-from ds_lgamp.runtime.watch import ANSWER, Asking, Rounds, stalls
+from ds_lgamp.runtime.watch import ANSWER, Asking, AwakeClock, Rounds, stalls
 from ds_lgamp.runtime.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.standing import Neighbours, Standing, Wait
+from testing.processes import is_alive, wait
 from testing.ranks import run_on_ranks, started_ranks
 
 LIMIT = 120.0
@@ -279,35 +279,60 @@ def test_the_record_of_nccl_is_written_to_the_file_that_torch_is_told(tmp_path):
     assert found == (None, tmp_path / "trace_0") and found[1].read_bytes() == b"record"
 
 
-def test_the_timer_of_faulthandler_is_left_alone_while_the_script_uses_it(monkeypatch):
-    calls = []
-    monkeypatch.setattr(last_resort, "_later", lambda *given, exit=False, **options: calls.append((given, exit)))
-    monkeypatch.setattr(last_resort, "_cancel", lambda: calls.append("cancelled"))
-    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
-        monkeypatch.setattr(faulthandler, name, getattr(faulthandler, name))
-    own = LastResort()
-    for now in (0.0, 1.0, 6.0):
-        own.arm(LIMIT, now)
-    faulthandler.dump_traceback_later(30)
-    own.arm(LIMIT, 12.0)
-    faulthandler.cancel_dump_traceback_later()
-    own.arm(LIMIT, 13.0)
+def test_the_guard_hears_every_new_limit_and_of_the_same_one_now_and_then(monkeypatch):
+    heard = []
+    monkeypatch.setattr(last_resort.os, "write", lambda file, line: heard.append(float(line)))
+    own = LastResort("rank 0")
+    own.arm(LIMIT, 0.0)
+    assert not heard
+    own.begin()
+    for now, limit in ((0.0, LIMIT), (1.0, LIMIT), (2.0, math.inf), (3.0, LIMIT), (4.0, LIMIT), (8.0, LIMIT)):
+        own.arm(limit, now)
+    process = own._guard
     own.disarm()
     own.disarm()
-    set_by_us = ((LIMIT + 10,), True)
-    assert calls == [set_by_us, set_by_us, ((30,), False), "cancelled", set_by_us, "cancelled"]
-    assert faulthandler.dump_traceback_later is last_resort._later
+    assert heard == [LIMIT + 10, math.inf, LIMIT + 10, LIMIT + 10, math.inf] and process.returncode == 0
 
 
-def test_a_limit_that_ends_unsets_the_timer(monkeypatch):
-    calls = []
-    monkeypatch.setattr(last_resort, "_later", lambda seconds, **options: calls.append(seconds))
-    monkeypatch.setattr(last_resort, "_cancel", lambda: calls.append("cancelled"))
-    own = LastResort()
-    for now, limit in enumerate((math.inf, LIMIT, LIMIT, math.inf, math.inf, LIMIT)):
-        own.arm(limit, float(now))
-    own.disarm()
-    assert calls == [LIMIT + 10, "cancelled", LIMIT + 10, "cancelled"]
+def test_the_clock_stands_still_while_the_process_is_suspended():
+    times = iter([100.0, 101.0, 102.5, 4000.0, 4001.0])
+    clock = AwakeClock(lambda: next(times))
+    assert [clock.now() for _ in range(4)] == [101.0, 102.5, 107.5, 108.5]
+
+
+def waits_in_a_batch_until_told(folder):
+    """Rank 1 reads its data for a while, and rank 0 waits for it. Returns whether rank 1 was told."""
+    last_resort._LATER = 1.0
+    lifeline.start()
+    dist.barrier()
+    executor = running("F1.0", "activation")
+    executor.begun.add(True)
+    with here.in_batch(executor, "step 1", True, PAUSED_LIMIT):
+        (folder / f"{dist.get_rank()} waits").write_text(str(os.getpid()))
+        if dist.get_rank() == 0:
+            dist.barrier()
+        while dist.get_rank() == 1 and not (folder / "go on").exists():
+            time.sleep(0.05)
+    if dist.get_rank() == 1:
+        dist.barrier()
+
+
+PAUSED_LIMIT = 6.0
+
+
+@pytest.mark.slow
+def test_ranks_that_were_suspended_for_longer_than_the_limit_go_on(tmp_path):
+    with started_ranks(2, waits_in_a_batch_until_told, tmp_path) as (ranks, results):
+        while len(list(tmp_path.glob("* waits"))) < 2:
+            time.sleep(0.05)
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGSTOP)
+        time.sleep(2 * PAUSED_LIMIT)
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGCONT)
+        time.sleep(2)
+        (tmp_path / "go on").touch()
+        assert all(results.get(timeout=60)[1] for _ in ranks)
 
 
 def keeps_the_interpreter():
@@ -323,28 +348,30 @@ def test_a_rank_that_keeps_the_interpreter_from_its_first_batch_on_ends():
     with started_ranks(2, keeps_the_interpreter) as (ranks, _):
         for rank in ranks:
             rank.join(60)
-            assert rank.exitcode == 1
+            assert rank.exitcode == -signal.SIGKILL
 
 
-def forks():
-    """Returns whether a forked process can cancel the timer, as the end of the interpreter does, and whether it is set
-    in this one."""
+def forks(folder):
+    """Leaves a forked process behind that knows nothing of the guard, and ends."""
     lifeline.start()
-    with here.in_batch(running("F1.0", ""), "step 1", True, LIMIT):
-        child = os.fork()
-        if child == 0:
-            faulthandler.cancel_dump_traceback_later()
-            os._exit(0)
-        deadline = time.monotonic() + 10
-        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-        return ended == child, lifeline._current.stalls._last_resort._armed is not None
+    dist.barrier()
+    (folder / f"{dist.get_rank()} is guarded").write_text(str(lifeline._current.stalls._last_resort._guard.pid))
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    (folder / f"{dist.get_rank()} forked").write_text(str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_forked_process_has_no_timer_for_which_its_end_would_wait():
-    assert run_on_ranks(2, forks) == [(True, True)] * 2
+def test_a_guard_ends_with_its_rank_though_a_forked_process_goes_on(tmp_path):
+    with started_ranks(2, forks, tmp_path) as (ranks, _):
+        for rank in ranks:
+            rank.join(60)
+    guards = [int(file.read_text()) for file in tmp_path.glob("* is guarded")]
+    wait(lambda: not any(map(is_alive, guards)), 20)
+    for file in tmp_path.glob("* forked"):
+        os.kill(int(file.read_text()), signal.SIGKILL)
+    assert len(guards) == 2 and not any(map(is_alive, guards))
 
 
 def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, capfd):

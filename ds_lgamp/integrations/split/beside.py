@@ -75,7 +75,9 @@ class Comparison:
         """
         if not _is_whole(self._model):
             return
-        candidates = [*_others(arguments), arguments]
+        # A number beyond an embedding would stop a GPU for good.
+        sizes = [module.num_embeddings for module in self._model.modules() if isinstance(module, nn.Embedding)]
+        candidates = [*_others(arguments, min([1, *(size - 1 for size in sizes)])), arguments]
         for number, others in enumerate(candidates):
             is_last = number == len(candidates) - 1
             try:
@@ -245,17 +247,30 @@ def _are_equal(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
     return bool(difference <= tolerance * (torch.where(finite, first, 0.0).norm() + 1e-3 * scale) + 1e-12)
 
 
-def _others(arguments: Arguments) -> Iterator[Arguments]:
-    """Yields arguments that differ from these, first also in their number of rows."""
-    other = tree_map_only(Tensor, _other, arguments)
-    rows = {leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(rows) == 1:
-        yield tree_map_only(Tensor, lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor, other)
+def _others(arguments: Arguments, largest: int) -> Iterator[Arguments]:
+    """Yields arguments that differ from these, first also in the number of rows and in length.
+
+    Args:
+        largest: an integer in place of zeros that is in the range of every embedding.
+    """
+    other = tree_map_only(Tensor, partial(_other, largest=largest), arguments)
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.ndim]
+    lengths = {leaf.shape[-1] for leaf in tensors if leaf.ndim > 1 and not leaf.is_floating_point()}
+    longer = tree_map_only(Tensor, lambda each: torch.cat([each, each]) if each.ndim else each, other)
+    if len({leaf.shape[0] for leaf in tensors}) == 1:
+        if len(lengths) == 1 and max(lengths) > 1:
+            yield tree_map_only(Tensor, _shorter, longer)
+        yield longer
     yield other
-    yield tree_map_only(Tensor, lambda tensor: tensor if tensor.is_floating_point() else _other(tensor), arguments)
+    yield tree_map_only(Tensor, lambda each: each if each.is_floating_point() else _other(each, largest), arguments)
 
 
-def _other(tensor: Tensor) -> Tensor:
+def _shorter(tensor: Tensor) -> Tensor:
+    """Returns a tensor of integers without the last column."""
+    return tensor if tensor.is_floating_point() or tensor.ndim < 2 else tensor[..., :-1]
+
+
+def _other(tensor: Tensor, largest: int) -> Tensor:
     """Returns a tensor of the same shape with other numbers of the same range."""
     if tensor.is_floating_point():
         return one(tensor.detach())
@@ -263,8 +278,9 @@ def _other(tensor: Tensor) -> Tensor:
         return tensor
     low, high = (int(each) for each in tensor.to(torch.int64).aminmax())
     if low == high == 0:
+        # They may be any tokens.
         places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-        return (places % 2).to(tensor.dtype)
+        return ((places + 1) % 2 * largest).to(tensor.dtype)
     if low == high == 1:
         # They may be a mask, which needs some ones.
         masked = tensor.clone()

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.partition.rows import write
 
 
 def version_of(tensor: Tensor) -> int:
@@ -46,7 +49,7 @@ class Buffers:
             yield
         finally:
             for (module, name, buffer), value in zip(own, values):
-                buffer.copy_(value)
+                write(buffer, value)
                 module._buffers[name] = buffer
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -58,6 +61,20 @@ class Buffers:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield path, module, name, buffer
+
+
+@contextmanager
+def unchanged_tensors(arguments: Any) -> Iterator[None]:
+    """Raises ConfigError if a tensor among the ``arguments`` of a call is changed in place inside the block, which runs
+    a part of the forward."""
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    versions = [*map(version_of, tensors)]
+    yield
+    if versions != [*map(version_of, tensors)]:
+        raise ConfigError(
+            f"the forward of the model changes in place a tensor that it gets, but with a {BLOCK} block it runs in "
+            "parts, several times for every micro-batch; compute a new tensor there"
+        )
 
 
 class ContainingBuffers:

@@ -20,7 +20,7 @@ from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_
 from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.buffers import ContainingBuffers, version_of
+from ds_lgamp.integrations.split.buffers import ContainingBuffers, unchanged_tensors, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
 from ds_lgamp.integrations.split.loss_graph import LossGraph
 from ds_lgamp.integrations.split.own_state import OwnState
@@ -243,6 +243,8 @@ class SplitForward:
 
         def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
             nonlocal first, passed, version
+            if index != len(blocks):
+                raise ConfigError(_SKIPPED)
             if passed is None:
                 first = hidden
             elif version_of(passed) != version:
@@ -297,7 +299,9 @@ class SplitForward:
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
         kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
-        with self.own_state.counted_once(call), self._visiting(replace, passes_others=False), replacing(kept):
+        arguments = call.positional, call.named
+        once, visiting = self.own_state.counted_once(call), self._visiting(replace, passes_others=False)
+        with once, visiting, replacing(kept), unchanged_tensors(arguments):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def _absent(self, path: str, part: Part) -> Absent | AbsentTensor:
@@ -314,13 +318,14 @@ class SplitForward:
         return (passed, *beside) if self._returned else passed
 
     def _run_until_reached(self, call: Call, visit: Visit) -> None:
-        try:
-            with self.own_state.counted_once(call), self._visiting(visit):
-                run_uncompiled(self._model, *call.positional, **call.named)
-        except _Reached:
-            return
-        except Touched:
-            raise ConfigError(_TOUCHES) from None
+        with unchanged_tensors((call.positional, call.named)):
+            try:
+                with self.own_state.counted_once(call), self._visiting(visit):
+                    run_uncompiled(self._model, *call.positional, **call.named)
+            except _Reached:
+                return
+            except Touched:
+                raise ConfigError(_TOUCHES) from None
         raise ConfigError(_SKIPPED)
 
     def _refuse_absent(self, path: str) -> NoReturn:

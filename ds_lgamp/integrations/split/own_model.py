@@ -51,7 +51,7 @@ class OwnModelLayers(SplitLayers):
             without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
             self._model, self._names = model, list(signature(model_of(model).forward).parameters)
             with evaluating(model, blocks, without_state):
-                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
+                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1, True)
                 self._for_loss = self._needed_for_loss(shown, random_sources) if only_loss else []
                 """The arguments without which the model returns no loss."""
             self.compare(model, blocks, shown, random_sources, settings)

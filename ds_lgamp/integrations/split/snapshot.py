@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+from ds_lgamp.integrations.split.named import Named, named_globals
+
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _TORCHS = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as those for its parameters and hooks."""
 _LARGE = 1000
@@ -29,9 +31,10 @@ class Snapshot:
     Args:
         modules: without those in them.
         depth: how far to search. With 1, only containers in attributes count, and none of those that every module has.
+        named: other values.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], depth: int = 1) -> None:
+    def __init__(self, modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named] = ()) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Dictionaries of attributes, each with a copy."""
         self._contents: list[tuple[int, str, Any, Any]] = []
@@ -39,13 +42,19 @@ class Snapshot:
         self._seen: set[int] = set()
         for module in modules:
             self._remember_attributes(vars(module), depth)
+        self._named = [(holder, {name: holder[name] for name in names}) for holder, names in named]
+        for holder, before in self._named:
+            for name, value in before.items():
+                self._search(value, depth, (id(holder), name))
 
     def restore(self, leaving: Collection[Place] = ()) -> None:
         """Gives everything back, but for attributes at the places ``leaving``, and what is in them."""
         for attributes, before in self._attributes:
-            for name in _differing(attributes, before):
+            for name in differing(attributes, before):
                 if (id(attributes), name) not in leaving:
                     set_or_delete(attributes, name, before.get(name, MISSING))
+        for holder, before in self._named:
+            holder.update(before)
         for *place, container, before in self._contents:
             if tuple(place) not in leaving and not _is_same(container, before):
                 container.clear()
@@ -54,7 +63,7 @@ class Snapshot:
     def changed(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the places of attributes that are others now, or contain others, each with what was there before."""
         for attributes, before in self._attributes:
-            for name in _differing(attributes, before):
+            for name in differing(attributes, before):
                 yield id(attributes), name, before.get(name, MISSING)
         for holder, name, container, before in self._contents:
             if not _is_same(container, before):
@@ -70,7 +79,7 @@ class Snapshot:
                 self._search(value, depth, (id(attributes), name))
 
     def _search(self, value: Any, depth: int, place: Place) -> None:
-        if type(value) in _CONTAINERS:
+        if type(value) in CONTAINERS:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._contents.append((*place, value, value.copy()))
@@ -93,7 +102,7 @@ def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
 
 
-def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Returns the names of attributes that are others now."""
     names = [name for name, value in now.items() if before.get(name, MISSING) is not value]
     return names + [name for name in before if name not in now]
@@ -106,7 +115,7 @@ def _is_same(container: Any, before: Any) -> bool:
     if isinstance(container, set):
         return container == before
     if isinstance(container, dict):
-        return not _differing(container, before)
+        return not differing(container, before)
     return all(map(is_, container, before))
 
 
@@ -118,9 +127,9 @@ def has_attributes(value: Any) -> bool:
 
 
 @contextmanager
-def restored(modules: Iterable[nn.Module], depth: int = 1) -> Iterator[None]:
+def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named] = ()) -> Iterator[None]:
     """Restores after the block what ``modules`` held; see :class:`Snapshot`."""
-    before = Snapshot(modules, depth)
+    before = Snapshot(modules, depth, named)
     try:
         yield
     finally:
@@ -129,10 +138,11 @@ def restored(modules: Iterable[nn.Module], depth: int = 1) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Gives a model back after the block all that its modules held, and the values of its buffers. Forwards that run
+    """Gives a model back after the block all that its modules held, with the globals that their forwards name, and the
+    values of its buffers. Forwards that run
     inside leave nothing behind: no counters, no caches, no submodules in place of others."""
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with restored(model.modules(), _DEPTH):
+    with restored(model.modules(), _DEPTH, named_globals(model)):
         try:
             yield
         finally:

@@ -326,8 +326,8 @@ class _Walk:
         block = self._called[index]
         self._in_turn &= index == self._visited
         self._check_trains(block)
-        if beside.named.get("past_key_values") is not None:
-            raise self.refusal("its blocks get a cache of keys and values")
+        if any(hasattr(each, "get_seq_length") for each in (*beside.positional, *beside.named.values())):
+            raise self.refusal("its blocks get a cache of keys and values, by use_cache of its config or by peft")
         if self._ran_last is not None:
             raise self.refusal(f"its module '{self._ran_last}' runs between blocks")
         if self._visited:

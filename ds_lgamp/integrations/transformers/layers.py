@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments
+from ds_lgamp.integrations.split.checks import check_parts
 from ds_lgamp.integrations.split.dummy_inputs import given_inputs
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.parts import model_of
 from ds_lgamp.integrations.split.snapshot import untouched
-from ds_lgamp.integrations.split.survey import survey
+from ds_lgamp.integrations.split.survey import evaluating, survey
 from ds_lgamp.integrations.transformers.attention import attending_anywhere
 from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
 from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
@@ -47,6 +48,8 @@ class ModelLayers(SplitLayers):
         with untouched(model), attending_anywhere(model_of(model)):
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
             super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None, settings)
+            with evaluating(model, blocks):
+                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1, not only_loss)
             self.compare(model, blocks, shown, random_sources, settings)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_lgamp.config import ConfigError
 from tests.integrations.split.own_models import (
     LENGTH,
     MODELS,
@@ -237,3 +238,17 @@ def test_modules_and_parameters_ahead_of_the_blocks_and_behind_them_may_lie_in_l
     wanted = gradients_of(model, expected)
     for name, gradient in gradients_of(model, loss).items():
         torch.testing.assert_close(gradient, wanted[name])
+
+
+@pytest.mark.parametrize("where", ["ahead", "behind"])
+def test_a_tensor_of_the_script_that_the_forward_changes_in_place_is_refused(where):
+    model = PositionsGpt()
+
+    def forward(tokens, labels):
+        hidden = model.embedding(tokens.add_(1).remainder_(VOCABULARY) if where == "ahead" else tokens)
+        hidden = model.blocks(hidden)
+        return cross_entropy(model.head(hidden), labels.add_(1).remainder_(VOCABULARY) if where == "behind" else labels)
+
+    model.forward = forward
+    with pytest.raises(ConfigError, match="changes in place a tensor that it gets, but .* several times for every mi"):
+        layers_of(model)

@@ -413,8 +413,7 @@ def test_a_sequence_with_a_forward_of_its_own_is_not_run_without_it():
 
 
 def test_another_output_than_for_the_dummy_inputs_is_refused():
-    layers = layers_of(make("a tied GPT"))
-    with torch.no_grad():
-        output = in_layers(layers, micro_batch("a tied GPT", 0)[0])
+    layers = layers_of(make("a tied GPT").eval())
+    output = in_layers(layers, micro_batch("a tied GPT", 0)[0])
     with pytest.raises(ConfigError, match="something else than for its dummy inputs"):
         layers.loss_of(output)

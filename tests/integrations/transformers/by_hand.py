@@ -28,7 +28,7 @@ def layers_of(model: Any, **settings: Any) -> ModelLayers:
 def whole(model: Any, arguments: Mapping[str, Any]) -> Computed:
     """Calls the model, without a cache of keys and values, which changes the order of some sums."""
     torch.manual_seed(1)
-    return _computed(model, model(**{**arguments, **without_cache(model)}))
+    return computed(model, model(**{**arguments, **without_cache(model)}))
 
 
 def in_layers(model: Any, arguments: Mapping[str, Any], **settings: Any) -> Computed:
@@ -45,10 +45,10 @@ def computed_by(layers: ModelLayers, model: Any, arguments: Mapping[str, Any]) -
     hidden = first.begin(call) if isinstance(first, Ends) else first(call)
     for block in blocks:
         hidden = block(hidden)
-    return _computed(model, last(hidden))
+    return computed(model, last(hidden))
 
 
-def _computed(model: Any, output: Any) -> Computed:
+def computed(model: Any, output: Any) -> Computed:
     """Computes the gradients of the loss; those of the squared hidden states if there is no loss."""
     loss = output["loss"] if "loss" in output else output[0].float().pow(2).mean()
     loss.backward()

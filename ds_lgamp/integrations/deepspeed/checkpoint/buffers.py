@@ -13,6 +13,7 @@ from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.rows import bytes_of, row_of, write
 
 _KINDS_OF_RANKS = ("pipeline_ranks", "data_ranks", "tensor_ranks")
 
@@ -25,7 +26,7 @@ def buffers_to_write(run: Run) -> dict[str, FlatShard]:
     first = everyone({name: of_data_rank[name] for name in own}, run.grid.get_data_parallel_group())[0]
     names = names_to_write(own, first)
     return {
-        names[name]: FlatShard(tensor.shape, 0, tensor.detach().reshape(-1))
+        names[name]: FlatShard(tensor.shape, 0, row_of(tensor.detach()))
         for name, tensor in persistent_buffers(run.placed)
         if name in names
     }
@@ -57,7 +58,7 @@ def commit_buffers(module: PlacedModule, read: Mapping[str, FlatShard]) -> None:
     values = {key.split("/", 2)[2]: shard.values for key, shard in read.items()}
     for name, tensor in persistent_buffers(module):
         if name in values:
-            tensor.copy_(values[name].view(tensor.shape))
+            write(tensor, values[name].view(tensor.shape))
 
 
 def _copies(run: Run) -> dict[str, Copy]:
@@ -65,4 +66,4 @@ def _copies(run: Run) -> dict[str, Copy]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.blake2b(bytes_of(tensor.detach().cpu()).numpy().tobytes()).hexdigest()

@@ -108,4 +108,5 @@ def _layers(run: Run) -> dict[str, Any]:
         "partition_method": run.partition_method,
         # The first rank has the first layer.
         "names_of_model": any(isinstance(layer, Tree) for layer in built_layers(run.placed).values()),
+        "other_names": dict(run.placed.other_names),
     }

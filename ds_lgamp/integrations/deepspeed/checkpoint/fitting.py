@@ -9,7 +9,7 @@ import torch
 from ds_lgamp.checkpoint.buffers import name_of_first
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers, shown_name
 
 
 class Parts(NamedTuple):
@@ -38,7 +38,7 @@ def check_fit(
         own: the parameters of all pipeline ranks.
         sizes: the tensors in the checkpoint.
     """
-    _check_parameters(folder, state["parameters"], own, parts.strict)
+    _check_parameters(run, folder, state["parameters"], own, parts.strict)
     _check_buffers(folder, run.placed, sizes, parts.strict)
     if parts.optimizer:
         _check_optimizer(run, folder, state, own)
@@ -46,11 +46,14 @@ def check_fit(
         _check_scheduler(folder, state["lr_scheduler"], run.lr_scheduler)
 
 
-def _check_parameters(folder: Path, written: dict[str, Any], own: dict[str, Any], strict: bool) -> None:
+def _check_parameters(run: Run, folder: Path, written: dict[str, Any], own: dict[str, Any], strict: bool) -> None:
     names = own.keys() | written.keys() if strict else own.keys() & written.keys()
     others = sorted(name for name in names if _shape(own, name) != _shape(written, name))
     if others:
-        shown = ", ".join(f"{name} is {_shape(written, name)} there, {_shape(own, name)} here" for name in others[:3])
+        shown = ", ".join(
+            f"{shown_name(run.placed, name)} is {_shape(written, name)} there, {_shape(own, name)} here"
+            for name in others[:3]
+        )
         raise CheckpointError(
             f"{folder} is of another model ({shown}{', ...' if len(others) > 3 else ''}); build the model as it was, "
             "or if it was saved without frozen parameters, pass load_module_strict=False"
@@ -68,8 +71,8 @@ def _check_buffers(folder: Path, module: PlacedModule, sizes: Mapping[str, torch
         if size != tensor.shape and (size is not None or (strict and tensor.numel())):
             there = "absent" if size is None else list(size)
             raise CheckpointError(
-                f"{folder} is of another model (buffer {name} is {there} there, {list(tensor.shape)} here); build the "
-                "model as it was"
+                f"{folder} is of another model (buffer {shown_name(module, name)} is {there} there, "
+                f"{list(tensor.shape)} here); build the model as it was"
             )
 
 
@@ -96,16 +99,17 @@ def _check_optimizer(run: Run, folder: Path, state: dict[str, Any], own: dict[st
     if there != here:
         raise CheckpointError(f"{folder} has {there} parameter groups, not {here}; build them as they were, {fix}")
     for name, entry in own.items():
+        shown = shown_name(run.placed, name)
         if name not in state["parameters"]:
             # Parameters of a group count their steps together, so a new one cannot begin at the first.
             if entry["group"] is not None:
                 raise CheckpointError(
-                    f"{folder} has no optimizer state of {name}, which trains here; pass load_optimizer_states=False"
+                    f"{folder} has no optimizer state of {shown}, which trains here; pass load_optimizer_states=False"
                 )
             continue
         group = state["parameters"][name]["group"]
         if group != entry["group"]:
             raise CheckpointError(
-                f"{folder} has {name} in parameter group {group}, but this run in {entry['group']} (None: it does not "
+                f"{folder} has {shown} in parameter group {group}, but this run in {entry['group']} (None: it does not "
                 f"train); build the groups as they were, {fix}"
             )

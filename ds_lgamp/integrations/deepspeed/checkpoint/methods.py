@@ -1,11 +1,16 @@
 """The engine's methods for checkpoints. Those that DeepSpeed has too keep their signatures."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from ds_lgamp.checkpoint.errors import everywhere
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.fitting import Parts
+from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import put_script
 from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint
 from ds_lgamp.integrations.deepspeed.checkpoint.loading import find_checkpoints, load_first_whole
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
@@ -64,6 +69,7 @@ def save_checkpoint(
         save_latest,
         exclude_frozen_parameters,
     )
+    everywhere(partial(put_script, Path(save_dir)) if dist.get_rank() == 0 else lambda: None)
     return True
 
 

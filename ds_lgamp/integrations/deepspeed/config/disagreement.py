@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.model.layout import layer_types
-from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, shown_name
 from ds_lgamp.integrations.handshake import code_of, process_terms
 from ds_lgamp.partition.agreement import Term, complaint_about_terms, difference, digest, everyone, raise_everywhere
 
@@ -46,7 +46,7 @@ def refuse_differing_models(module: PipelineModule) -> None:
         for prefix, layer in built_layers(module).items()
     }
     for name, tensor in global_names(module):
-        built[f"tensor {name}"] = Term(f"{list(tensor.shape)} {tensor.dtype}", _SAME_CODE)
+        built[f"tensor {shown_name(module, name)}"] = Term(f"{list(tensor.shape)} {tensor.dtype}", _SAME_CODE)
     raise_everywhere(complaint_about_terms(built, module._grid.get_data_parallel_group()), ConfigError)
 
 

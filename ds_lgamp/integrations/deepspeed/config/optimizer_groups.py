@@ -15,7 +15,7 @@ from ds_lgamp.integrations.deepspeed.model.client_optimizer import (
     refuse_differing_groups,
     trainable_parameters,
 )
-from ds_lgamp.integrations.deepspeed.model.module import global_names
+from ds_lgamp.integrations.deepspeed.model.module import global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import sharing_of
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -86,13 +86,16 @@ def _complaint_about_matrices(module: PipelineModule, groups: list[dict[str, Any
             name, blocks = names.get(id(parameter), "of a group"), group.get("blocks", 1)
             if not parameter.requires_grad:
                 continue
+            shown = shown_name(module, name)
             if parameter.dim() != 2:
                 return (
-                    f"parameter {name} has shape {list(parameter.shape)}, but Muon makes matrices orthogonal; put it "
+                    f"parameter {shown} has shape {list(parameter.shape)}, but Muon makes matrices orthogonal; put it "
                     "into a group with use_muon False"
                 )
             sliced = tensor_ranks > 1 and sharing_of(name, parameter).sliced_dimension == 0
             rows = parameter.shape[0] * (tensor_ranks if sliced else 1)
             if rows % blocks:
-                return f"parameter {name} has {rows} rows, but its group has blocks {blocks}; use a divisor of the rows"
+                return (
+                    f"parameter {shown} has {rows} rows, but its group has blocks {blocks}; use a divisor of the rows"
+                )
     return None

@@ -31,8 +31,10 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     over_data,
     over_pipeline,
     prefix_of,
+    shown_name,
     tensors_of,
 )
+from ds_lgamp.integrations.deepspeed.model.shared_memory import complaint_about_memory
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import complaint_about_tensor_ranks
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
@@ -74,7 +76,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
     for name, info in announced_tensors(module).items():
         if info.is_parameter:
-            refuse_cast_parameter(config, name, info.dtype)
+            refuse_cast_parameter(config, shown_name(module, name), info.dtype)
 
 
 def refuse_overlapped_update(settings: LgampConfig, config: Any, optimizer: Any) -> None:
@@ -188,7 +190,8 @@ def _complaint_about_freezing(module: PipelineModule) -> str | None:
     for flags in copies:
         for name, trains in flags.items():
             if own.get(name, trains) != trains:
-                return f"parameter {name} trains on one rank and is frozen on another; freeze it on all"
+                shown = shown_name(module, name)
+                return f"parameter {shown} trains on one rank and is frozen on another; freeze it on all"
     return None
 
 
@@ -216,22 +219,26 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
     for name, tensor in global_names(module):
         if isinstance(tensor, torch.nn.Parameter) and names.setdefault(id(tensor), name) != name:
             return (
-                f"{name} and {names[id(tensor)]} are the same tensor; give each layer its own or, in a PipelineModule, "
-                "share the layer by TiedLayerSpec"
+                f"{shown_name(module, name)} and {shown_name(module, names[id(tensor)])} are the same tensor; give "
+                "each layer its own or, in a PipelineModule, share the layer by TiedLayerSpec"
             )
     for name, parameter in module.named_parameters():
+        shown = shown_name(module, name)
         if parameter.requires_grad and id(parameter) not in names:
-            return f"parameter {name} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
+            return f"parameter {shown} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
         if not isinstance(parameter, DeferredParameter) and type(parameter.data) not in (torch.Tensor, FakeTensor):
             return (
-                f"parameter {name} is a {type(parameter.data).__name__}, but units hold plain tensors; build its layer "
-                "without fp8_model_init, quantization or DTensor"
+                f"parameter {shown} is a {type(parameter.data).__name__}, but units hold plain tensors; build its "
+                "layer without fp8_model_init, quantization or DTensor"
             )
         if not getattr(parameter, "allreduce", True) or hasattr(parameter, "ds_optim_param"):
             return (
-                f"parameter {name} differs between data-parallel ranks, such as that of an expert, but units are the "
+                f"parameter {shown} differs between data-parallel ranks, such as that of an expert, but units are the "
                 "same on all of them; keep every expert on every rank (ep_size 1), and layers without sharded weights"
             )
+    shared = complaint_about_memory((shown_name(module, name), tensor) for name, tensor in global_names(module))
+    if shared is not None:
+        return shared
     changed = changed_layer(module)
     if changed is not None:
         return (

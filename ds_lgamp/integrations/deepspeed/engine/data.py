@@ -1,6 +1,8 @@
 """Pulls the micro-batches of a batch before it begins. Either every rank has its data, or no rank starts."""
 
+import logging
 from collections.abc import Callable
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group, raise_everywhere
 from ds_lgamp.runtime.chunk import detached
 
+logger = logging.getLogger(__name__)
 _READY, _ENDED, _FAULTY = range(3)
 
 
@@ -69,6 +72,9 @@ class BatchLoader:
             except Exception as error:
                 status, cause = _FAULTY, error
                 complaint = f"the data of rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+                if extract_tb(error.__traceback__)[-1].filename != __file__:
+                    # What ends the script is a sentence, which does not say where its data failed.
+                    logger.error(f"ds_lgamp: {complaint}", exc_info=True)
         status = self.agree(terms, status)
         if status != _READY:
             self._micro_batches.clear()

@@ -45,6 +45,7 @@ from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
+from ds_lgamp.integrations.deepspeed.model.first_values import share_values, values_of
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
@@ -194,6 +195,10 @@ class LgampEngine(PipelineEngine):
         """Leaves out layers without memory. ``prepare_layers`` does the same with each when it has some."""
         with showing(model, children_with_memory(model)):
             super()._configure_distributed_model(model)
+
+    def _broadcast_model(self) -> None:
+        """Gives the layers that :attr:`module` shows the values of data-parallel rank 0, buffers too."""
+        share_values(values_of(self.module), self.seq_data_parallel_group, self.device)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         updating = device_of_updates(self._config)

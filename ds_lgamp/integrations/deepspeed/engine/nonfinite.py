@@ -184,7 +184,7 @@ def _watch(unit: Unit) -> list[str]:
     """Lets ``unit`` take the norms of its parameters, as far as they lie in this rank's shard. Returns their names."""
     parts = [part for part in parts_of(unit) if part.numel and part.group is not None]
     unit.watched = [part.in_shard for part in parts]
-    return [part.name for part in parts]
+    return [part.shown for part in parts]
 
 
 def nonfinite_check(

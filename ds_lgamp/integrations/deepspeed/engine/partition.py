@@ -11,7 +11,7 @@ from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.offload import disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -121,7 +121,7 @@ def _parameters_by_unit(
         if isinstance(tensor, torch.nn.Parameter):
             group = groups.get(id(tensor)) if tensor.requires_grad else None
             sharing = sharing_of(name, tensor) if is_tensor_parallel else Sharing()
-            entry = UnitParameter(name, tensor, group, *sharing)
+            entry = UnitParameter(name, tensor, group, *sharing, name_in_model=shown_name(module, name))
             first = name.split(".")
             if first[0] == "tied_modules":
                 tied[first[1]].append(entry)

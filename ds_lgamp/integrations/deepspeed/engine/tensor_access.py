@@ -117,7 +117,7 @@ class TensorAccess:
         if optim_state_key is None:
             if part.unit.storage.frees_weights and part.unit.storage.resident:
                 raise ConfigError(
-                    f"safe_set_local_fp32_param is called for {part.name} inside a block of "
+                    f"safe_set_local_fp32_param is called for {part.shown} inside a block of "
                     "deepspeed.zero.GatheredParameters; leave it first, or use safe_set_full_fp32_param"
                 )
             part.write_weights(value.reshape(-1))
@@ -195,7 +195,7 @@ class TensorAccess:
             absent = bool(flag)
         if absent:
             raise ConfigError(
-                f"the optimizer has no state '{key}' for every element of {part.name}; use a name from "
+                f"the optimizer has no state '{key}' for every element of {part.shown}; use a name from "
                 "engine.optimizer.state after the first step"
             )
         if segment is None or state is None:
@@ -211,7 +211,7 @@ class TensorAccess:
         reduction = part.unit.reduction
         if reduction.shard_gradient is None or not reduction.is_final or part.unit.storage.is_overdue:
             raise ConfigError(
-                f"the gradient of {part.name} exists only while the optimizer steps; call this in an optimizer hook, "
+                f"the gradient of {part.shown} exists only while the optimizer steps; call this in an optimizer hook, "
                 "or wrap engine.optimizer.step and call it before the wrapped step"
             )
         # The device may still be copying it to the host.
@@ -231,11 +231,11 @@ class TensorAccess:
     def _writable(self, part: Part, value: torch.Tensor, local: bool = False) -> Part:
         if part.group is None:
             raise ConfigError(
-                f"no optimizer owns {part.name}; write to it in deepspeed.zero.GatheredParameters with a modifier_rank"
+                f"no optimizer owns {part.shown}; write to it in deepspeed.zero.GatheredParameters with a modifier_rank"
             )
         numel = part.numel if local else part.shape.numel()
         if value.numel() != numel:
-            raise ConfigError(f"the value has {value.numel()} elements, but {part.name} takes {numel} here")
+            raise ConfigError(f"the value has {value.numel()} elements, but {part.shown} takes {numel} here")
         return part
 
 

@@ -7,6 +7,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
@@ -24,6 +25,7 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     Unlike the engine it frees no parameter, because it asks for the sizes of all layers.
     """
     model = arguments["model"]
+    check_tensors(model)
     layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     check_layout(arguments.get("mpu"), module.mpu(), settings)

@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
 from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
@@ -28,10 +29,11 @@ from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
+from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layers
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
-from ds_lgamp.integrations.ending import end_well
+from ds_lgamp.integrations.ending import end_well, leaves_because_of_an_error
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.integrations.shard_keys import for_deepspeed
@@ -112,6 +114,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
     settings.refuse_split("a PipelineModule")
     lifeline.start()
     gather_partitioned(module)
+    share_given_layers(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
 
 
@@ -186,10 +189,11 @@ def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
 
 @wraps(_stock_destroy)
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Lets engines finish first: their ranks may still have to communicate. Afterwards no rank waits for this one."""
+    """Lets engines finish first: their ranks may still have to communicate. Afterwards no rank waits for this one. A
+    script that leaves because of an error waits for nobody."""
     everything = group in (None, dist.group.WORLD)
     try:
-        if everything:
+        if everything and not leaves_because_of_an_error():
             finish_engines()
     finally:
         _stock_destroy(group)
@@ -222,6 +226,7 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
     end_well(_undo, finish_engines)
     _undo.callback(lifeline.leave)
     name_forgotten_locks(_undo)
+    serve_zero_to_fp32(_undo)
 
 
 def uninstall() -> None:

@@ -117,6 +117,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "update_fp32_grad_for_param_vectorized",
     ),
     "deepspeed.utils.logging": ("log_dist", "logger"),
+    "deepspeed.utils.zero_to_fp32": (
+        "_get_fp32_state_dict_from_zero_checkpoint",
+        "convert_zero_checkpoint_to_fp32_state_dict",
+    ),
 }
 """The names that must exist in each module or class."""
 

@@ -10,7 +10,13 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.layout import Layout
-from ds_lgamp.integrations.deepspeed.model.module import global_names, over_data, over_pipeline, place_layers
+from ds_lgamp.integrations.deepspeed.model.module import (
+    global_names,
+    over_data,
+    over_pipeline,
+    place_layers,
+    shown_name,
+)
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
@@ -41,7 +47,8 @@ class ParameterGroups:
                         "layer of the PipelineModule; make its owner a layer, or leave it out"
                     )
                 elif own.setdefault(name, index) != index:
-                    complaint = f"parameter {name} is in parameter groups {own[name]} and {index}; keep it in one"
+                    shown = shown_name(module, name)
+                    complaint = f"parameter {shown} is in parameter groups {own[name]} and {index}; keep it in one"
         raise_everywhere(complaint, ConfigError)
         trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
         ranks = over_pipeline(module, (own, repr(options), trains))

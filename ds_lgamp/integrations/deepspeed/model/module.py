@@ -7,6 +7,8 @@ Layers move with their values and are never initialised anew, because users load
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +18,23 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from ds_lgamp.checkpoint.safetensors_files import without_layer
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
+from ds_lgamp.integrations.deepspeed.model.first_values import share_values
 from ds_lgamp.integrations.deepspeed.model.layout import Layout
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.traits import Traits, adopt_traits, traits_of
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.partition.rows import bytes_of
 from ds_lgamp.runtime.random_state import undisturbed
 
 TIED_MODULES = "tied_modules."
 """How global names in tied modules begin."""
+NAMES_OF_MODEL = "_ds_lgamp_names_of_model"
+"""The attribute of a module whose tensors have their names in a script's model inside its layers."""
+BESIDE = "beside"
+"""What global names begin with, in place of a layer, of buffers that are in none. Every rank has them."""
 
 
 BeforeLayer = Callable[[int, int], None]
@@ -53,6 +62,10 @@ class PlacedModule(PipelineModule):
     layout: Layout
     chunk_functions: dict[int, list[Callable]]
     """The layers of every chunk of this rank, as functions."""
+    beside_layers: Sequence[tuple[str, nn.Module]] = ()
+    """The modules of a model that are in no layer, such as the one that contains all, by name behind :data:`BESIDE`."""
+    other_names: Mapping[str, str] = MappingProxyType({})
+    """More names that a model has for a parameter, each with the one inside its layer."""
     before_layer: BeforeLayer | None = None
     """Called ahead of every layer, before its seed; None if nothing is."""
 
@@ -161,8 +174,8 @@ def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> Non
     over the ranks that use it."""
     if key in module.tied_comms:
         tied = module.tied_comms[key]
-        for _, tensor in tensors_of(layer):
-            dist.broadcast(tensor.data, src=min(tied["ranks"]), group=tied["group"])
+        device = torch.device(get_accelerator().device_name(module.local_rank))
+        share_values((tensor for _, tensor in tensors_of(layer)), tied["group"], device)
 
 
 def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> None:
@@ -231,7 +244,7 @@ def transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Se
     ranks. They travel as bytes, because NCCL does not carry every dtype.
     """
     group, peer = module._grid.get_pipe_parallel_group(), module._grid.stage_to_global(rank)
-    messages = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    messages = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
     if messages:
         for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group) for message in messages]):
             work.wait()
@@ -328,6 +341,12 @@ def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
     return layers
 
 
+def shown_name(module: PipelineModule, name: str) -> str:
+    """Returns what sentences call the tensor of the global ``name``: its name in the model of the script, which may
+    have no layers."""
+    return without_layer(name) if getattr(module, NAMES_OF_MODEL, False) else name
+
+
 def prefix_of(layer: int, spec: Any) -> str:
     return f"{TIED_MODULES}{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
@@ -337,13 +356,14 @@ def layer_prefix(name: str) -> str:
     return ".".join(name.split(".")[: 2 if name.startswith(TIED_MODULES) else 1])
 
 
-def persistent_buffers(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: PlacedModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the buffers of this rank that belong to the state of the model, by global name."""
-    for prefix, layer in built_layers(module).items():
-        for path, part in layer.named_modules(prefix=prefix):
-            for name, tensor in part.named_buffers(recurse=False):
-                if name not in part._non_persistent_buffers_set:
-                    yield f"{path}.{name}", tensor
+    layers = built_layers(module).items()
+    inside = chain.from_iterable(layer.named_modules(prefix=prefix) for prefix, layer in layers)
+    for path, part in chain(inside, module.beside_layers):
+        for name, tensor in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}", tensor
 
 
 def with_extra_state(module: PipelineModule) -> Iterator[tuple[str, nn.Module]]:

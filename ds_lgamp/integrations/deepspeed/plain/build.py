@@ -10,6 +10,7 @@ from deepspeed.utils import groups as stock_groups
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
+from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
 from ds_lgamp.integrations.deepspeed.plain.elsewhere import release
@@ -34,9 +35,11 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
+    check_tensors(model)
     make_whole(needed_to_split(model, settings))
     layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
+    share_over_pipeline(model.buffers(), module)
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
     given_mpu, mpu = arguments.get("mpu"), module.mpu()
@@ -89,11 +92,16 @@ def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -
 
 
 def _keep_own_values(layers: Layers, module: PipelineModule) -> None:
-    """Frees the parameters of all layers that are not this rank's part of ``module``. Gathers those that zero.Init has
-    partitioned, layer by layer, so that no rank ever holds the whole model."""
-    kept = {id(parameter) for parameter in module.parameters()}
+    """Gives all parameters the values of the pipeline's first rank, and frees those of layers that are not this rank's
+    part of ``module``. Gathers those that zero.Init has partitioned, layer by layer, so that no rank ever holds the
+    whole model."""
+    kept, shared = {id(parameter) for parameter in module.parameters()}, set[int]()
     for layer in layers.modules:
         make_whole(layer.parameters())
+        # Layers may share parameters, which are free by now on ranks that keep none of these layers.
+        new = [parameter for parameter in layer.parameters() if id(parameter) not in shared]
+        shared.update(map(id, new))
+        share_over_pipeline(new, module)
         release(layer, kept)
 
 

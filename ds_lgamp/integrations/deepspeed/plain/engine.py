@@ -23,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
+from ds_lgamp.integrations.deepspeed.model.first_values import share_values
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
@@ -31,6 +32,7 @@ from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
+from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term
@@ -69,10 +71,12 @@ class ModelEngine(LgampEngine):
         # A tuple, because a module assigned to the engine would become its child.
         self._placed = (super().placed,)
         self.module: Any = user_model
+        tell_of_model(self.placed, user_model, layers)
         own = {id(parameter) for parameter in self.placed.parameters()}
         release(user_model, own)
         # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
         cast_and_move(self)
+        share_values(user_model.buffers(), self.seq_data_parallel_group, self.device)
         self.elsewhere = Elsewhere(user_model, own)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None

@@ -9,7 +9,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.integrations.deepspeed.plain.settings import Settings
 from ds_lgamp.integrations.split.call import Arguments, copied_containers
-from ds_lgamp.integrations.split.snapshot import has_attributes
+from ds_lgamp.integrations.split.snapshot import differing, has_attributes
 
 
 class Kept:
@@ -51,7 +51,7 @@ class Kept:
         than it was."""
         changed = self._versions.changed()
         if changed is None:
-            changed = next((number for number, each, before in self._objects if vars(each) != before), None)
+            changed = next((number for number, each, before in self._objects if differing(vars(each), before)), None)
         if changed is not None:
             raise ConfigError(
                 f"micro-batch {changed} of {len(self.calls)} was changed after engine(...) got it, but a {BLOCK} "

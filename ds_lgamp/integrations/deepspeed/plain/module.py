@@ -8,7 +8,9 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTop
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
+from ds_lgamp.integrations.split.call import Tree
 from ds_lgamp.integrations.split.layers import Ends
 
 _ENDS = "ends"
@@ -55,5 +57,19 @@ def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule
         specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, forward_fn=Ends.begin, tied_weight_attr=[])
         specs[-1] = TiedLayerSpec(_ENDS, SharedEnd, ends, tied_weight_attr=[])
     module = PipelineModule(specs, topology=topology, partition_method=layers.partition_method)
+    setattr(module, NAMES_OF_MODEL, any(isinstance(layer, Tree) for layer in layers.modules))
     module.before_layer = layers.calls.before_layer
     return module
+
+
+def tell_of_model(module: PlacedModule, model: nn.Module, layers: Layers) -> None:
+    """Tells ``module`` what ``model`` has beside its ``layers``: more names of parameters, such as those of tied ones,
+    and modules in no layer."""
+    trees = (layer for layer in layers.modules if isinstance(layer, Tree))
+    inside = {id(parameter): name for tree in trees for name, parameter in tree.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    module.other_names = {name: inside[id(each)] for name, each in named if inside.get(id(each), name) != name}
+    in_layers = {id(part) for layer in layers.modules for part in layer.modules()}
+    module.beside_layers = [
+        (f"{BESIDE}.{path}".rstrip("."), part) for path, part in model.named_modules() if id(part) not in in_layers
+    ]

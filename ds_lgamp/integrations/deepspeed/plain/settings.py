@@ -1,48 +1,18 @@
-"""What of a model a script may change between two calls: modes, frozen parameters, and numbers, strings and switches in
-attributes, such as a temperature or a rate of dropout."""
+"""What of a model a script may change between two calls: modes, frozen parameters, buffers, and what lies in attributes
+or globals, such as a temperature or a rate of dropout."""
 
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ds_lgamp.integrations.split.snapshot import has_attributes
+from ds_lgamp.integrations.split.buffers import version_of
+from ds_lgamp.integrations.split.named import Named, class_attributes, named_globals
+from ds_lgamp.integrations.split.snapshot import CONTAINERS, has_attributes
 
-_PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MODES = "the modes or frozen parameters of the model were"
-
-
-class _Holder:
-    """A module, or another object of the model, with attributes."""
-
-    def __init__(self, holder: Any) -> None:
-        self.attributes = vars(holder)
-        self._size = len(self.attributes)
-        # Numbers of torch's own modules are sizes, which are fixed.
-        kinds: Any = (bool, float) if type(holder).__module__.startswith("torch.nn.") else _PLAIN
-        self.names = [
-            name for name, value in self.attributes.items() if isinstance(value, kinds) and name not in _OF_TORCH
-        ]
-        # The first one twice: with a single name, an itemgetter returns no tuple.
-        self._get = itemgetter(self.names[0], *self.names) if self.names else lambda _: ()
-
-    @property
-    def has_others(self) -> bool:
-        """Whether it has more or fewer attributes than when it was made."""
-        return len(self.attributes) != self._size
-
-    def read(self) -> tuple[Any, ...]:
-        """Returns the number of its attributes, and the values of those that count."""
-        try:
-            return len(self.attributes), *self._get(self.attributes)
-        except KeyError:
-            return ()
-
-    def difference(self, before: tuple[Any, ...]) -> str:
-        """Returns the name of what is another than ``before``."""
-        now = dict(zip(self.names, self.read()[2:]))
-        return next((name for name, value in zip(self.names, before[2:]) if now.get(name) != value), "...")
 
 
 class Settings:
@@ -52,31 +22,92 @@ class Settings:
         self._model = model
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
-        self._holders: list[_Holder] = []
-        self._frozen: list[bool] = []
-        self._values: list[tuple[Any, ...]] = []
+        self._watched: list[Named] = []
+        self._getters: list[tuple[Any, Any]] = []
+        """What reads the watched values, and where."""
+        self._holders: list[Any] = []
+        """Dictionaries in which new values count, too."""
+        self._sizes: list[int] = []
+        self._containers: list[tuple[str, Any]] = []
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._state: list[list[Any]] = []
 
     def begin(self) -> None:
         """Notes the settings as a batch begins."""
         modules = list(self._model.modules())
-        if modules != self._modules or any(each.has_others for each in self._holders):
+        if modules != self._modules or self._sizes != [*map(len, self._holders)]:
             self._modules = modules
-            objects = {id(each): each for module in modules for each in vars(module).values() if has_attributes(each)}
-            self._holders = [_Holder(each) for each in (*modules, *objects.values())]
+            self._watch()
         self._parameters = list(self._model.parameters())
         self.note()
 
     def note(self) -> None:
         """Notes the settings as they are."""
-        self._frozen = [not each.requires_grad for each in self._parameters]
-        self._values = [each.read() for each in self._holders]
+        self._state = self._read()
 
     def changed(self) -> str | None:
         """Returns in words what is another than it was noted; None if nothing is."""
-        if self._frozen != [not each.requires_grad for each in self._parameters]:
+        now = self._read()
+        if _is_same(now, self._state):
+            return None
+        kinds = [*zip(now, self._state)]
+        if kinds[0][0] != kinds[0][1]:
             return _MODES
-        for holder, before in zip(self._holders, self._values):
-            if holder.read() != before:
-                name = holder.difference(before)
-                return _MODES if name == "training" else f"the attribute '{name}' of the model was"
-        return None
+        for (_, names), *pair in zip(self._watched, *kinds[1]):
+            for name, *values in zip(names, *(each[1:] for each in pair)):
+                if not _is_same(*values):
+                    return _MODES if name == "training" else f"'{name}' of the model was"
+        for found, (one, other) in zip((self._containers, self._tensors), kinds[2:]):
+            for (name, _), *values in zip(found, one, other):
+                if not _is_same(*values):
+                    return f"'{name}' of the model was"
+        return "an attribute of the model was"
+
+    def _watch(self) -> None:
+        """Finds what to watch."""
+        objects = {id(each): each for module in self._modules for each in vars(module).values() if has_attributes(each)}
+        buffers = [module._buffers for module in self._modules if module._buffers]
+        self._holders = [*map(vars, self._modules), *map(vars, objects.values()), *buffers]
+        self._sizes = [*map(len, self._holders)]
+        own = [Named(vars(each), [*_names(each)]) for each in (*self._modules, *objects.values())]
+        others = [*(Named(each, [*each]) for each in buffers), *named_globals(self._model)]
+        self._watched = [each for each in (*own, *others, *class_attributes(self._model)) if each.names]
+        # The first name twice: with a single one, an itemgetter returns no tuple.
+        self._getters = [(itemgetter(names[0], *names), holder) for holder, names in self._watched]
+        found = [(name, holder[name]) for holder, names in self._watched for name in names]
+        self._containers = [each for each in found if type(each[1]) in CONTAINERS]
+        self._tensors = [each for each in found if isinstance(each[1], Tensor)]
+
+    def _read(self) -> list[list[Any]]:
+        """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself."""
+        try:
+            values = [get(holder) for get, holder in self._getters]
+        except KeyError:
+            values = []
+        return [
+            [each.requires_grad for each in self._parameters],
+            values,
+            [each.copy() for _, each in self._containers],
+            [version_of(each) for _, each in self._tensors],
+            [*map(len, self._holders)],
+        ]
+
+
+def _names(holder: Any) -> Iterator[str]:
+    """Yields the attributes of a module, or of another object, that count. Numbers of torch's own modules are sizes,
+    which are fixed."""
+    is_torchs = type(holder).__module__.startswith("torch.nn.")
+    for name, value in vars(holder).items():
+        if name not in _OF_TORCH and (not is_torchs or isinstance(value, bool | float)):
+            yield name
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether values are the same object, or equal."""
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except Exception:
+        # Tensors give no such answer.
+        return False

@@ -99,7 +99,7 @@ def test_ranks_with_the_same_weights_share_their_writing(results):
 
 def test_only_the_last_checkpoints_are_kept(results):
     kept = [["first"], ["first", "second"], ["second", "third"], ["second", "third"]]
-    assert results[0]["few kept"] == [sorted([*tags, "latest"]) for tags in kept]
+    assert results[0]["few kept"] == [sorted([*tags, "latest", "zero_to_fp32.py"]) for tags in kept]
 
 
 def test_where_the_last_checkpoint_is_damaged_the_newest_whole_one_is_loaded_and_named_in_latest(results):
@@ -142,7 +142,7 @@ def test_the_position_in_the_data_is_kept_in_samples(pulled, there, here, expect
 
 def test_a_checkpoint_is_a_folder_named_in_latest(results, folder):
     checkpoint = folder / "zero 0"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step3", "latest"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step3", "latest", "zero_to_fp32.py"]
     assert (checkpoint / "latest").read_text() == "global_step3"
     state, tensors = sorted((checkpoint / "global_step3").iterdir())
     assert state.name == "state.json"

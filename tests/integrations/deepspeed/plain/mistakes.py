@@ -61,6 +61,12 @@ def _build_wrongly(fails: Callable[..., None], config: dict[str, Any]) -> None:
     fails("indivisible", initialize, sequential(), configuration(1, {"pipeline_ranks": 3}))
     fails("unlike replicas", initialize, sequential(), configuration(1, {"data_rank_speeds": [2, 1]}))
 
+    deeper = nn.Sequential(Inputs(), *[WithTargets() for _ in range(2 + dist.get_rank())], Loss())
+    fails("unlike models", initialize, deeper, config)
+    model = sequential()
+    model[1].linear.weight.data = model[4].linear.weight.data
+    fails("shared memory", initialize, model, config)
+
     model = sequential()
     engine = initialize(model, config)
     fails("second engine", initialize, model, config)

@@ -13,6 +13,9 @@ def test_mistakes_are_named_on_every_rank():
         "too many ranks": "ds_lgamp.pipeline_ranks is 2, but the model has 1 layers; use at most as many",
         "indivisible": "ds_lgamp.pipeline_ranks is 3, which does not divide the 2 ranks",
         "unlike replicas": "ds_lgamp.data_rank_speeds is [2.0, 1.0], but a script that calls engine(...) gives every",
+        "unlike models": "the tensor 3.linear.weight of the model is absent on rank 0 and torch.float32 of shape "
+        "[6, 6] on rank 1; build the same model on all ranks",
+        "shared memory": "1.linear.weight and 4.linear.weight share memory, but are two tensors",
         "no loss": "set ds_lgamp.outputs to 'all' if the script computes the loss, or append a module that does",
         "second engine": "the Sequential has an engine already, which a ds_lgamp block cannot replace",
         "train_batch": "call engine(...), engine.backward and engine.step",

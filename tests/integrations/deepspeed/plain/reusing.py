@@ -1,0 +1,143 @@
+"""Loops that reuse what they give the engine, or set something on the model between two calls. The functions run on
+ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from testing.deepspeed_rank import prepare_rank
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
+from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
+
+SETTINGS = {"scale": 1.0}
+
+
+class Gpt(nn.Module):
+    """Takes tokens and labels from a container, and has settings that scripts change. Counts its calls."""
+
+    dummy_inputs = {"batch": {"tokens": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4).long()}}
+
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+        self.dropout, self.temperature, self.config = nn.Dropout(0.0), 1.0, SimpleNamespace(scale=1.0)
+        self.calls, self.table, self.activation = 0, {"scale": 1.0}, torch.tanh
+        self.register_buffer("filled", torch.ones(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        self.calls += 1
+        tokens, labels = _read(batch)
+        hidden = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            hidden = block(hidden)
+        factor = self.temperature * self.config.scale * self.table["scale"] * SETTINGS["scale"] * self.of_class
+        return cross_entropy(self.head(hidden), labels) * factor * self.filled
+
+
+def _read(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, dict):
+        return batch["tokens"], batch["labels"]
+    return (batch[0], batch[1]) if isinstance(batch, list) else (batch.tokens, batch.labels)
+
+
+class Batch:
+    """A class of the script's own."""
+
+
+def _refill(container: Any, tokens: Tensor, labels: Tensor) -> Any:
+    """Puts a micro-batch into the same container as every other one."""
+    if isinstance(container, dict):
+        container.update(tokens=tokens, labels=labels)
+    elif isinstance(container, list):
+        container[:] = tokens, labels
+    else:
+        container.tokens, container.labels = tokens, labels
+    return container
+
+
+CONTAINERS = {"a dictionary": dict, "a list": list, "a namespace": SimpleNamespace}
+
+
+def _begun(block: dict[str, Any]) -> Any:
+    prepare_rank()
+    ds_lgamp.install()
+    SETTINGS["scale"] = Gpt.of_class = 1.0
+    torch.manual_seed(0)
+    return initialize(Gpt(), configuration(3, block))
+
+
+def train_from_one_container(block: dict[str, Any]) -> dict[str, float]:
+    """Trains a step from one container of each kind. Returns the sums of the losses."""
+    return {kind: _train_from(kind, block) for kind in CONTAINERS}
+
+
+def _train_from(kind: str, block: dict[str, Any]) -> float:
+    engine, container, total = _begun(block), CONTAINERS[kind](), 0.0
+    for number in range(MICRO_BATCHES):
+        loss = engine(_refill(container, *micro_batch("", dist.get_rank(), number)))
+        engine.backward(loss)
+        engine.step()
+        total += loss.item()
+    return total
+
+
+def alone(ranks: int) -> list[float]:
+    """Returns the sums of the losses of all ranks, of one process."""
+    torch.manual_seed(0)
+    model = Gpt()
+    batches = [
+        [dict(zip(("tokens", "labels"), micro_batch("", rank, number))) for number in range(MICRO_BATCHES)]
+        for rank in range(ranks)
+    ]
+    return [sum(model(each).item() for each in own) for own in batches]
+
+
+CHANGES = {
+    "temperature": lambda model: setattr(model, "temperature", 2.0),
+    "p": lambda model: setattr(model.dropout, "p", 0.5),
+    "scale": lambda model: setattr(model.config, "scale", 2.0),
+    "new": lambda model: setattr(model, "new", 1),
+    "table": lambda model: model.table.update(scale=2.0),
+    "filled": lambda model: model.filled.fill_(2.0),
+    "activation": lambda model: setattr(model, "activation", torch.relu),
+    "SETTINGS": lambda _: SETTINGS.update(scale=2.0),
+    "of_class": lambda _: setattr(Gpt, "of_class", 2.0),
+    "object": lambda model: None,
+}
+
+
+def change_between_calls(block: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    """Changes something between two calls of a batch, one thing after another. Returns the errors, and the losses of
+    batches in which it was changed ahead of the first call."""
+    return {change: _change(change, block) for change in CHANGES}
+
+
+def _change(change: str, block: dict[str, Any]) -> tuple[str, float]:
+    engine, given = _begun(block), Batch()
+    error = ""
+    try:
+        for number in range(MICRO_BATCHES):
+            tokens = micro_batch("", dist.get_rank(), number)
+            loss = engine(_refill(given if change == "object" else {}, *tokens))
+            engine.backward(loss)
+            engine.step()
+            CHANGES[change](engine.module)
+    except ConfigError as refusal:
+        error = str(refusal)
+    engine = _begun(block)
+    CHANGES[change](engine.module)
+    total = 0.0
+    for number in range(MICRO_BATCHES):
+        loss = engine(_refill({}, *micro_batch("", dist.get_rank(), number)))
+        engine.backward(loss)
+        engine.step()
+        total += loss.item()
+    return error, total

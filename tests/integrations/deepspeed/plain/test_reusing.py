@@ -1,0 +1,31 @@
+"""A batch is complete only at its last call. Until then, a script may reuse the containers of its micro-batches, but a
+change of anything else that counts is refused."""
+
+import pytest
+
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain import reusing
+
+OUTPUTS = pytest.mark.parametrize("block", [{}, {"outputs": "all"}], ids=["the loss", "all outputs"])
+
+
+@OUTPUTS
+def test_a_script_may_reuse_its_containers(block):
+    found = run_on_ranks(2, reusing.train_from_one_container, {**block, "pipeline_ranks": 2})
+    for rank, plain in enumerate(reusing.alone(2)):
+        assert found[rank] == {kind: pytest.approx(plain, rel=1e-6) for kind in reusing.CONTAINERS}
+
+
+@OUTPUTS
+def test_settings_may_change_between_batches_but_not_between_calls(block):
+    [plain] = reusing.alone(1)
+    [found] = run_on_ranks(1, reusing.change_between_calls, block)
+    for change, (error, total) in found.items():
+        if change == "object":
+            assert "micro-batch 0 of 2 was changed after engine(...) got it" in error
+        else:
+            what = "an attribute" if change == "new" else f"'{change}'"
+            assert f"{what} of the model was changed after micro-batch 0 was given to engine(...)" in error, change
+        if change != "p":
+            unused = change in ("new", "object", "activation")
+            assert total == pytest.approx(plain * (1 if unused else 2), rel=1e-6), change
