@@ -1,1 +1,2 @@
-"""Feeds random programs, configurations and checkpoint files to ds_lgamp. Each must work, or be refused by name."""
+"""Feeds random programs, configurations, checkpoint files and own models to ds_lgamp. Each must work, or be refused by
+name."""

@@ -13,7 +13,7 @@ class Outcome(NamedTuple):
     kind: str
     """What it did, such as "refused". A defect begins with "defect"."""
     text: str = ""
-    """Of a defect: what was fed, and what happened."""
+    """Of a defect: what was fed, and what happened; of a refusal: the sentence, if it counts."""
 
 
 class Tally:
@@ -22,9 +22,12 @@ class Tally:
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
         self.defects: list[str] = []
+        self.refusals: Counter[str] = Counter()
 
     def add(self, case: int, outcome: Outcome) -> None:
         self.kinds[outcome.kind] += 1
+        if outcome.kind == "refused" and outcome.text:
+            self.refusals[outcome.text] += 1
         if outcome.kind.startswith("defect"):
             self.defects.append(f"case {case}: {outcome.kind}: {outcome.text}")
 
@@ -32,7 +35,8 @@ class Tally:
         counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         shown = self.defects[:SHOWN]
         more = len(self.defects) - len(shown)
-        return "\n".join([counts, *shown, *([f"and {more} more defects"] if more else [])])
+        refusals = [f"{count} x {sentence}" for sentence, count in self.refusals.most_common()]
+        return "\n".join([counts, *refusals, *shown, *([f"and {more} more defects"] if more else [])])
 
 
 def sentence_fault(text: str) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 from testing.checkpoints import content, written
-from testing.fuzz import checkpoints, configs, programs
+from testing.fuzz import checkpoints, configs, programs, trainings
 from testing.fuzz.outcome import Outcome, Tally
 from testing.ranks import run_on_ranks
 
@@ -59,4 +59,50 @@ def run_configs(count: int, seed: int) -> Tally:
     return tally
 
 
-RUNS = {"configs": run_configs, "programs": run_programs, "checkpoints": run_checkpoints}
+def run_trainings(count: int, seed: int) -> Tally:
+    tally, cases = Tally(), {case: trainings.of_case(case) for case in range(seed, seed + count)}
+    for case, outcome in train_all(cases).items():
+        told = f"{cases[case].told}: {outcome.text}" if outcome.kind.startswith("defect") else outcome.text
+        tally.add(case, outcome._replace(text=told))
+    return tally
+
+
+def train_all(cases: dict[int, trainings.Training], limit: int = trainings.LIMIT) -> dict[int, Outcome]:
+    """Runs trainings, many in the same processes. Those behind one that ended its processes start anew.
+
+    Args:
+        cases: by number.
+        limit: seconds of one training.
+    """
+    outcomes: dict[int, Outcome] = {}
+    for world_size in sorted({training.world_size for training in cases.values()}):
+        left = [(case, training) for case, training in cases.items() if training.world_size == world_size]
+        while left:
+            done = _train_some(world_size, left[:ENGINES], limit)
+            outcomes |= done
+            left = [each for each in left if each[0] not in done]
+    return outcomes
+
+
+def _train_some(world_size: int, cases: list[tuple[int, trainings.Training]], limit: int) -> dict[int, Outcome]:
+    """Returns the outcomes of these cases, up to one that ended the processes."""
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            run_on_ranks(world_size, trainings.run_cases, cases, name, limit, seconds=limit * len(cases))
+        except AssertionError as error:
+            end = str(error)
+        else:
+            end = ""
+        told = {case: trainings.outcome_of(Path(name), world_size, case, end) for case, _ in cases}
+    outcomes = {case: outcome for case, outcome in told.items() if outcome is not None}
+    if not outcomes:
+        raise AssertionError(f"no training began: {end}")
+    return outcomes
+
+
+RUNS = {
+    "configs": run_configs,
+    "programs": run_programs,
+    "checkpoints": run_checkpoints,
+    "trainings": run_trainings,
+}
