@@ -183,6 +183,7 @@ def test_every_mutation_of_what_offloading_adds_is_refused(spec, pick):
         ("GATHER2", "F0.1", "gathers and their waits ahead of F1.0 are GATHER2 WAIT_LOAD2; they must"),
         ("LOAD0", "B1.1", "loads ahead of F2.0 are none; they must be LOAD0"),
         ("LOAD2", "LOAD0", "loads ahead of F0.0 are LOAD0 LOAD2 LOAD1; they must be LOAD0 LOAD1 LOAD2"),
+        ("LOAD2", "LOAD1", "the loads ahead of all else are LOAD0 LOAD1 LOAD2; they must be LOAD0 LOAD1"),
         ("UPDATE2", "STEP", "found UPDATE2 where UPDATE0 belongs"),
         ("WAIT_STORE0", "STEP", "STEP needs the gradient of chunk 0 on the host first"),
         ("UPDATE1", None, "found UPDATE2 where UPDATE1 belongs"),

@@ -6,6 +6,7 @@ from itertools import islice
 
 import pytest
 
+from ds_lgamp.schedule import receives
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
@@ -57,6 +58,8 @@ SOME = [(module, 16) for module in PASSES]
 def test_a_mistake_in_a_pass_does_not_get_past_the_validator(module, share):
     """One in ``share`` of all mistakes of :mod:`tests.schedule.broken_passes`."""
     right = [build_program(spec) for spec in SPECS]
+    for spec, program in zip(SPECS, right):
+        validate(spec, program)
     found = 0
     for mistake in islice(mistakes(module), None, None, share):
         with builder(mistake) as build:
@@ -68,6 +71,18 @@ def test_a_mistake_in_a_pass_does_not_get_past_the_validator(module, share):
                 pytest.fail(f"{mistake} was accepted for {spec}")
         found += bool(wrong)
     assert found > 10 / share
+
+
+@pytest.mark.parametrize("late", [-1, 1])
+def test_receives_that_are_posted_a_compute_before_or_after_their_message_arrives_are_refused(late, monkeypatch):
+    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), receives.bisect_left
+
+    def wrong(starts, time):
+        return min(max(0, stock(starts, time) + late), len(starts) - 1)
+
+    monkeypatch.setattr(receives, "bisect_left", wrong)
+    with pytest.raises(ProgramError, match="is not posted when its message arrives|needs RECV_B2.0 ahead of it"):
+        validate(spec, build_program(spec))
 
 
 def without_last(self, computes):
