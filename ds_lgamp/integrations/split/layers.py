@@ -127,7 +127,7 @@ class SplitLayers:
             comparison = Comparison(model, blocks, layers, self.calls, own, random_sources, self._split.loss_in)
             with evaluating(model, blocks):
                 check_foreign(self._split, self._blocks, shown, random_sources)
-                comparison.check(shown.arguments, (settings.pipeline_ranks or 1) > 1)
+                comparison.check(shown.arguments, (settings.pipeline_ranks or 1) > 1, settings.recompute != "none")
         finally:
             self.calls.forget()
 
