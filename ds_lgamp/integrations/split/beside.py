@@ -73,6 +73,8 @@ class Comparison:
         self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
         self._own_modules, self._random_sources, self._loss_in = own_modules, random_sources, loss_in
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.sets: list[str] = []
+        """The attributes that the forward sets on modules that belong to no layer."""
         self._comparable = len(blocks.named)
         """How many blocks precede code that draws random numbers between two: the layer of a block draws others."""
 
@@ -193,8 +195,9 @@ class Comparison:
     def _draws(self, arguments: Arguments) -> bool:
         """Whether the forward draws random numbers."""
         with undisturbed(self._random_sources), untouched(self._model), torch.no_grad():
-            before = read_states(self._random_sources)
+            before, held = read_states(self._random_sources), Snapshot(self._own_modules)
             run_uncompiled(self._model, *arguments[0], **arguments[1])
+            self.sets = sorted({name for _, name, _ in held.changed()})
             after = read_states(self._random_sources)
         return not self._is_same(before, after)
 
