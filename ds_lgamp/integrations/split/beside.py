@@ -1,20 +1,19 @@
 """Compares a split model with the whole one, on two micro-batches in turn, as a program computes them. State that
 reaches a block by another way than its arguments is then that of the other micro-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from itertools import chain
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
+from ds_lgamp.integrations.split.other_arguments import others
 from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
 from ds_lgamp.integrations.split.stand_ins import replacing
@@ -26,6 +25,8 @@ _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""
 _ROUNDS = 2
 """How often the micro-batches are computed. What a forward counts shows in the second round."""
+_ELEMENTS = 64
+"""Of a gradient, to be compared."""
 Layer = Callable[[Any], Any]
 
 
@@ -36,13 +37,10 @@ class Computed(NamedTuple):
     """The hidden states behind every block."""
     output: list[Any]
     """The tensors in its output that count."""
-    gradients: Sequence[Tensor | None]
-    """By parameter."""
+    gradients: Sequence[Tensor]
+    """By parameter, told by a few numbers."""
     again: Sequence[Tensor] = ()
     """The hidden states behind every block, computed once more."""
-
-
-_Both = tuple[list[Computed], list[Computed]]
 
 
 class Comparison:
@@ -88,34 +86,35 @@ class Comparison:
         """
         if not _is_whole(self._model):
             return
-        draws, found = self._draws(arguments), []
-        for ways in _others(arguments, self._largest_token()):
-            for others in ways:
+        try:
+            draws = self._draws(arguments)
+        except Exception as error:
+            raise self._refusal(f"on its dummy inputs it fails with {type(error).__name__}: {error}") from error
+        found = []
+        for rounds, ways in zip((_ROUNDS, 1), others(arguments, self._largest_token())):
+            for other in ways:
                 # Neither the model nor its layers need take what nobody has given.
                 with suppress(Exception):
-                    found.append(self._both([arguments, others], apart, recomputes))
+                    found.append(self._both([arguments, other], rounds, apart, recomputes))
                     break
-        for whole, layers in found or [self._both_or_refused([arguments, arguments], apart, recomputes)]:
+        for whole, layers in found or [self._both([arguments, arguments], _ROUNDS, apart, recomputes)]:
             for pair in zip(whole, layers, strict=True):
                 self._compare(*pair, draws)
 
-    def _both_or_refused(self, micro_batches: Sequence[Arguments], apart: bool, recomputes: bool) -> "_Both":
-        try:
-            return self._both(micro_batches, apart, recomputes)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise self._refusal(f"on its dummy inputs it fails with {type(error).__name__}: {error}") from error
+    def _both(
+        self, micro_batches: Sequence[Arguments], rounds: int, apart: bool, recomputes: bool
+    ) -> tuple[list[Computed], list[Computed]]:
+        """Returns what the model computes in all rounds, and what its layers do."""
+        ranks = 2 if apart else 1
+        return (
+            self._rounds(rounds, lambda: [self._whole(each) for each in micro_batches]),
+            self._rounds(rounds, lambda: self._in_layers(micro_batches, ranks, recomputes)),
+        )
 
-    def _both(self, micro_batches: Sequence[Arguments], apart: bool, recomputes: bool) -> "_Both":
-        """Returns what the model computes, and what its layers do."""
-        whole = self._rounds(lambda: [self._computed_whole(each) for each in micro_batches])
-        return whole, self._rounds(lambda: self._in_layers(micro_batches, 2 if apart else 1, recomputes))
-
-    def _rounds(self, compute: Callable[[], list[Computed]]) -> list[Computed]:
+    def _rounds(self, rounds: int, compute: Callable[[], list[Computed]]) -> list[Computed]:
         """Returns what is computed in all rounds. The model is the same afterwards."""
         with undisturbed(self._random_sources), untouched(self._model), torch.enable_grad():
-            return [each for _ in range(_ROUNDS) for each in compute()]
+            return [each for _ in range(rounds) for each in compute()]
 
     def _largest_token(self) -> int:
         """Returns a small number that may be a token."""
@@ -125,7 +124,7 @@ class Comparison:
         tables = [module.num_embeddings for module in self._model.modules() if isinstance(module, nn.Embedding)]
         return min([2, *tables]) - 1
 
-    def _computed_whole(self, arguments: Arguments) -> Computed:
+    def _whole(self, arguments: Arguments) -> Computed:
         hidden: list[Tensor] = []
         behind: list[Any] = []
 
@@ -190,7 +189,11 @@ class Comparison:
         gradients: Sequence[Tensor | None] = []
         if summed:
             gradients = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
-        return Computed(hidden, [leaf.detach() for leaf in tensors], gradients, again)
+        told = [
+            _told(torch.zeros_like(parameter) if each is None else each)
+            for parameter, each in zip(self._trained, gradients)
+        ]
+        return Computed(hidden, [leaf.detach() for leaf in tensors], told, again)
 
     def _draws(self, arguments: Arguments) -> bool:
         """Whether the forward draws random numbers."""
@@ -217,12 +220,11 @@ class Comparison:
             return
         if not all(map(_are_equal, whole.output, split.output)):
             raise self._refusal(f"what follows its blocks {_OTHERWISE}")
-        norms = [float(gradient.float().norm()) for gradient in whole.gradients if gradient is not None]
+        norms = [float(gradient[0]) for gradient in whole.gradients]
         total = sum(filter(isfinite, norms))
-        for parameter, *pair in zip(self._trained, whole.gradients, split.gradients):  # type: ignore[assignment]
-            own, split_own = (torch.zeros_like(parameter) if each is None else each for each in pair)
+        for parameter, own, other in zip(self._trained, whole.gradients, split.gradients):
             # Dummy inputs may make it NaN.
-            if own.isfinite().all() and not _are_equal(own, split_own, total):
+            if own.isfinite().all() and not _are_equal(own, other, total):
                 name = next(name for name, each in self._model.named_parameters() if each is parameter)
                 raise self._refusal(f"the gradient of '{name}' {_OTHERWISE}")
 
@@ -244,10 +246,6 @@ _OTHERWISE = (
 )
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 _AGAIN = (
     "computes something else when it is computed once more for the backward pass, as with a counter in a global, a "
     f"closure, or an attribute of another object; set {BLOCK}.recompute to 'none'"
@@ -260,6 +258,13 @@ def _is_whole(model: nn.Module) -> bool:
     # zero.Init leaves parameters without elements, and their number in ds_numel.
     is_here = all(parameter.numel() == getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
     return is_here and sum(map(Tensor.numel, parameters)) <= _LARGEST
+
+
+def _told(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """Returns the norm of the gradient of a ``parameter``, its sum, and some of its elements."""
+    flat = (torch.zeros_like(parameter) if gradient is None else gradient).detach().flatten().float()
+    some = flat[:: max(1, len(flat) // _ELEMENTS)]
+    return torch.cat([torch.stack([flat.norm(), flat.sum()]), some]).to(parameter.dtype)
 
 
 def _first(result: Any) -> Tensor:
@@ -284,53 +289,3 @@ def _are_equal(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
     tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 2e-2
     difference = torch.where(finite, first - second, 0.0).norm()
     return bool(difference <= tolerance * (torch.where(finite, first, 0.0).norm() + 1e-3 * scale) + 1e-12)
-
-
-def _others(arguments: Arguments, largest: int) -> Iterator[Iterator[Arguments]]:
-    """Yields arguments that differ from these, first also in the number of rows or in length, then only in values. Of
-    each kind, others than the first are for models that do not take that.
-
-    Args:
-        largest: a number that may be a token.
-    """
-    others = [tree_map_only(Tensor, partial(_other, largest=each), arguments) for each in dict.fromkeys([largest, 1])]
-    yield chain.from_iterable(map(_of_other_shape, others))
-    floats = tree_map_only(Tensor, lambda each: each if each.is_floating_point() else _other(each, 1), arguments)
-    yield iter([*others, floats])
-
-
-def _of_other_shape(arguments: Arguments) -> Iterator[Arguments]:
-    """Yields arguments with twice as many rows, the first time without the last column."""
-    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.ndim]
-    if len({leaf.shape[0] for leaf in tensors}) != 1:
-        return
-    longer = tree_map_only(Tensor, lambda each: torch.cat([each, each]) if each.ndim else each, arguments)
-    lengths = {leaf.shape[-1] for leaf in tensors if leaf.ndim > 1 and not leaf.is_floating_point()}
-    if len(lengths) == 1 and max(lengths) > 1:
-        yield tree_map_only(Tensor, _shorter, longer)
-    yield longer
-
-
-def _shorter(tensor: Tensor) -> Tensor:
-    """Returns a tensor of integers without the last column."""
-    return tensor if tensor.is_floating_point() or tensor.ndim < 2 else tensor[..., :-1]
-
-
-def _other(tensor: Tensor, largest: int) -> Tensor:
-    """Returns a tensor of the same shape with other numbers of the same range."""
-    if tensor.is_floating_point():
-        return one(tensor.detach())
-    if tensor.numel() == 0 or tensor.ndim == 0:
-        return tensor
-    low, high = (int(each) for each in tensor.to(torch.int64).aminmax())
-    if low == high == 0:
-        # They may be any tokens.
-        places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-        return ((places * 3 + 1) % (largest + 1)).to(tensor.dtype)
-    if low == high == 1:
-        # They may be a mask, which needs some ones.
-        masked = tensor.clone()
-        masked[..., -1] = 0
-        return masked
-    rolled = tensor.flatten().roll(1).view(tensor.shape)
-    return rolled if not torch.equal(rolled, tensor) else tensor.flip(-1)

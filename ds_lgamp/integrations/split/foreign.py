@@ -34,14 +34,15 @@ def check_foreign(
         for index, (block, beside) in enumerate(zip(blocks, noted.blocks, strict=True)):
             hidden = noted.entered.get(index, hidden)
             assert beside.autocast is not None, "noted with the arguments"
-            with suppress(UnknownShape, Touched), beside.autocast.entered(), _Foreign(made) as foreign:
+            foreign = _Foreign(made)
+            with suppress(UnknownShape, Touched):
                 # The block's own tensors are copies, which none of those is that were made.
                 positional, named, attributes = tree_map_only(
                     Tensor, torch.clone, ((hidden, *beside.positional), dict(beside.named), dict(beside.attributes))
                 )
                 split.attributes.set(index, attributes)
-                foreign.found = None
-                Imagined(block)(positional, named)
+                with beside.autocast.entered(), foreign:
+                    Imagined(block)(positional, named)
             if foreign.found is not None:
                 raise ConfigError(
                     f"block {index} computes with a tensor of shape {[*foreign.found.shape]} that the forward of the "

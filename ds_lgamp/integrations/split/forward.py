@@ -98,9 +98,9 @@ class SplitForward:
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
-        self._modules = {id(module) for module in model.modules()}
         self.attributes, self._looked = SetAttributes(self._blocks), set[Any]()
         self.own_state = OwnState(own_modules(model, blocks, sides))
+        self._of_layers = {id(module) for module in model.modules()} - {id(each) for each in self.own_state.modules}
         self._stand_ins = [
             (*place_of(blocks.container, name), Visited(block, index, self.attributes, self._visit_block))
             for index, (name, block) in enumerate(blocks.named.items())
@@ -355,7 +355,7 @@ class SplitForward:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
         the engine. With ``passes_others`` they return tensors beside hidden states where blocks do."""
         self._visit, self._visited, self._passes_others = visit, 0, passes_others
-        # All modules of the model share the hook. Others, which a forward may make, are left alone.
+        # It sees all modules, also those that a forward makes.
         registration = register_module_module_registration_hook(self._refuse_module)
         try:
             with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
@@ -365,8 +365,8 @@ class SplitForward:
             self._visit = _not_running
 
     def _refuse_module(self, module: nn.Module, name: str, _: Any) -> None:
-        """Raises ConfigError if the forward gives a module of the model another one."""
-        if id(module) in self._modules:
+        """Raises ConfigError if the forward gives a module of a layer another one."""
+        if id(module) in self._of_layers:
             raise ConfigError(
                 f"the forward of the model puts another module into the place of '{name}' of a "
                 f"{type(module).__name__}, for good; with a {BLOCK} block, call it with arguments with which it does "
