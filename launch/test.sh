@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs ds_lgamp and the packages its tests need, and runs the checks: the default set of tests, with --all in front
 # all of them, three minutes of disturbed jobs, and 2,000 random trainings. With --some, a sixteenth of the slow ones, by
-# the commit, one minute of such jobs, and 100 such trainings. Passes other arguments on to pytest.
+# the commit, one minute of such jobs, and 100 such trainings. A test that fails is run once more by itself, before it
+# makes the run red. Passes other arguments on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
@@ -29,12 +30,15 @@ unset PYTHONDONTWRITEBYTECODE
 in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
 # A part that fails hides no other.
 failed=0
+run() {
+    python -m pytest --once-more "$@" || failed=$?
+}
 # shellcheck disable=SC2086
-python -m pytest $in_two_processes "$@" || failed=$?
+run $in_two_processes "$@"
 if [ -n "$more" ]; then
     # shellcheck disable=SC2086
-    python -m pytest $in_two_processes -m "slow and not timing" $part "$@" || failed=$?
-    python -m pytest -m timing "$@" || failed=$?
+    run $in_two_processes -m "slow and not timing" $part "$@"
+    run -m timing "$@"
     # A job that ends badly is printed, and can be repeated by itself.
     python -m testing.chaos --minutes $minutes --seed 1 || failed=$?
     # A training that goes wrong is printed by its number: --only NUMBER runs it again, and prints its script.

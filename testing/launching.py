@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ds_lgamp.view.recording import read_recording
 from testing import ROOT
 
 ON_CPU = {
@@ -26,6 +27,12 @@ def torchrun(ranks: int, words: Sequence[str], seconds: float = 240, environment
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return run([*launcher, *words], seconds, environment)
+
+
+def recorded(folder: Path) -> bool:
+    """Whether a script that ``ds_lgamp run --trace FOLDER`` ran has recorded a step of every rank. Only an engine of
+    ours does: a test that compares losses with those of stock DeepSpeed would not notice that it ran stock twice."""
+    return all(rank.steps for rank in read_recording(folder).ranks)
 
 
 def torchrun_on_nodes(words: Sequence[str], nodes: Sequence[str], seconds: float = 240) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.once_more import add_option, begin
 from tests.patched import other_versions, use_patched
 from tests.slow import in_part, read_part
 
@@ -24,6 +25,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--patched", action="store_true", help="run with copies of DeepSpeed and Megatron-core that patches/ changes"
     )
+    add_option(parser)
     parser.addoption("--part", metavar="K/N", help="only the files in part K of N, which begin with 0")
 
 
@@ -38,6 +40,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
+    begin(config)
     if config.getoption("--patched"):
         if other_versions():
             raise pytest.UsageError(other_versions())

@@ -16,7 +16,6 @@ from testing import ROOT
 
 FOLDERS = ("ds_lgamp", "benchmarks", "docs", "example_configs", "launch", "testing", "tests")
 FILES = ("LICENSE", "NOTICE", "README.md", "pyproject.toml")
-IMPORT_SECONDS = 0.3
 
 
 def run(*words: object, cwd: Path) -> str:
@@ -141,12 +140,9 @@ def test_the_installed_command_simulates_a_schedule(environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_importing_is_quick_and_loads_no_heavy_package(environment, tmp_path):
+def test_importing_loads_no_heavy_package(environment, tmp_path):
     code = """
-import sys, time
-start = time.perf_counter()
+import sys
 import ds_lgamp
-result = [time.perf_counter() - start, [name for name in ("torch", "deepspeed", "pydantic") if name in sys.modules]]"""
-    runs = [evaluate(environment / "bin" / "python", code, tmp_path) for _ in range(3)]
-    assert min(seconds for seconds, _ in runs) < IMPORT_SECONDS
-    assert all(loaded == [] for _, loaded in runs)
+result = [name for name in ("torch", "deepspeed", "pydantic") if name in sys.modules]"""
+    assert evaluate(environment / "bin" / "python", code, tmp_path) == []

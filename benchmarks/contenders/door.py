@@ -16,7 +16,7 @@ import ds_lgamp
 from benchmarks.contenders import Layout
 from benchmarks.contenders.zero import by_blocks
 from benchmarks.model import ModelSize, build_optimizer, losses_alone, micro_batch
-from testing.deepspeed_rank import quiet
+from testing.deepspeed_rank import is_ours, quiet
 
 HEAD_WIDTH = 32
 
@@ -91,6 +91,7 @@ class Script:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model.parameters()), config=config
             )
+        assert is_ours(self.engine) == (block is not None)
 
     def step(self, step: int, micro_batches: int) -> float:
         total = torch.zeros(())
@@ -153,6 +154,7 @@ class ByHand:
             self.engine, *_ = deepspeed.initialize(
                 model=module, optimizer=build_optimizer(module.parameters()), config=config
             )
+        assert is_ours(self.engine)
 
     def step(self, step: int, micro_batches: int) -> float:
         return self.engine.train_batch(self._batch(step, micro_batches)).item()

@@ -11,7 +11,7 @@ import ds_lgamp
 from benchmarks.contenders import Layout
 from benchmarks.contenders.stock_pipeline import train_batch
 from benchmarks.model import ADAM_EPSILON, LEARNING_RATE, Block, loss_function
-from testing.deepspeed_rank import quiet
+from testing.deepspeed_rank import is_ours, quiet
 
 
 class Layered:
@@ -73,6 +73,7 @@ class Layered:
                 partition_method="uniform",
             )
             self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        assert is_ours(self.engine)
 
     def step(self, step: int, micro_batches: int) -> float:
         return train_batch(self.engine, self.layout, step, micro_batches)

@@ -19,6 +19,7 @@ from benchmarks.gpt.model import Gpt, batch_of, build_optimizer, layer_specs
 from benchmarks.gpt.sizes import GptSize
 from benchmarks.record import OURS
 from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
+from testing.deepspeed_rank import is_ours
 
 BASELINE = "plain torch"
 
@@ -176,6 +177,7 @@ class Layered:
                 optimizer=None if "optimizer" in config else build_optimizer(module.parameters()),
                 config=config,
             )
+        assert is_ours(self.engine)
         self.batch = batch_of(size, device)[self.engine.grid.data_parallel_id :: data_ranks]
 
     def step(self) -> torch.Tensor:

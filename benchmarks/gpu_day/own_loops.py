@@ -13,6 +13,7 @@ from benchmarks.gpt.contenders import MasterWeights
 from benchmarks.gpu_day import own_models
 from benchmarks.gpu_day.equality import PRECISIONS, STEPS, compared, device
 from benchmarks.gpu_day.own_models import MICRO_BATCHES, SAMPLES, Arguments
+from testing.deepspeed_rank import is_ours
 
 
 class OwnLoop(NamedTuple):
@@ -70,6 +71,7 @@ class OwnLoop(NamedTuple):
                 "ds_lgamp": {"pipeline_ranks": pipeline_ranks, **self.block},
             },
         )
+        assert is_ours(engine)
         engine.train()
         found = []
         for _ in range(STEPS):

@@ -31,8 +31,7 @@ from ds_lgamp.planner.sizes import (
     recomputes,
     units_of,
 )
-from ds_lgamp.schedule.receives import RECEIVES_POSTED
-from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
+from ds_lgamp.schedule.spec import RECEIVES_POSTED, SENDS_IN_FLIGHT
 
 _ID_BYTES = 8
 """Bytes of a token id, and of a label."""

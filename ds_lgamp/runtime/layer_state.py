@@ -58,10 +58,7 @@ class LayerState:
         self._forwards = 0
 
     def read(self) -> Moment:
-        """Reads the state ahead of a forward.
-
-        Raises RuntimeError if a forward has changed a tensor unseen.
-        """
+        """Reads the state ahead of a forward."""
         modes, references = [module.training for module in self._with_buffers], self._last
         if modes != self._modes:
             self._modes, references = modes, None
@@ -70,27 +67,40 @@ class LayerState:
         if references is None or not references.hold():
             references = self._look()
         self._forwards += 1
-        # Every comparison waits for the device. These become rare.
+        copied = self._copied
         if not self._forwards & (self._forwards - 1):
-            self._check_kept(references)
-        if not self._copied:
+            # Compares all buffers once more. The host waits for the device then, which becomes rare.
+            copied = copied + [place for place in self._kept_of(references) if place not in copied]
+        if not copied:
             return Moment(references, {})
-        return Moment(references, _copies((place, references.tensors[place].tensor) for place in self._copied))
+        return Moment(references, _copies((place, references.tensors[place].tensor) for place in copied))
 
     def moved(self, before: Moment) -> None:
-        """Leaves in ``before`` only copies of what forwards change. The caller has just run a forward."""
+        """Leaves in ``before`` only copies of what forwards change. The caller has just run a forward.
+
+        Raises RuntimeError if the forward has changed a tensor unseen that an earlier one left alone.
+        """
         references, values = before
         if self._in_place.issuperset(values):
             return
         tensors = references.tensors
         new = [place for place in values if place not in self._in_place]
+        seen = {place for place in new if tensors[place].changed}
         # Compares values, because not everything raises the version of a tensor that it writes to: native batch norm
         # does not, and who writes to a tensor's "data" does not either.
-        self._change(tensors, {place for place in new if tensors[place].changed or not torch.equal(*values[place])})
+        unseen = {place for place in new if place not in seen and not torch.equal(*values[place])}
+        self._change(tensors, seen | unseen)
+        showing = {place[0] for place in seen}
         for place in new:
             if place not in self._in_place:
                 value = values.pop(place)[1]
                 self._still[place] = None if tensors[place].passing else (tensors[place], value)
+            elif place in unseen and place in self._still and place[0] not in showing:
+                raise RuntimeError(
+                    f"{tensors[place].name} was changed unseen after a forward had left it alone, and recomputations "
+                    "may have changed it once more; let the module write to the buffer itself, not to its data, or set "
+                    "ds_lgamp.recompute to 'none'"
+                )
         self._look()
 
     def rewind(self, before: Moment) -> Moment | None:
@@ -134,15 +144,6 @@ class LayerState:
             for place, kept in found.items()
             if kept is not None and kept[0].tensor is references.tensors[place].tensor
         }
-
-    def _check_kept(self, references: References) -> None:
-        for place, (still, value) in self._kept_of(references).items():
-            if place not in self._in_place and not torch.equal(still.tensor, value):
-                raise RuntimeError(
-                    f"{still.name} was changed unseen after a forward had left it alone, and recomputations may have "
-                    "changed it once more; let the module write to the buffer itself, not to its data, or set "
-                    "ds_lgamp.recompute to 'none'"
-                )
 
     def _late_values(self, before: Moment) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
         """Returns the values that ``before`` has no copies of, although they have changed since."""

@@ -194,6 +194,8 @@ class _Layout:
         """The holder of every place."""
         self.whole: list[tuple[Holder, list[tuple[Any, Any]]]] = []
         """Containers that are compared and written as a whole, with what they hold."""
+        self.without_places: list[tuple[Holder, Any, Any]] = []
+        """What the shorter ones among these hold, with their keys."""
         seen = {id(holder.contents) for holder in self.holders}
         for holder in self.holders:
             items = holder.items()
@@ -207,6 +209,8 @@ class _Layout:
                     self.keys.append(key)
                     self.values.append(value)
                     self.of.append(holder)
+                else:
+                    self.without_places.append((holder, key, value))
                 inner = holder.inner(key, value)
                 if inner is not None and id(inner.contents) not in seen:
                     seen.add(id(inner.contents))
@@ -240,9 +244,8 @@ class References:
     def __init__(self, layout: _Layout, values: list[Any], in_place: Set[Place]) -> None:
         self._layout, self._values = layout, values
         self.tensors: dict[Place, Held] = {}
-        for index, value in enumerate(values):
+        for holder, key, value in [*zip(layout.of, layout.keys, values), *layout.without_places]:
             if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_inference():
-                holder, key = layout.of[index], layout.keys[index]
                 is_buffer = holder.passing is not None
                 passing = holder.passing is None or key in holder.passing
                 held = Held(f"{holder.name}.{key}", value, value._version, is_buffer, passing)

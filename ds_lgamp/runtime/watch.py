@@ -22,7 +22,7 @@ _LONGEST_PAUSE = 5.0
 
 
 _LONGEST_STEP = 5.0
-"""Seconds between two looks at the clock that count, at most."""
+"""Seconds between two looks at the clock, at most; a longer pause does not count."""
 
 
 class AwakeClock:
@@ -40,7 +40,8 @@ class AwakeClock:
     def now(self) -> float:
         """Returns the time in seconds."""
         now = self._clock()
-        self._skipped += max(0.0, now - self._last - _LONGEST_STEP)
+        if now - self._last > _LONGEST_STEP:
+            self._skipped += now - self._last
         self._last = now
         return now - self._skipped
 

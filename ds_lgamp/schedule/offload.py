@@ -6,12 +6,10 @@ takes a load of its own.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import COMPUTE, OFFLOADING, RECEIVES, Action, Kind, awaited_by
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
 from ds_lgamp.schedule.orders import pieces_of
 
 DISK_BLOCK = 4096
@@ -44,11 +42,6 @@ def lowest_chunks(placement: Sequence[int], share: float) -> tuple[int, ...]:
     """
     own = [[chunk for chunk, rank in enumerate(placement) if rank == each] for each in range(max(placement) + 1)]
     return tuple(sorted(chunk for chunks in own for chunk in chunks[: len(chunks) - math.ceil(share * len(chunks))]))
-
-
-def without_transfers(actions: Iterable[Action]) -> list[Action]:
-    """Returns what remains of a program with offloading if everything stays on the device and STEP updates it."""
-    return [action for action in actions if action.kind not in OFFLOADING]
 
 
 def add_loads(offload: Offload, actions: Sequence[Action]) -> list[Action]:
@@ -110,98 +103,6 @@ def add_stores(offload: Offload, updates: str, end_of_reduction: Kind, actions: 
             stores = last.keys() - set(offload.on_device)
             lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk in stores)
     return lowered
-
-
-def fault_of(offload: Offload, actions: Sequence[Action]) -> tuple[int, str] | None:
-    """Returns the row of the first fault in what offloading adds to a program, and the fault; None if it is sound.
-
-    It knows the rules, and not where the passes place actions; :func:`misplaced` does.
-    """
-    check = _Check(offload, actions)
-    for row, action in enumerate(actions):
-        fault = check.follow(action)
-        if fault is not None:
-            return row, fault
-    if check.under_way:
-        return len(actions) - 1, f"nothing waits for {min(map(str, check.under_way))}"
-    missing = check.stores_of - check.updated
-    if missing:
-        return len(actions) - 1, f"chunks {sorted(missing)} are not updated"
-    return None
-
-
-def misplaced(actions: Sequence[Action], expected: Sequence[Action]) -> tuple[int, str] | None:
-    """Returns the first row where a sound program differs from the ``expected`` one, and the fault; None if nowhere."""
-    for row, (found, right) in enumerate(zip_longest(actions, expected)):
-        if found != right:
-            return row, f"found {found or 'the end'} where {right or 'the end'} belongs"
-    return None
-
-
-class _Check:
-    """Follows a program action by action."""
-
-    def __init__(self, offload: Offload, actions: Sequence[Action]) -> None:
-        self.offload = offload
-        self.reductions = Counter(action.chunk for action in actions if action.kind is Kind.REDUCE)
-        """How many of each chunk make its gradient."""
-        self.stores_of = self.reductions.keys() - set(offload.on_device)
-        """The chunks whose gradients the host needs."""
-        self.under_way: set[Action] = set()
-        """Transfers that nothing has awaited."""
-        self.loaded: set[int] = set()
-        """Chunks whose weights on the device are current."""
-        self.reduced: Counter[int] = Counter()
-        self.stored: set[int] = set()
-        self.updated: set[int] = set()
-        self.times: Counter[Action] = Counter()
-
-    def follow(self, action: Action) -> str | None:
-        """Returns what is wrong with ``action``; None if nothing is."""
-        kind, chunk, _ = action
-        self.times[action] += 1
-        if kind in (Kind.WAIT_LOAD, Kind.WAIT_STORE):
-            if awaited_by(action) not in self.under_way:
-                return f"{action} waits for a transfer that is not under way"
-            self.under_way.discard(awaited_by(action))
-            (self.loaded if kind is Kind.WAIT_LOAD else self.stored).add(chunk)
-        elif kind is Kind.LOAD:
-            return self._load(action)
-        elif kind is Kind.GATHER:
-            if chunk not in self.loaded and chunk not in self.offload.on_device:
-                return f"{action} needs weights that are on the host; WAIT_LOAD{chunk} comes first"
-            if self.offload.parameters:
-                self.loaded.discard(chunk)
-        elif kind is Kind.WAIT_REDUCE:
-            self.reduced[chunk] += 1
-        elif kind is Kind.STORE:
-            return self._store(action)
-        elif kind is Kind.STEP:
-            if missing := sorted(self.stores_of - self.stored):
-                return f"{action} needs gradients on the host, but those of chunks {missing} are not"
-        elif kind is Kind.UPDATE:
-            if chunk not in self.stored or self.times[action] > 1:
-                return f"{action} needs a gradient that is not on the host, or has used it already"
-            self.updated.add(chunk)
-        return None
-
-    def _load(self, load: Action) -> str | None:
-        if load in self.under_way or load.chunk in (*self.loaded, *self.offload.on_device):
-            return f"{load} copies weights that the device has, or soon has"
-        if load.chunk in self.updated:
-            return f"{load} follows the update of the next step"
-        self.under_way.add(load)
-        return None
-
-    def _store(self, store: Action) -> str | None:
-        if store.chunk in self.offload.on_device:
-            return f"{store} copies a gradient that the device needs"
-        if self.reduced[store.chunk] < self.reductions[store.chunk] or self.times[store] > 1:
-            return f"{store} copies a gradient that is not final, or is stored already"
-        if any(other.kind is Kind.STORE for other in self.under_way):
-            return f"{store} begins before the store ahead of it has ended"
-        self.under_way.add(store)
-        return None
 
 
 def _gathers_by_visit(actions: Sequence[Action]) -> list[list[int]]:

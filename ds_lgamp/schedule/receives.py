@@ -22,12 +22,7 @@ from typing import NamedTuple
 from ds_lgamp.schedule.actions import Action, Kind, receive_of
 from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
-
-RECEIVES_POSTED = 3
-"""How many receives of one kind a rank keeps posted ahead if no messages pile up. One is for the next compute, one is
-in flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
-permission (docs/performance.md)."""
+from ds_lgamp.schedule.spec import RECEIVES_POSTED, ProgramSpec
 
 
 def receive_posts(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:

@@ -20,7 +20,13 @@ from ds_lgamp.schedule.placement import Placement, place_chunks
 SENDS_IN_FLIGHT = 2
 """How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank that posts
 receives ahead has more of them posted, so the wait is short."""
-
+RECEIVES_POSTED = 3
+"""How many receives of one kind a rank keeps posted ahead if no messages pile up. One is for the next compute, one is
+in flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
+permission (docs/performance.md)."""
+NEAREST = 3
+"""How many computes a backward must be behind its forward for the input to leave: one covers the way to the host,
+another the way back. The script's turn in between is enough."""
 
 UPDATES = ("step", "reduction", "next_step")
 """When the optimizer updates a chunk:

@@ -9,16 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ds_lgamp.schedule.actions import COMPUTE, OF_INPUTS, SENDS, Action, Kind
-
-NEAREST = 3
-"""How many computes a backward must be behind its forward for the input to leave: one covers the way to the host,
-another the way back. The script's turn in between is enough."""
-
-
-def without_stored_inputs(actions: Sequence[Action]) -> list[Action]:
-    """Returns what remains of a program if inputs stay on the device."""
-    return [action for action in actions if action.kind not in OF_INPUTS]
+from ds_lgamp.schedule.actions import COMPUTE, SENDS, Action, Kind
+from ds_lgamp.schedule.spec import NEAREST
 
 
 def add_stored_inputs(actions: Sequence[Action]) -> list[Action]:
@@ -50,43 +42,6 @@ def add_stored_inputs(actions: Sequence[Action]) -> list[Action]:
                 lowered.extend(_of(Kind.WAIT_LOAD_INPUT, action))
         lowered.append(action)
     return lowered
-
-
-def fault_of(actions: Sequence[Action]) -> tuple[int, str] | None:
-    """Returns the row of the first fault in what storing inputs adds to a program, and the fault; None if it is
-    sound."""
-    forwards: set[tuple[int, int]] = set()
-    under_way: set[Action] = set()
-    away: set[tuple[int, int]] = set()
-    for row, action in enumerate(actions):
-        kind, chunk, micro_batch = action
-        place = chunk, micro_batch
-        if kind is Kind.FORWARD:
-            forwards.add(place)
-        elif kind is Kind.BACKWARD and (place in away or Action(Kind.STORE_INPUT, *place) in under_way):
-            return (
-                row,
-                f"{action} needs an input that is not on the device; WAIT_LOAD_A{chunk}.{micro_batch} comes first",
-            )
-        elif kind is Kind.STORE_INPUT:
-            if place not in forwards or chunk == 0:
-                return row, f"{action} stores an input that is not there or that no backward recomputes from"
-            if any(other.kind is kind for other in under_way):
-                return row, f"{action} begins before the store ahead of it has ended"
-            under_way.add(action)
-        elif kind is Kind.LOAD_INPUT:
-            if place not in away or action in under_way:
-                return row, f"{action} loads an input that is not on the host, or is under way already"
-            under_way.add(action)
-        elif kind in (Kind.WAIT_STORE_INPUT, Kind.WAIT_LOAD_INPUT):
-            waited = Action(Kind.STORE_INPUT if kind is Kind.WAIT_STORE_INPUT else Kind.LOAD_INPUT, *place)
-            if waited not in under_way:
-                return row, f"{action} waits for a transfer that is not under way"
-            under_way.discard(waited)
-            (away.add if kind is Kind.WAIT_STORE_INPUT else away.discard)(place)
-    if under_way:
-        return len(actions) - 1, f"nothing waits for {min(map(str, under_way))}"
-    return None
 
 
 def _leaving(order: Sequence[Action]) -> set[Action]:

@@ -40,6 +40,8 @@ class UnderDeepSpeed:
     def __init__(self, told: dict[str, Any], meet: Meet) -> None:
         import deepspeed
 
+        from testing.deepspeed_rank import is_ours
+
         deepspeed.init_distributed("gloo", verbose=False)
         self.told, self.meet = told, meet
         block = {key: told[key] for key in ("hang_timeout", "schedule", "asynchronous_save")}
@@ -54,6 +56,7 @@ class UnderDeepSpeed:
             self.config["ds_lgamp"]["pipeline_ranks"] = told["pipeline_ranks"]
         torch.manual_seed(5)
         self.engine, *_ = deepspeed.initialize(model=MODELS[told["door"]](told, meet), config=self.config)
+        assert is_ours(self.engine)
         self.batches = self._batches()
 
     @property

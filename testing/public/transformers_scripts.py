@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from testing.launching import ON_CPU, ROOT, torchrun
+from testing.launching import ON_CPU, ROOT, recorded, torchrun
 from testing.public.outcome import Case, compared, without_block
 
 RANKS, STEPS, LENGTH = 2, 8, 64
@@ -76,13 +76,12 @@ def loop_cases(tree: Path, folder: Path) -> Iterable[Case]:
         text, models = material()
         config = {**sizes, "zero_optimization": {"stage": stage}, **block}
         variables = {
-            "ACCELERATE_USE_CPU": "true",
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(write_config(folder, config)),
         }
         output = folder / "trained"
         words = ["--model_name_or_path", str(models[CAUSAL]), "--train_file", str(text), "--output_dir", str(output)]
-        launch(config, [str(script), *words, *OWN_LOOP], folder, variables)
+        launch(config, [str(script), *words, *OWN_LOOP], folder, variables, ["-m", "testing.accelerate_cpu"])
         return [json.loads((output / "all_results.json").read_text())["eval_loss"]]
 
     stock = cache(lambda: without_block(lambda: train(STOCK_STAGE, {})))
@@ -101,11 +100,28 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
     return path
 
 
-def launch(config: Mapping[str, Any], words: Sequence[str], folder: Path, variables: Mapping[str, str] = {}) -> None:
-    """Runs a script on two ranks, with ``ds_lgamp run`` if ``config`` has a block. ``folder`` takes what it caches."""
-    launcher = ["-m", "ds_lgamp", "run"] if "ds_lgamp" in config else []
+def launch(
+    config: Mapping[str, Any],
+    words: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str] = {},
+    under: Sequence[str] = (),
+) -> None:
+    """Runs a script on two ranks, with ``ds_lgamp run`` if ``config`` has a block. ``folder`` takes what it caches.
+
+    Args:
+        config: the configuration.
+        words: the script and its arguments.
+        folder: takes what the script caches, and the record of its steps, which proves that the block counted.
+        variables: more of the environment.
+        under: words ahead of the launcher.
+    """
+    record = folder / "recorded" / str(len(list(folder.glob("recorded/*"))))
+    traced = ["-m", "ds_lgamp", "run", "--trace", str(record), "--trace-steps", f"1:{STEPS}"]
     environment = {**ON_CPU, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    torchrun(RANKS, [*launcher, *words], environment={**environment, **variables})
+    has_block = "ds_lgamp" in config
+    torchrun(RANKS, [*under, *(traced if has_block else []), *words], environment={**environment, **variables})
+    assert not has_block or recorded(record), "the script trained, but not with the block"
 
 
 def make_material(folder: Path) -> tuple[Path, dict[str, Path]]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from testing import ROOT
-from testing.launching import ON_CPU, run
+from testing.launching import ON_CPU, recorded, run
 
 PAGE = (ROOT / "docs" / "first_run.md").read_text()
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -30,10 +30,12 @@ def printed(folder, config, command):
 def test_the_script_trains_the_same_with_a_block_and_without(tmp_path):
     # Under `ds_lgamp run`, stock DeepSpeed does not compile its collectives for some minutes.
     stock = TRAIN_STOCK.replace("train.py", "-m ds_lgamp run train.py")
+    ours = TRAIN.replace("ds_lgamp run", "ds_lgamp run --trace recorded --trace-steps 1:1")
     losses = [
         re.findall(r"^step (?:10|20) loss .*$", printed(tmp_path, config, command), re.MULTILINE)
-        for config, command in ((STOCK, stock), (WITH_BLOCK, TRAIN))
+        for config, command in ((STOCK, stock), (WITH_BLOCK, ours))
     ]
+    assert recorded(tmp_path / "recorded")
     assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from testing import ROOT
-from testing.launching import torchrun
+from testing.launching import recorded, torchrun
 from tests.slow import slow_except
 
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
@@ -31,4 +31,6 @@ def losses(folder, stage, **block):
 def test_a_loop_of_ones_own_trains_as_without_a_block(tmp_path, stage):
     stock = losses(tmp_path, 0, enabled=False)
     assert len(stock) == 3 and stock[-1] < stock[0]
-    assert losses(tmp_path, stage) == pytest.approx(stock, rel=1e-6)
+    traced = {"trace": str(tmp_path / "recorded"), "trace_steps": "1:1"}
+    assert losses(tmp_path, stage, **traced) == pytest.approx(stock, rel=1e-6)
+    assert recorded(tmp_path / "recorded")

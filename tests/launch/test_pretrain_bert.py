@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from testing import ROOT
-from testing.launching import run, torchrun
+from testing.launching import recorded, run, torchrun
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --dropout 0"
 PHASES = "--sequence-lengths 32 64 --steps 4 2 --batch-size 8 4 --micro-batch-size 2 1 --lr 1e-2"
@@ -47,7 +47,8 @@ def prepare(folder, *files, flags="--vocab-size 200 --sequence-lengths 32 64 --s
 def pretrain(folder, name, ranks, save, flags="", config=None):
     """Runs the script. Returns its output."""
     words = f"{MODEL} {PHASES} {LOG} --data {folder}/data.bert --save {save} {flags}"
-    script = f"-m ds_lgamp run launch/pretrain_bert.py --deepspeed_config {config or folder}/{name}.json"
+    traced = f"--trace {save}-{name}-recorded --trace-steps 1:1"
+    script = f"-m ds_lgamp run {traced} launch/pretrain_bert.py --deepspeed_config {config or folder}/{name}.json"
     return torchrun(ranks, [*script.split(), *words.split()])
 
 
@@ -65,6 +66,7 @@ def stock(folder):
 def test_losses_rates_and_accuracies_are_those_of_stock_through_both_phases(folder, stock, name, ranks):
     """Also on twice as many ranks, which see the same batches."""
     printed = pretrain(folder, name, ranks, folder / f"{name}{ranks}")
+    assert recorded(folder / f"{name}{ranks}-{name}-recorded")
     assert losses(printed) == pytest.approx(losses(stock), rel=1e-4 if ranks == 2 else OTHER_MICRO_BATCHES)
     rates = [line[3] for line in LINE.findall(printed)]
     assert rates == [line[3] for line in LINE.findall(stock)]

@@ -18,8 +18,8 @@ from testing.ranks import run_on_ranks, started_ranks
 from tests.runtime.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
 
-BOUND = 4
-"""Seconds in which SIGTERM ends a rank, on a busy machine."""
+BOUND = 20
+"""Seconds in which SIGTERM ends a rank, also on a busy machine. Launchers kill ranks after 30."""
 
 
 def is_ready(folder, rank):

@@ -214,7 +214,7 @@ def test_a_candidate_takes_well_under_a_millisecond(schedule):
     assert (process_time() - begin) / 100 < 0.3e-3
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("schedule", ["layered", "interleaved_1f1b"])
 def test_the_clock_runs_a_million_computes_in_half_a_minute(schedule):
     """64 pipeline ranks, 16 chunks each, 512 micro-batches, ZeRO-3 with all chunks resident."""

@@ -10,12 +10,30 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from testing import in_host
-from testing.launching import ROOT, run
+from testing import SCRIPTS, in_host
+from testing.launching import ON_CPU, ROOT, run, torchrun
 from testing.public import __main__ as public
 from testing.public.deepspeed_tests import Results, compare, results_in
 from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
 from testing.public.outcome import Case, Outcome, compared, markdown, page_block, told_by, without_block
+
+
+@pytest.mark.slow
+def test_a_script_of_accelerate_trains_with_deepspeed_on_cpus(tmp_path):
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    block = {"pipeline_ranks": 2, "outputs": "all"}
+    rest = {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}, "ds_lgamp": block}
+    (tmp_path / "ds_config.json").write_text(json.dumps({**sizes, **rest}))
+    printed = torchrun(
+        2,
+        ["-m", "testing.accelerate_cpu", "-m", "ds_lgamp", "run", str(SCRIPTS / "trains_with_accelerate.py")],
+        environment={
+            **ON_CPU,
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds_config.json"),
+        },
+    )
+    assert printed.count("RESULT 2 OutputsEngine") == 2, printed
 
 
 def part(name, results):

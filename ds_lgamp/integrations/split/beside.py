@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
+from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
+from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.travelling import one
 from ds_lgamp.runtime.random_state import RandomSource, read_states, undisturbed
 
@@ -123,7 +125,11 @@ class Comparison:
             behind.append(read_states(self._random_sources))
 
         with ExitStack() as stack:
-            for index, block in enumerate(self._blocks.named.values(), 1):
+            for index, (name, block) in enumerate(self._blocks.named.items(), 1):
+                if isinstance(block, torch.jit.ScriptModule):
+                    # It takes no hooks.
+                    block = nn.Sequential(block)
+                    stack.enter_context(replacing([(*place_of(self._blocks.container, name), block)]))
                 before = block.register_forward_pre_hook(lambda *_, index=index: enters(index))
                 after = block.register_forward_hook(lambda *seen: leaves(seen[-1]))
                 stack.callback(before.remove)

@@ -1,7 +1,7 @@
 """Finds the blocks of a model: the list of modules that its forward calls one after another."""
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -20,6 +20,14 @@ class Blocks(NamedTuple):
     def named(self) -> dict[str, nn.Module]:
         """The blocks by their names in the list, such as ``0``, or ``0.1`` if it is one of lists."""
         return dict(_modules_in(self.container))
+
+    @property
+    def kinds(self) -> list[nn.Module]:
+        """The first block of every kind. Those of one kind have modules of the same classes under the same names."""
+        kinds: dict[Any, nn.Module] = {}
+        for block in self.named.values():
+            kinds.setdefault(tuple((path, type(module)) for path, module in block.named_modules()), block)
+        return [*kinds.values()]
 
     @property
     def chain(self) -> list[str]:

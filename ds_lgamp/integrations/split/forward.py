@@ -298,7 +298,9 @@ class SplitForward:
                 return returned()
             return passed if leaves is None else zeros_like(passed, leaves.setdefault(f"block {index}", []))
 
-        kept = [(vars(module), name, absent) for module, name, absent in self._kept if name in vars(module)]
+        # In training also where the block has never run.
+        sets = self._model.training
+        kept = [(vars(module), name, absent) for module, name, absent in self._kept if sets or name in vars(module)]
         arguments = call.positional, call.named
         once, visiting = self.own_state.counted_once(call), self._visiting(replace, passes_others=False)
         with once, visiting, replacing(kept), unchanged_tensors(arguments):

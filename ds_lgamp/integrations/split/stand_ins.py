@@ -163,15 +163,20 @@ class Passed(Tensor):
 
 @contextmanager
 def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Runs stand-ins inside the block. Each has the dictionary of a module that it belongs to, and its name there."""
-    own = [registry[name] for registry, name, _ in stand_ins]
+    """Runs stand-ins inside the block. Each has the dictionary of a module that it belongs to, and its name there,
+    which may be new."""
+    missing = object()
+    own = [registry.get(name, missing) for registry, name, _ in stand_ins]
     for registry, name, stand_in in stand_ins:
         registry[name] = stand_in
     try:
         yield
     finally:
         for (registry, name, _), part in zip(stand_ins, own):
-            registry[name] = part
+            if part is missing:
+                del registry[name]
+            else:
+                registry[name] = part
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Survey(NamedTuple):
     beside: tuple[bool, ...]
     """Which of them beside hidden states are tensors."""
     kept: list[Attribute]
-    """The attributes of a block that it sets to tensors which depend on parameters."""
+    """The attributes of blocks that they set to tensors which depend on parameters."""
     travels_to_blocks: frozenset[Result]
     """Results of parts ahead of the blocks on which depends what blocks get beside hidden states."""
     travels_behind: frozenset[Result]
@@ -157,7 +157,8 @@ class _Walk:
         self._behind_blocks: list[Tensor] = []
         """On these leaves depends what depends on the hidden states behind a block."""
         self._inside: list[Tensor] = []
-        """On these leaves depends what the first block computes."""
+        """On these leaves depends what the blocks compute that ran: the first of every kind."""
+        self._kinds = blocks.kinds
         self._passed: Any = None
         """The hidden states that a block has passed on."""
         self._version = 0
@@ -341,12 +342,13 @@ class _Walk:
             raise self.refusal("a block gets what another one returned than the one right before it")
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Passed))
         self._check_others([leaf for leaf in tensors if leaf.requires_grad])
-        if self._visited == 0:
-            self._inside = [*block.parameters()]
+        if any(block is each for each in self._kinds):
+            self._inside += block.parameters()
             named = {name: self._entering(value) for name, value in beside.named.items()}
             run = partial(block, *map(self._entering, (hidden, *beside.positional)), **named)
-            self._kept = kept_in_training(block, run)
-            self._note_result(run(), hidden)
+            self._kept += kept_in_training(block, run)
+            if self._visited == 0:
+                self._note_result(run(), hidden)
         self._visited += 1
         self._behind_blocks.append(hidden.detach().requires_grad_())
         # Forwards may change it in place, which is forbidden with a leaf.
@@ -356,11 +358,11 @@ class _Walk:
         return (hidden, *others) if self._returned else hidden
 
     def _entering(self, given: Any) -> Any:
-        """Returns an argument of the first block, with tensors of the same numbers on which all depends that the block
+        """Returns an argument of a block, with tensors of the same numbers on which all depends that the block
         computes. Lists and dictionaries stay, to which it may write."""
         if type(given) is tuple:
             return tuple(map(self._entering, given))
-        if not isinstance(given, Tensor) or not given.is_floating_point():
+        if not isinstance(given, Tensor) or isinstance(given, Passed) or not given.is_floating_point():
             return given
         self._inside.append(given.detach().requires_grad_())
         # Blocks may change it in place, which is forbidden with a leaf.

@@ -95,6 +95,7 @@ class Training:
         from megatron.core.pipeline_parallel import schedules
 
         from ds_lgamp.integrations.megatron.loop.arguments import Job
+        from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
         from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
 
         self.place = place
@@ -113,6 +114,7 @@ class Training:
         self.models = self.build(virtual)
         self.optimizer = self.optimizer_of()
         self.forward_backward = schedules.get_forward_backward_func()
+        assert isinstance(self.forward_backward, ForwardBackward) == (place.schedule != STOCK), place
         self.log: list[tuple[str, int]] = []
 
     def config_of(self, virtual: int | None) -> Any:

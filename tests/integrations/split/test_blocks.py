@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.call import Call
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, cross_entropy, micro_batch
 from tests.integrations.split.test_own_models import gradients_of, in_layers, in_layers_apart, layers_of
 
@@ -130,3 +131,31 @@ def test_a_forward_may_ask_a_block_for_its_length_and_for_its_truth():
         return [block for block in blocks if block and len(block) == 2]
 
     assert_same(Model(nn.ModuleList(nn.Sequential(Mixing(), Mixing()) for _ in range(2)), walk))
+
+
+class Keeping(Mixing):
+    """Keeps a term of the loss in an attribute."""
+
+    def forward(self, hidden):
+        self.term = self.linear(hidden).square().mean()
+        return super().forward(hidden)
+
+
+class Collecting(Model):
+    def forward(self, tokens, labels):
+        loss = super().forward(tokens, labels)
+        return loss + sum(getattr(block, "term", 0.0) for block in self.blocks)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from([Mixing, Scaled, Keeping]), min_size=2, max_size=4), st.booleans())
+def test_terms_that_blocks_of_any_kind_keep_are_refused_also_where_these_never_run(kinds, runs):
+    model = Collecting(nn.ModuleList(kind() for kind in kinds), list)
+    if Keeping not in kinds:
+        return assert_same(model)
+    with pytest.raises(ConfigError, match="reads 'term' of a block|depends on what a block computes, but not through"):
+        layers = layers_of(model)
+        if runs:
+            in_layers(layers, *BATCH)
+        layers.calls.all = [Call(*layers.arguments(BATCH, {}))]
+        layers.modules[-1](torch.randn(*BATCH[0].shape, WIDTH))

@@ -6,6 +6,9 @@ from torch import nn
 
 from ds_lgamp.integrations.split.imagined import Imagined
 
+imagined = []
+"""The modules of which a call was imagined."""
+
 
 class Pieces(nn.Module):
     """Cuts a sequence into pieces, and returns one row for each, as encoders of images of several sizes do."""
@@ -14,35 +17,36 @@ class Pieces(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.imagined = 0
+        self.before = 0
 
     def forward(self, rows, lengths):
-        self.imagined += 1
+        imagined.append(self)
+        self.before += 1
         self.calls += 1
         return torch.stack([piece.sum(0) for piece in self.linear(rows).split(lengths.tolist())])
 
 
-def shape_of(imagined, *lengths):
-    return tuple(imagined((torch.zeros(sum(lengths), 3),), {"lengths": torch.tensor(lengths)}).shape)
+def shape_of(module, *lengths):
+    return tuple(module((torch.zeros(sum(lengths), 3),), {"lengths": torch.tensor(lengths)}).shape)
 
 
 def test_a_shape_may_depend_on_values_of_integers():
-    imagined = Imagined(Pieces())
-    assert shape_of(imagined, 2, 4) == (2, 5)
-    assert shape_of(imagined, 1, 5) == (2, 5)
-    assert shape_of(imagined, 2, 2, 2) == (3, 5)
+    pieces = Imagined(Pieces())
+    assert shape_of(pieces, 2, 4) == (2, 5)
+    assert shape_of(pieces, 1, 5) == (2, 5)
+    assert shape_of(pieces, 2, 2, 2) == (3, 5)
 
 
 def test_a_shape_is_found_once_for_the_same_values():
-    module = Pieces()
-    imagined = Imagined(module)
-    shape_of(imagined, 2, 4)
+    imagined.clear()
+    pieces = Imagined(Pieces())
+    shape_of(pieces, 2, 4)
     # The first try shows that shapes of arguments do not suffice.
-    assert module.imagined == 2
-    shape_of(imagined, 2, 4)
-    assert module.imagined == 2
-    shape_of(imagined, 4, 2)
-    assert module.imagined == 3
+    assert len(imagined) == 2
+    shape_of(pieces, 2, 4)
+    assert len(imagined) == 2
+    shape_of(pieces, 4, 2)
+    assert len(imagined) == 3
 
 
 def test_values_do_not_count_where_shapes_suffice():
@@ -64,7 +68,7 @@ def test_a_module_that_was_cast_returns_the_new_type():
 def test_buffers_stay_as_they_are():
     module = Pieces()
     shape_of(Imagined(module), 2, 4)
-    assert module.calls == 0
+    assert module.calls == 0 and module.before == 0
 
 
 def test_a_shape_that_depends_on_values_of_floats_is_refused_by_torch():

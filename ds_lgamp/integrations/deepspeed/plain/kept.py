@@ -21,8 +21,8 @@ class Kept:
         self._versions, self._settings = Versions(), Settings(model)
         self._objects: list[tuple[int, Any, dict[str, Any]]] = []
         """Other objects among the arguments, each with the number of its micro-batch and a copy of its attributes."""
-        self._changed: str | None = None
-        """What of the model was changed between two calls; None if nothing was."""
+        self._changed: tuple[str, int] | None = None
+        """What of the model was changed, and after which micro-batch; None if nothing was."""
 
     def add(self, call: Arguments) -> Arguments:
         """Keeps a micro-batch. Returns it as it is kept."""
@@ -59,12 +59,13 @@ class Kept:
             )
         self._look_at_settings()
         if self._changed is not None:
-            raise ConfigError(self._changed)
+            what, number = self._changed
+            raise ConfigError(
+                f"{what} changed after micro-batch {number} of {len(self.calls)} was given to engine(...), but a {BLOCK} "
+                "block computes with the model until the batch is complete; switch adapters and modes, freeze, and set "
+                "attributes between batches"
+            )
 
     def _look_at_settings(self) -> None:
         if self._changed is None and (what := self._settings.changed()) is not None:
-            self._changed = (
-                f"{what} changed after micro-batch {len(self.calls) - 1} was given to engine(...), but "
-                f"a {BLOCK} block computes with the model until the batch is complete; switch adapters and modes, "
-                "freeze, and set attributes between batches"
-            )
+            self._changed = what, len(self.calls) - 1

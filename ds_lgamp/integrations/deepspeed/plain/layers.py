@@ -145,9 +145,10 @@ def _refuse_without_loss(model: nn.Sequential) -> None:
 
 
 def needed_to_split(model: nn.Module, settings: LgampConfig) -> Iterator[nn.Parameter]:
-    """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first."""
+    """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first of every kind."""
     if _is_sequence(model):
         return model.parameters()
-    first, *blocks = find_blocks(model, settings.blocks, planned_names(model)).named.values()
-    others = {id(parameter) for block in blocks for parameter in block.parameters()}
+    blocks = find_blocks(model, settings.blocks, planned_names(model))
+    needed = {id(parameter) for block in blocks.kinds for parameter in block.parameters()}
+    others = {id(parameter) for block in blocks.named.values() for parameter in block.parameters()} - needed
     return (parameter for parameter in model.parameters() if id(parameter) not in others)

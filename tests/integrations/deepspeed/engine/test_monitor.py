@@ -130,6 +130,7 @@ def test_loss_rate_and_norm_are_the_engines(run, recorded):
     assert list(recorded["lr"].values()) == pytest.approx([0.1 / 3, 0.2 / 3, 0.1], abs=0.04)
 
 
+@pytest.mark.timing
 def test_tokens_are_those_of_all_data_parallel_ranks(run, recorded):
     """Two ranks, four micro-batches, two rows of five tokens."""
     _, _, seconds, *_ = run
@@ -137,6 +138,7 @@ def test_tokens_are_those_of_all_data_parallel_ranks(run, recorded):
         assert 0.5 * 80 / duration < rate < 2 * 80 / duration
 
 
+@pytest.mark.timing
 def test_waits_are_measured_where_they_are(run, recorded):
     """Pipeline rank 1 has chunk 1 only. Its first backward waits until rank 0 has finished the slow forwards of chunk 2
     and one backward of it. The mean over the ranks is half of that."""
@@ -149,6 +151,7 @@ def test_waits_are_measured_where_they_are(run, recorded):
     assert recorded["peak_bytes"][48] > 1e7, "the CPU reports the resident set"
 
 
+@pytest.mark.timing
 def test_the_bubble_is_what_waits_for_neighbours_and_the_host_leave(run, recorded):
     """Each of the four micro-batches of a slow layer lets the other rank wait."""
     _, _, seconds, *_ = run

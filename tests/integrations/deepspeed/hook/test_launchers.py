@@ -158,7 +158,7 @@ def test_a_failing_rank_ends_the_job_and_is_named(launcher, trouble, folder):
     assert completed.returncode != 0
     assert re.search(evidence, output), output
     trouble_began = min(float(moment) for moment in re.findall(r"TROUBLE (\S+)", output))
-    assert time.time() - trouble_began < 15, "the job does not end"
+    assert time.time() - trouble_began < 25, "the job does not end"
 
 
 @pytest.mark.slow

@@ -12,16 +12,17 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
-from testing.deepspeed_rank import prepare_rank, quiet
+from testing.deepspeed_rank import is_ours, prepare_rank, quiet
 from testing.scripts import trains_with_trainer
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, STEPS, configuration, loss_of, made
-from tests.integrations.transformers.models import make, micro_batch
+from tests.integrations.transformers.models import micro_batch
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 AUTO: dict[str, Any] = {
@@ -80,24 +81,36 @@ def train_with_trainer(folder: str, runs: Sequence[tuple[str, int, dict[str, Any
         }
         given = ["--deepspeed", json.dumps(config), "--output_dir", str(Path(folder, name)), *WORDS]
         trainer = trains_with_trainer.main([*given, *words.format(folder=folder).split()])
+        assert is_ours(trainer.deepspeed) == (block is not None)
         if block is not None:
             trainer.deepspeed.wait_for_checkpoint()
     dist.destroy_process_group()
 
 
-def train_with_accelerate(name: str, stage: int, block: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
-    """Returns the sums of this rank's losses by step, and those of the last step once more, from a saved state on."""
+def train_with_accelerate(
+    stage: int, block: dict[str, Any], pretrained: str, folder: str
+) -> tuple[list[float], list[float]]:
+    """Returns the sums of this rank's losses by step, and those of the last step once more, from a saved state on.
+
+    Args:
+        stage: the ZeRO stage.
+        block: the block.
+        pretrained: the folder of the model. At stage 3, transformers draws other weights for a new model than it does
+            elsewhere, with stock DeepSpeed too.
+        folder: takes the state, and then the trained model.
+    """
     prepare()
     config = {**configuration(stage, block), "gradient_accumulation_steps": "auto"}
     config["train_micro_batch_size_per_gpu"] = "auto"
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
-    model = make(name)
+    accelerator = _accelerator(plugin)
+    model = AutoModelForCausalLM.from_pretrained(pretrained).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     loader = torch.utils.data.DataLoader(_data(), batch_size=2)
     with quiet():
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    assert is_ours(model)
     losses = _epoch(accelerator, model, optimizer, loader, scheduler, folder)
     accelerator.load_state(folder)
     again = _epoch(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 4), scheduler, None)
@@ -111,12 +124,12 @@ def train_with_accelerate(name: str, stage: int, block: dict[str, Any], folder: 
 def train_own_model_with_accelerate(name: str, stage: int, block: dict[str, Any]) -> list[float]:
     """Returns the sums of this rank's losses by step."""
     prepare()
-    plugin = DeepSpeedPlugin(hf_ds_config=configuration(stage, block))
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
+    accelerator = _accelerator(DeepSpeedPlugin(hf_ds_config=configuration(stage, block)))
     model = made(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     with quiet():
         model, optimizer = accelerator.prepare(model, optimizer)
+    assert is_ours(model)
     losses = [0.0] * STEPS
     for step, number in product(range(STEPS), range(MICRO_BATCHES)):
         with accelerator.accumulate(model):
@@ -126,6 +139,12 @@ def train_own_model_with_accelerate(name: str, stage: int, block: dict[str, Any]
             optimizer.zero_grad()
         losses[step] += loss.item()
     return losses
+
+
+def _accelerator(plugin: DeepSpeedPlugin) -> Accelerator:
+    # Accelerator(cpu=True) would set the plugin aside, and train with torch's DDP.
+    PartialState(cpu=True)
+    return Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
 
 
 def _data() -> list[dict[str, torch.Tensor]]:

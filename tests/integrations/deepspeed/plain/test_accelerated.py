@@ -14,6 +14,7 @@ from testing.scripts.trains_with_trainer import tiny
 from tests.integrations.deepspeed.plain.accelerated import train_own_model_with_accelerate, train_with_accelerate
 from tests.integrations.deepspeed.plain.training import train_alone
 from tests.integrations.split import own_models
+from tests.integrations.transformers.models import make
 from tests.slow import slow_except
 
 EVALUATED = "--eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --load_best_model_at_end true"
@@ -101,12 +102,14 @@ LOOPS = [("Llama", 2, 2), ("GPT-2", 1, 3), ("GPT-2", 2, 3)]
 
 @pytest.mark.parametrize(("name", "pipeline", "stage"), slow_except(LOOPS[:1], LOOPS, several=True))
 def test_losses_of_accelerates_loop_are_those_of_one_process(tmp_path, name, pipeline, stage):
+    make(name).save_pretrained(tmp_path / "pretrained")
     expected = train_alone(name, 2)
-    ranks = run_on_ranks(2, train_with_accelerate, name, stage, {"pipeline_ranks": pipeline}, str(tmp_path))
+    folders = str(tmp_path / "pretrained"), str(tmp_path / "trained")
+    ranks = run_on_ranks(2, train_with_accelerate, stage, {"pipeline_ranks": pipeline}, *folders)
     for (losses, again), wanted in zip(ranks, expected):
         assert losses == pytest.approx(wanted.losses, rel=1e-6)
         assert again == losses[-1:]
-    AutoModelForCausalLM.from_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
 
 
 @pytest.mark.parametrize(("name", "pipeline"), slow_except([("a tied GPT", 2)], OWN, several=True))

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from testing import SCRIPTS
-from testing.launching import torchrun
+from testing.launching import recorded, torchrun
 from tests.integrations.deepspeed.plain.accelerated import AUTO, WORDS
 from tests.slow import slow_except
 
@@ -23,6 +23,7 @@ def test_a_script_trains_evaluates_saves_and_resumes(overlap_update, tmp_path):
     config = written(tmp_path, {"pipeline_ranks": 2, "overlap_update": overlap_update})
     run(tmp_path, config, "saved", SAVED)
     run(tmp_path, config, "resumed", RESUMED)
+    assert recorded(tmp_path / "saved, recorded") and recorded(tmp_path / "resumed, recorded")
     saved, resumed = (json.loads((tmp_path / run / "history.json").read_text()) for run in ("saved", "resumed"))
     for key, number in (("loss", 4), ("eval_loss", 2), ("eval_accuracy", 2)):
         values, again = ([entry[key] for entry in history if key in entry] for history in (saved, resumed))
@@ -45,4 +46,5 @@ def written(folder: Path, block: dict[str, Any]) -> Path:
 
 def run(folder: Path, config: Path, name: str, words: str) -> None:
     script = [str(SCRIPTS / "trains_with_trainer.py"), "--deepspeed", str(config), "--output_dir", str(folder / name)]
-    torchrun(2, ["-m", "ds_lgamp", "run", *script, *WORDS, *words.format(folder=folder).split()])
+    traced = ["--trace", str(folder / f"{name}, recorded"), "--trace-steps", "3:4"]
+    torchrun(2, ["-m", "ds_lgamp", "run", *traced, *script, *WORDS, *words.format(folder=folder).split()])

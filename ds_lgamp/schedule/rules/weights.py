@@ -1,0 +1,176 @@
+"""When a pipeline rank has the weights of a chunk: loads, refreshes, gathers and releases."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from heapq import nsmallest
+from itertools import takewhile
+from typing import NamedTuple
+
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.rules.stops import Fault, Stop, pieces, texts
+from ds_lgamp.schedule.spec import ProgramSpec
+
+_OF_WEIGHTS = frozenset(
+    {
+        Kind.LOAD,
+        Kind.WAIT_LOAD,
+        Kind.REFRESH,
+        Kind.WAIT_REFRESH,
+        Kind.GATHER,
+        Kind.WAIT_GATHER,
+        Kind.RELEASE,
+        Kind.UPDATE,
+    }
+)
+
+
+def check_weights(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
+    """- At stage 3, those chunks are resident that are needed soonest, ``resident_chunks`` of them and no others; none
+      in a script's turn and behind the last compute.
+    - What a step updated is gathered, or with shards of nodes refreshed, once: behind STEP; or, if deferred, one visit
+      ahead of its compute or gather.
+    - A compute follows the wait for its gather, and a gather the waits for its refresh and its load.
+    - A load stands one visit ahead of its gather: of each gather if the host holds the parameters, else of the first.
+    - An update that the last step postponed stands directly ahead of the first use of its chunk.
+    """
+    rule = _Weights(spec, stops)
+    for stop in stops:
+        # Most computes are on the way of a visit, where nothing changes.
+        if stop.row in rule.visits or not stop.computes or not _OF_WEIGHTS.isdisjoint(kind for kind, *_ in stop.ahead):
+            rule.follow(stop)
+
+
+class _Visit(NamedTuple):
+    """A run of computes on one chunk, without a script's turn in between."""
+
+    chunk: int
+    gathers: list[int]
+    """The chunks whose gathers stand ahead of it."""
+    number: int
+    first: bool
+    """Whether it is the first one of its piece."""
+    end: int
+    """The number of the first visit behind its piece."""
+
+
+def _visits(stops: Sequence[Stop]) -> dict[int, _Visit]:
+    """Returns the visits by the row of their first compute."""
+    visits: dict[int, _Visit] = {}
+    for piece in pieces(stops):
+        begun: list[tuple[int, Stop]] = []
+        for stop in piece:
+            if stop.action is not None and stop.computes and (not begun or stop.action.chunk != begun[-1][0]):
+                begun.append((stop.action.chunk, stop))
+        begin = len(visits)
+        for number, (chunk, stop) in enumerate(begun, begin):
+            gathers = [action.chunk for action in stop.of(Kind.GATHER)]
+            visits[stop.row] = _Visit(chunk, gathers, number, number == begin, begin + len(begun))
+    return visits
+
+
+class _Weights:
+    """Follows a program stop by stop."""
+
+    def __init__(self, spec: ProgramSpec, stops: Sequence[Stop]) -> None:
+        self.spec, self.visits = spec, _visits(stops)
+        self.uses: defaultdict[int, deque[int]] = defaultdict(deque)
+        """The numbers of the coming visits of each chunk."""
+        for visit in self.visits.values():
+            self.uses[visit.chunk].append(visit.number)
+        self.loads = self._loads()
+        brought = [] if spec.updated_by is None or spec.defers_gathers else list(self.uses)
+        self.brought = set(brought)
+        """Chunks of which this rank has what the last step updated, or soon has it."""
+        self.refreshing = set(brought if spec.updated_by is Kind.REFRESH else [])
+        self.gathering = set(brought if spec.updated_by is Kind.GATHER else [])
+        self.resident: set[int] = set()
+        self.updates = spec.offload is None and spec.updates == "next_step"
+        postponed = self.updates and not spec.forward_only
+        self.postponed = {chunk for chunk in self.uses if postponed and chunk >= spec.first_trained}
+        """Chunks that the last step left to update."""
+
+    def _loads(self) -> list[list[int]]:
+        """Returns the chunks that each visit's gathers need from the host."""
+        offload = self.spec.offload
+        on_host = set() if offload is None else self.uses.keys() - set(offload.on_device)
+        loads = []
+        for visit in self.visits.values():
+            loads.append([chunk for chunk in visit.gathers if chunk in on_host])
+            if offload is not None and not offload.parameters:
+                on_host.difference_update(visit.gathers)
+        return loads
+
+    def follow(self, stop: Stop) -> None:
+        visit = self.visits.get(stop.row)
+        refreshes, gathers = self._updated(stop, visit)
+        releases: list[int] = []
+        if self.spec.zero_stage == 3 and (visit is not None or not stop.computes):
+            needed = [] if visit is None else self._soonest(visit, self.spec.resident_chunks, visit.end)
+            releases = sorted(self.resident.difference(needed))
+            gathers = [chunk for chunk in needed if chunk not in self.resident]
+            self.resident = set(needed)
+        stop.require([Action(Kind.RELEASE, chunk) for chunk in releases], "releases", Kind.RELEASE)
+        stop.require([Action(Kind.REFRESH, chunk) for chunk in refreshes], "refreshes", Kind.REFRESH)
+        self.refreshing.update(refreshes)
+        loading = self._check_loads(stop, visit)
+        launches = []
+        for chunk in gathers:
+            launches += [Action(Kind.WAIT_REFRESH, chunk)] if chunk in self.refreshing else []
+            launches += [Action(Kind.WAIT_LOAD, chunk)] if chunk in loading else []
+            launches.append(Action(Kind.GATHER, chunk))
+        stop.require(launches, "gathers and their waits", Kind.WAIT_REFRESH, Kind.WAIT_LOAD, Kind.GATHER)
+        self.refreshing.difference_update(gathers)
+        self.gathering.update(gathers)
+        if self.updates:
+            self._check_postponed(stop)
+        needed = [stop.action.chunk] if stop.action is not None and stop.action.chunk in self.gathering else []
+        stop.require([Action(Kind.WAIT_GATHER, chunk) for chunk in needed], "waits for gathers", Kind.WAIT_GATHER)
+        self.gathering.difference_update(needed)
+
+    def _updated(self, stop: Stop, visit: _Visit | None) -> tuple[list[int], list[int]]:
+        """Returns the chunks to refresh and to gather ahead of a stop because a step has updated them."""
+        kind = self.spec.updated_by
+        due: list[int] = []
+        if kind is not None and visit is not None:
+            ahead = 1 if kind is Kind.GATHER else self.spec.resident_chunks
+            due = [chunk for chunk in self._soonest(visit, 1 + ahead) if chunk not in self.brought]
+            self.brought.update(due)
+        elif stop.action is None and not self.spec.defers_gathers and not self.spec.forward_only:
+            due = list(self.uses)
+        return (due if kind is Kind.REFRESH else []), (due if kind is Kind.GATHER else [])
+
+    def _soonest(self, visit: _Visit, count: int, end: int | None = None) -> list[int]:
+        """Returns the ``count`` chunks that are needed soonest from ``visit`` on, in order of need, ahead of the visit
+        with the number ``end``."""
+        coming = []
+        for chunk, numbers in self.uses.items():
+            while numbers and numbers[0] < visit.number:
+                numbers.popleft()
+            if numbers and (end is None or numbers[0] < end):
+                coming.append((numbers[0], chunk))
+        return [chunk for _, chunk in nsmallest(count, coming)]
+
+    def _check_loads(self, stop: Stop, visit: _Visit | None) -> list[int]:
+        """Checks the loads ahead of a stop. Returns the chunks that its gathers need from the host."""
+        if visit is None:
+            stop.require([], "loads", Kind.LOAD)
+            return []
+        own = self.loads[visit.number]
+        at_once = [Action(Kind.LOAD, chunk) for chunk in (own if visit.first else [])]
+        following = self.loads[visit.number + 1] if visit.number + 1 < visit.end else []
+        stop.require(at_once + [Action(Kind.LOAD, chunk) for chunk in following], "loads", Kind.LOAD)
+        in_front = list(takewhile(lambda action: action.kind is Kind.LOAD, stop.ahead))
+        if visit.first and visit.gathers and in_front != at_once:
+            raise Fault(stop.first, f"the loads ahead of all else are {texts(in_front)}; they must be {texts(at_once)}")
+        return own
+
+    def _check_postponed(self, stop: Stop) -> None:
+        launch = Kind.REFRESH if self.spec.updated_by is Kind.REFRESH else Kind.GATHER
+        expected: list[Action] = []
+        for action in [*stop.of(launch), *([stop.action] if stop.action is not None else [])]:
+            if action.chunk in self.postponed:
+                self.postponed.discard(action.chunk)
+                expected.append(Action(Kind.UPDATE, action.chunk))
+            if action.kind is launch:
+                expected.append(action)
+        stop.require(expected, "updates and what needs them", Kind.UPDATE, launch)

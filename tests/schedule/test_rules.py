@@ -1,0 +1,140 @@
+"""The validator notices that a pass is wrong, because its rules know nothing of the passes."""
+
+import ast
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from ds_lgamp.schedule import receives
+from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.validate import ProgramError, validate
+from testing import ROOT
+from tests.schedule.broken_passes import PASSES, builder, mistakes
+from tests.slow import slow_except
+
+SCHEDULE = ROOT / "ds_lgamp" / "schedule"
+RULES = sorted((SCHEDULE / "rules").glob("*.py"))
+ALONE = ProgramSpec((0, 0, 0, 0), "layered", 3, 2, 3)
+TWO = ProgramSpec((0, 1, 0, 1), "layered", 4, 2, 1)
+SPECS = [
+    ALONE,
+    replace(ALONE, zero_stage=0, updates="next_step"),
+    replace(ALONE, zero_stage=2, resident_chunks=1, updates="reduction"),
+    replace(ALONE, zero_stage=2, resident_chunks=3, defers_gathers=True, updates="next_step", first_trained=1),
+    replace(ALONE, resident_chunks=3, returns_outputs=True, stores_inputs=True),
+    replace(ALONE, resident_chunks=1, hierarchy=Hierarchy(2, True), updates="next_step"),
+    replace(ALONE, hierarchy=Hierarchy(2, False), updates="reduction"),
+    replace(ALONE, hierarchy=Hierarchy(2, False), defers_gathers=True, resident_chunks=1),
+    replace(ALONE, zero_stage=1, offload=Offload(), defers_gathers=True, updates="next_step", micro_batch_group=3),
+    replace(ALONE, offload=Offload(True), updates="reduction", resident_chunks=3),
+    replace(ALONE, offload=Offload(on_device=(0,)), updates="next_step", resident_chunks=1),
+    replace(ALONE, offload=Offload(True), updates="next_step", returns_outputs=True, stores_inputs=True),
+    replace(ALONE, offload=Offload(True), updates="reduction").evaluation(),
+    replace(ALONE, zero_stage=0, stores_inputs=True, micro_batch_group=3),
+    TWO,
+    replace(TWO, micro_batches=7, micro_batch_group=7, first_trained=1, updates="reduction"),
+    replace(TWO, micro_batches=7, micro_batch_group=6, receives_on_arrival=True, stores_inputs=True),
+    replace(TWO, micro_batches=6, micro_batch_group=6, zero_stage=3, returns_outputs=True),
+    replace(TWO, micro_batch_group=4, returns_outputs=True, receives_on_arrival=True),
+    replace(TWO, micro_batches=7, micro_batch_group=7).evaluation(),
+    replace(TWO, schedule="interleaved_1f1b", micro_batch_group=4, zero_stage=3),
+    ProgramSpec((0, 1, 2), "1f1b", 7, 7, 2, receives_on_arrival=True),
+    ProgramSpec((0, 1, 2), "gpipe", 5, 5, 0),
+    ProgramSpec((0, 0, 1, 1, 2), "layered", 7, 7, 3, stores_inputs=True),
+]
+
+
+SOME = [(module, 16) for module in PASSES]
+
+
+@pytest.mark.parametrize(
+    ("module", "share"), slow_except(SOME, [(module, share) for module in PASSES for share in (16, 1)], several=True)
+)
+def test_a_mistake_in_a_pass_does_not_get_past_the_validator(module, share):
+    """One in ``share`` of all mistakes of :mod:`tests.schedule.broken_passes`."""
+    right = [build_program(spec) for spec in SPECS]
+    for spec, program in zip(SPECS, right):
+        validate(spec, program)
+    found = 0
+    for mistake in islice(mistakes(module), None, None, share):
+        with builder(mistake) as build:
+            programs = [build(spec) for spec in SPECS]
+        wrong = [(spec, made) for spec, made, program in zip(SPECS, programs, right) if made not in (None, program)]
+        for spec, program in wrong:
+            with pytest.raises(ProgramError):
+                validate(spec, program)
+                pytest.fail(f"{mistake} was accepted for {spec}")
+        found += bool(wrong)
+    assert found > 10 / share
+
+
+@pytest.mark.parametrize("late", [-1, 1])
+def test_receives_that_are_posted_a_compute_before_or_after_their_message_arrives_are_refused(late, monkeypatch):
+    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), receives.bisect_left
+
+    def wrong(starts, time):
+        return min(max(0, stock(starts, time) + late), len(starts) - 1)
+
+    monkeypatch.setattr(receives, "bisect_left", wrong)
+    with pytest.raises(ProgramError, match="is not posted when its message arrives|needs RECV_B2.0 ahead of it"):
+        validate(spec, build_program(spec))
+
+
+def without_last(self, computes):
+    return [action for action in computes if action.micro_batch < self.micro_batches - 1]
+
+
+def backwards_last_first(self, computes):
+    backwards = iter([action for action in reversed(computes) if action.kind is Kind.BACKWARD])
+    return [next(backwards) if action.kind is Kind.BACKWARD else action for action in computes]
+
+
+def returned_early(self, computes):
+    first = next(row for row, action in enumerate(computes) if action.kind is Kind.RETURN)
+    return [*computes[: first - 1], computes[first], computes[first - 1], *computes[first + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (without_last, "some chunk does not see every micro-batch once"),
+        (backwards_last_first, "sums gradients in another order"),
+        (returned_early, "stands where its call is not over"),
+    ],
+)
+def test_a_schedule_whose_order_is_wrong_is_refused(change, fault, monkeypatch):
+    stock = ProgramSpec.computes
+    spec = ProgramSpec((0,), "layered", 4, 4, 0, returns_outputs=change is returned_early)
+    monkeypatch.setattr(ProgramSpec, "computes", lambda self, rank: iter(change(self, list(stock(self, rank)))))
+    with pytest.raises(ProgramError, match=fault):
+        validate(spec, build_program(spec))
+
+
+@pytest.mark.parametrize("name", ["sends_output", "receives_input", "is_final_backward"])
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_specification_that_answers_passes_wrongly_is_refused(name, answer, monkeypatch):
+    spec = ProgramSpec((0, 0, 1, 1), "layered", 4, 2, 2)
+    right, stock = build_program(spec), getattr(ProgramSpec, name)
+
+    def wrong(self, action):
+        return answer if action.chunk in (1, 2) else stock(self, action)
+
+    monkeypatch.setattr(ProgramSpec, name, wrong)
+    program = build_program(spec)
+    assert program != right
+    with pytest.raises(ProgramError):
+        validate(spec, program)
+
+
+@pytest.mark.parametrize("path", ["validate.py", "simulate.py", "queues.py", *(f"rules/{path.name}" for path in RULES)])
+def test_no_rule_asks_a_pass(path):
+    """What they share is the specification, and with simulate the clock."""
+    tree = ast.parse((SCHEDULE / path).read_text())
+    sources = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    assert not {f"ds_lgamp.schedule.{module}" for module in (*PASSES, "program", "orders")} & sources
+    assert "ds_lgamp.schedule" not in sources
