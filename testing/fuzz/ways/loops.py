@@ -297,10 +297,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "before_step": "if step == 1:\n"
         "    model.blocks[0].register_forward_hook(lambda module, given, output: output * 0.9)"
     },
-    "a number that the forward counts": {
-        "model_init": "self.calls = 0",
-        "start": "self.calls += self.training",
-        "unpack": "loss = output * (1.0 + 0.1 * model.calls)",
+    "a number that the forward leaves for the script": {
+        "model_init": "self.mean = 1.0",
+        "start": "self.mean = tokens.float().mean().item()",
+        "unpack": "loss = output * model.mean / 8",
     },
 }
 
