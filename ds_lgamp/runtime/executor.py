@@ -120,7 +120,7 @@ class Executor:
         where the last one ended.
 
         Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch on
-        these links raises too.
+        these links raises too. Where nothing is communicated, an evaluation raises what its layers raised.
         """
         self.refuse_after_failure()
         self.links.broken = True
@@ -145,6 +145,9 @@ class Executor:
         except Exception as error:
             if self.trace is not None:
                 self.trace.stop()
+            if not batch.training and dist.get_world_size() == 1 and self.current is not None:
+                self._release_all()
+                raise
             for held in (batch.graphs, batch.results, batch.output_gradients):
                 held.clear()
             drop_unfinished()
@@ -161,6 +164,13 @@ class Executor:
                 f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
                 f"{type(error).__name__}: {error}{_place_of(error)}"
             ) from cause
+
+    def _release_all(self) -> None:
+        """Ends a batch in which a compute has failed, as if the rest had been computed."""
+        for action in self.program[self.row + 1 :]:
+            if action.kind not in COMPUTE:
+                self.execute(action)
+        self.current, self.links.broken = None, False
 
     def refuse_after_failure(self) -> None:
         """Raises ActionError if a batch has failed. Between batches only."""

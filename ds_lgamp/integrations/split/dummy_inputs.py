@@ -55,9 +55,14 @@ def inputs_of(model: nn.Module) -> Arguments:
         return (features,), {}
     positional: list[Tensor] = []
     named: dict[str, Tensor] = {}
-    for number, parameter in enumerate(signature(model.forward).parameters.values()):
+    parameters = list(signature(model.forward).parameters.values())
+    takes_any = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
+    for number, parameter in enumerate(parameters):
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
+            positional.append(tokens)
+        elif takes_any and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD:
+            # What follows by position takes its place otherwise.
             positional.append(tokens)
         elif parameter.kind is Parameter.VAR_KEYWORD:
             continue

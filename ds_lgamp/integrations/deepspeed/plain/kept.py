@@ -61,9 +61,9 @@ class Kept:
         if self._changed is not None:
             what, number = self._changed
             raise ConfigError(
-                f"{what} changed after micro-batch {number} of {len(self.calls)} was given to engine(...), but a {BLOCK} "
-                "block computes with the model until the batch is complete; switch adapters and modes, freeze, and set "
-                "attributes between batches"
+                f"{what} changed after micro-batch {number} of {len(self.calls)} was given to engine(...), but a "
+                f"{BLOCK} block computes with the model until the batch is complete; switch adapters and modes, "
+                "freeze, and set attributes between batches"
             )
 
     def _look_at_settings(self) -> None:

@@ -213,6 +213,28 @@ def go_on_after_a_failure() -> dict[str, str]:
     return errors
 
 
+def evaluate_badly(fails: bool) -> tuple[str, list[float]]:
+    """Evaluates at stage 3, where layers may fail, and trains. Returns the type of the error, and losses."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine, kind, losses = initialize(sequential(), configuration(3, {"resident_chunks": 1})), "", []
+    for step in range(2):
+        for number in range(MICRO_BATCHES):
+            inputs, targets = pairs(step, 0, number)
+            if fails and number == 0:
+                engine.eval()
+                with pytest.raises(RuntimeError) as caught:
+                    engine(inputs[:, :-1], targets)
+                kind = type(caught.value).__name__
+                losses.append(engine(inputs, targets).item())
+                engine.train()
+            loss = engine(inputs, targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return kind, losses
+
+
 def note_failure(
     errors: dict[str, str], what: str, mistake: Any, *arguments: Any, error: type[Exception] = ConfigError
 ) -> None:

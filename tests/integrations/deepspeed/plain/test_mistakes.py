@@ -1,5 +1,7 @@
 """Mistakes in calls of the engine are named on every rank, and what would be lost is refused."""
 
+import math
+
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import mistakes
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES
@@ -46,6 +48,14 @@ def test_a_script_that_catches_what_a_batch_raised_learns_that_it_cannot_go_on()
     assert "failed at F0.0 (call 0 of rank 0)" in errors.pop("batch")
     for what, error in errors.items():
         assert error.startswith("an earlier batch failed, and its communication cannot be undone; restart"), what
+
+
+def test_an_evaluation_that_fails_on_a_single_rank_raises_what_its_layer_raised_and_training_goes_on():
+    [(kind, losses)] = run_on_ranks(1, mistakes.evaluate_badly, True)
+    [(_, plain)] = run_on_ranks(1, mistakes.evaluate_badly, False)
+    evaluated = [losses.pop(place) for place in (0, MICRO_BATCHES)]
+    assert kind == "RuntimeError"
+    assert losses == plain and all(map(math.isfinite, evaluated))
 
 
 def test_what_would_be_lost_is_refused_on_every_rank():
