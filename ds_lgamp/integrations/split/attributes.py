@@ -54,7 +54,8 @@ class SetAttributes:
         """Gives the modules of block ``index`` the ``values`` that :meth:`of` returned."""
         for each, before in self._unset[index].items():
             holder = _holder(self._modules[index][each.path], each.name)
-            set_or_delete(holder, each.name, values.get(each, before))
+            # The next forward may write to the container that it finds there.
+            set_or_delete(holder, each.name, copied_containers(values.get(each, before)))
 
 
 def _holder(module: nn.Module, name: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 reaches a block by another way than its arguments is then that of the other micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.travelling import one
+from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.random_state import RandomSource, read_states, undisturbed
 
 _LARGEST = 250_000_000
@@ -36,6 +38,11 @@ class Computed(NamedTuple):
     """The tensors in its output that count."""
     gradients: Sequence[Tensor | None]
     """By parameter."""
+    again: Sequence[Tensor] = ()
+    """The hidden states behind every block, computed once more."""
+
+
+_Both = tuple[list[Computed], list[Computed]]
 
 
 class Comparison:
@@ -62,54 +69,61 @@ class Comparison:
         random_sources: Sequence[RandomSource],
         loss_in: Callable[[Any], Any] | None,
     ) -> None:
-        self._model, self._blocks, self._layers, self._calls = model, blocks, layers, calls
+        self._model, self._blocks, self._calls = model, blocks, calls
+        self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
         self._own_modules, self._random_sources, self._loss_in = own_modules, random_sources, loss_in
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.sets: list[str] = []
+        """The attributes that the forward sets on modules that belong to no layer."""
         self._comparable = len(blocks.named)
         """How many blocks precede code that draws random numbers between two: the layer of a block draws others."""
 
-    def check(self, arguments: Arguments, apart: bool) -> None:
+    def check(self, arguments: Arguments, apart: bool, recomputes: bool) -> None:
         """Raises ConfigError if the layers compute something else than the model, or fail where it does not.
 
         Args:
             arguments: with which the model can be called.
             apart: whether layers may be on several ranks. Then each has the next one on another rank.
+            recomputes: whether the backward pass computes layers once more.
         """
         if not _is_whole(self._model):
             return
-        # A number beyond an embedding would stop a GPU for good.
-        sizes = [module.num_embeddings for module in self._model.modules() if isinstance(module, nn.Embedding)]
-        candidates = [*_others(arguments, min([1, *(size - 1 for size in sizes)])), arguments]
-        for number, others in enumerate(candidates):
-            is_last = number == len(candidates) - 1
-            try:
-                draws = self._draws(arguments)
-                expected = self._rounds(partial(self._whole, [arguments, others]))
-            except Exception as error:
-                # The model need not take what nobody has given.
-                if is_last:
-                    raise self._refusal(f"its forward fails on its dummy inputs: {_told(error)}") from error
-                continue
-            try:
-                found = self._rounds(self._in_layers([arguments, others], 2 if apart else 1))
-            except Exception as error:
-                if not is_last:
-                    continue
-                if isinstance(error, ConfigError):
-                    raise
-                raise self._refusal(f"its layers fail with {_told(error)}") from error
-            for whole, split in zip(expected, found, strict=True):
-                self._compare(whole, split, draws)
-            return
+        draws, found = self._draws(arguments), []
+        for ways in _others(arguments, self._largest_token()):
+            for others in ways:
+                # Neither the model nor its layers need take what nobody has given.
+                with suppress(Exception):
+                    found.append(self._both([arguments, others], apart, recomputes))
+                    break
+        for whole, layers in found or [self._both_or_refused([arguments, arguments], apart, recomputes)]:
+            for pair in zip(whole, layers, strict=True):
+                self._compare(*pair, draws)
+
+    def _both_or_refused(self, micro_batches: Sequence[Arguments], apart: bool, recomputes: bool) -> "_Both":
+        try:
+            return self._both(micro_batches, apart, recomputes)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._refusal(f"on its dummy inputs it fails with {type(error).__name__}: {error}") from error
+
+    def _both(self, micro_batches: Sequence[Arguments], apart: bool, recomputes: bool) -> "_Both":
+        """Returns what the model computes, and what its layers do."""
+        whole = self._rounds(lambda: [self._computed_whole(each) for each in micro_batches])
+        return whole, self._rounds(lambda: self._in_layers(micro_batches, 2 if apart else 1, recomputes))
 
     def _rounds(self, compute: Callable[[], list[Computed]]) -> list[Computed]:
         """Returns what is computed in all rounds. The model is the same afterwards."""
         with undisturbed(self._random_sources), untouched(self._model), torch.enable_grad():
             return [each for _ in range(_ROUNDS) for each in compute()]
 
-    def _whole(self, micro_batches: Sequence[Arguments]) -> list[Computed]:
-        """Computes the micro-batches by the whole model."""
-        return [self._computed_whole(each) for each in micro_batches]
+    def _largest_token(self) -> int:
+        """Returns a small number that may be a token."""
+        if all(parameter.device.type == "cpu" for parameter in self._model.parameters()):
+            return 7
+        # One beyond a table would stop a GPU for good.
+        tables = [module.num_embeddings for module in self._model.modules() if isinstance(module, nn.Embedding)]
+        return min([2, *tables]) - 1
 
     def _computed_whole(self, arguments: Arguments) -> Computed:
         hidden: list[Tensor] = []
@@ -138,44 +152,52 @@ class Comparison:
             output = run_uncompiled(self._model, *arguments[0], **arguments[1])
         return self._computed(hidden, output)
 
-    def _in_layers(self, micro_batches: Sequence[Arguments], ranks: int) -> Callable[[], list[Computed]]:
-        """Returns what computes the micro-batches in turn, layer by layer. Each rank knows its own of the calls."""
+    def _in_layers(self, micro_batches: Sequence[Arguments], ranks: int, recomputes: bool) -> list[Computed]:
+        """Computes the micro-batches in turn, layer by layer. Each rank has calls and a model of its own."""
+        calls = [[Call(*each) for each in micro_batches] for _ in range(ranks)]
+        states = [Snapshot(self._own_modules) for _ in range(ranks)]
+        values: list[Any] = [*calls[0]]
+        hidden: list[list[Tensor]] = [[] for _ in micro_batches]
+        again: list[list[Tensor]] = [[] for _ in micro_batches]
+        for number, chunk in enumerate(self._chunks):
+            rank, is_block = number % ranks, 0 < number < len(self._chunks) - 1
+            self._calls.all = calls[rank]
+            states[rank].restore()
+            inputs, values, moments = values, [], []
+            for micro_batch, value in enumerate(inputs):
+                moments.append(chunk.state.read())
+                values.append(self._run(chunk, value, micro_batch))
+                chunk.state.moved(moments[-1])
+            for micro_batch, value in enumerate(inputs if is_block else ()):
+                hidden[micro_batch].append(_first(values[micro_batch]).detach().clone())
+                if recomputes:
+                    current = chunk.state.rewind(moments[micro_batch])
+                    again[micro_batch].append(_first(self._run(chunk, value, micro_batch)).detach())
+                    if current is not None:
+                        current.write()
+            states[rank] = Snapshot(self._own_modules)
+        return [self._computed(*each) for each in zip(hidden, values, again)]
 
-        def compute() -> list[Computed]:
-            calls = [[Call(*each) for each in micro_batches] for _ in range(ranks)]
-            # Each rank has a model of its own.
-            states = [Snapshot(self._own_modules) for _ in range(ranks)]
-            values: list[Any] = [*calls[0]]
-            hidden: list[list[Tensor]] = [[] for _ in micro_batches]
-            for number, layer in enumerate(self._layers):
-                rank = number % ranks
-                self._calls.all = calls[rank]
-                states[rank].restore()
-                for micro_batch, value in enumerate(values):
-                    self._calls.before_layer(number, micro_batch)
-                    self._seed(number)
-                    values[micro_batch] = layer(value)
-                    if 0 < number < len(self._layers) - 1:
-                        hidden[micro_batch].append(_first(values[micro_batch]).detach().clone())
-                states[rank] = Snapshot(self._own_modules)
-            return [self._computed(*each) for each in zip(hidden, values)]
+    def _run(self, chunk: Chunk, value: Any, micro_batch: int) -> Any:
+        """Returns what a layer makes of a micro-batch."""
+        self._seed(chunk.first_layer)
+        return chunk(cloned(value), micro_batch)
 
-        return compute
-
-    def _computed(self, hidden: list[Tensor], output: Any) -> Computed:
+    def _computed(self, hidden: list[Tensor], output: Any, again: Sequence[Tensor] = ()) -> Computed:
         counted = output if self._loss_in is None else self._loss_in(output)
         tensors = [leaf for leaf in tree_leaves(counted) if isinstance(leaf, Tensor)]
         summed = [(leaf.float() * one(leaf.detach().float())).sum() for leaf in tensors if leaf.requires_grad]
         gradients: Sequence[Tensor | None] = []
         if summed:
             gradients = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
-        return Computed(hidden, [leaf.detach() for leaf in tensors], gradients)
+        return Computed(hidden, [leaf.detach() for leaf in tensors], gradients, again)
 
     def _draws(self, arguments: Arguments) -> bool:
         """Whether the forward draws random numbers."""
         with undisturbed(self._random_sources), untouched(self._model), torch.no_grad():
-            before = read_states(self._random_sources)
+            before, held = read_states(self._random_sources), Snapshot(self._own_modules)
             run_uncompiled(self._model, *arguments[0], **arguments[1])
+            self.sets = sorted({name for _, name, _ in held.changed()})
             after = read_states(self._random_sources)
         return not self._is_same(before, after)
 
@@ -187,6 +209,9 @@ class Comparison:
         for index, pair in enumerate(zip(whole.hidden[: self._comparable], split.hidden)):
             if not _are_equal(*pair):
                 raise self._refusal(f"block {index} {_OTHERWISE}")
+        for index, pair in enumerate(zip(split.hidden, split.again)):
+            if not _are_equal(*pair):
+                raise self._refusal(f"block {index} {_AGAIN}")
         if draws:
             # What follows the blocks draws after what precedes them, which the last layer runs again.
             return
@@ -223,10 +248,18 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+_AGAIN = (
+    "computes something else when it is computed once more for the backward pass, as with a counter in a global, a "
+    f"closure, or an attribute of another object; set {BLOCK}.recompute to 'none'"
+)
+
+
 def _is_whole(model: nn.Module) -> bool:
     """Whether all parameters of a model are here, and not too many."""
     parameters = [*model.parameters()]
-    return all(parameter.numel() for parameter in parameters) and sum(map(Tensor.numel, parameters)) <= _LARGEST
+    # zero.Init leaves parameters without elements, and their number in ds_numel.
+    is_here = all(parameter.numel() == getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+    return is_here and sum(map(Tensor.numel, parameters)) <= _LARGEST
 
 
 def _first(result: Any) -> Tensor:
@@ -253,22 +286,29 @@ def _are_equal(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
     return bool(difference <= tolerance * (torch.where(finite, first, 0.0).norm() + 1e-3 * scale) + 1e-12)
 
 
-def _others(arguments: Arguments, largest: int) -> Iterator[Arguments]:
-    """Yields arguments that differ from these, first also in the number of rows and in length.
+def _others(arguments: Arguments, largest: int) -> Iterator[Iterator[Arguments]]:
+    """Yields arguments that differ from these, first also in the number of rows or in length, then only in values. Of
+    each kind, others than the first are for models that do not take that.
 
     Args:
-        largest: an integer in place of zeros that is in the range of every embedding.
+        largest: a number that may be a token.
     """
-    other = tree_map_only(Tensor, partial(_other, largest=largest), arguments)
+    others = [tree_map_only(Tensor, partial(_other, largest=each), arguments) for each in dict.fromkeys([largest, 1])]
+    yield chain.from_iterable(map(_of_other_shape, others))
+    floats = tree_map_only(Tensor, lambda each: each if each.is_floating_point() else _other(each, 1), arguments)
+    yield iter([*others, floats])
+
+
+def _of_other_shape(arguments: Arguments) -> Iterator[Arguments]:
+    """Yields arguments with twice as many rows, the first time without the last column."""
     tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.ndim]
+    if len({leaf.shape[0] for leaf in tensors}) != 1:
+        return
+    longer = tree_map_only(Tensor, lambda each: torch.cat([each, each]) if each.ndim else each, arguments)
     lengths = {leaf.shape[-1] for leaf in tensors if leaf.ndim > 1 and not leaf.is_floating_point()}
-    longer = tree_map_only(Tensor, lambda each: torch.cat([each, each]) if each.ndim else each, other)
-    if len({leaf.shape[0] for leaf in tensors}) == 1:
-        if len(lengths) == 1 and max(lengths) > 1:
-            yield tree_map_only(Tensor, _shorter, longer)
-        yield longer
-    yield other
-    yield tree_map_only(Tensor, lambda each: each if each.is_floating_point() else _other(each, largest), arguments)
+    if len(lengths) == 1 and max(lengths) > 1:
+        yield tree_map_only(Tensor, _shorter, longer)
+    yield longer
 
 
 def _shorter(tensor: Tensor) -> Tensor:
@@ -286,7 +326,7 @@ def _other(tensor: Tensor, largest: int) -> Tensor:
     if low == high == 0:
         # They may be any tokens.
         places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-        return ((places + 1) % 2 * largest).to(tensor.dtype)
+        return ((places * 3 + 1) % (largest + 1)).to(tensor.dtype)
     if low == high == 1:
         # They may be a mask, which needs some ones.
         masked = tensor.clone()

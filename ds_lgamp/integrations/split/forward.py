@@ -7,7 +7,9 @@ states on. A stand-in for a module ahead of the blocks, such as the embedding, r
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
+from itertools import starmap
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +27,7 @@ from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs,
 from ds_lgamp.integrations.split.loss_graph import LossGraph
 from ds_lgamp.integrations.split.own_state import OwnState
 from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Sides, own_modules, place_of
+from ds_lgamp.integrations.split.snapshot import holds_the_same
 from ds_lgamp.integrations.split.stand_ins import (
     Absent,
     AbsentTensor,
@@ -167,14 +170,15 @@ class SplitForward:
         if passed:
             arguments = tree_map_only(Passed, lambda stand_in: passed[stand_in.place], arguments)
         assert arguments.autocast is not None, "noted with the arguments"
-        sizes = _sizes(arguments)
+        given = [(each, copy(each)) for each in arguments.values if isinstance(each, MutableSequence | MutableMapping)]
         self.attributes.set(index, arguments.attributes)
         with arguments.autocast.entered():
             result = self._blocks[index](hidden, *arguments.positional, **arguments.named)
-        if _sizes(arguments) != sizes:
+        if not all(starmap(holds_the_same, given)):
             raise ConfigError(
-                f"block {index} of the model adds to a list or dictionary that it gets, which blocks on other ranks "
-                f"lack; with a {BLOCK} block, let it return what it adds, or write the model as a PipelineModule"
+                f"block {index} of the model changes a list or dictionary that it gets, which blocks on other ranks "
+                f"lack, and which would change twice where it is recomputed; with a {BLOCK} block, let it return what "
+                "it adds, or write the model as a PipelineModule"
             )
         following = needs.passes[index + 1] if index + 1 < len(self._blocks) else ()
         if (len(result) if isinstance(result, tuple) else 0) != self._returned or not all(
@@ -362,11 +366,6 @@ def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
         module = dict(block.named_modules()).get(path)
         if module is not None:
             yield module
-
-
-def _sizes(arguments: BlockArguments) -> list[int]:
-    """Returns the sizes of the lists and dictionaries among ``arguments``."""
-    return [len(each) for each in arguments.values if isinstance(each, MutableSequence | MutableMapping)]
 
 
 def _places(index: int, arguments: BlockArguments) -> tuple[int, ...]:

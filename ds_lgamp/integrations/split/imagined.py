@@ -1,5 +1,6 @@
 """What a module would return, in shape, found without the values of its parameters and without its arithmetic."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.snapshot import restored
 
+_torchs_logger = logging.getLogger(fake_tensor.__name__)
 _KEPT = 64
 """For how many values to keep what a module would return, such as for sizes of images."""
 _WAYS = 32
@@ -127,7 +130,7 @@ class Imagined:
             restored(self._module.modules()),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             torch.no_grad(),
-            _without_fast_path(),
+            _imagining(),
         ):
 
             def imagined(tensor: Tensor) -> Tensor:
@@ -144,15 +147,17 @@ class Imagined:
 
 
 @contextmanager
-def _without_fast_path() -> Iterator[None]:
+def _imagining() -> Iterator[None]:
     """Runs torch's transformer layers inside the block without the kernels that they have for evaluation, which make
-    nested tensors of masked ones and cannot be imagined."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
+    nested tensors of masked ones and cannot be imagined. Lets torch log nothing of other operations that cannot."""
+    enabled, level = torch.backends.mha.get_fastpath_enabled(), _torchs_logger.level
     torch.backends.mha.set_fastpath_enabled(False)
+    _torchs_logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        _torchs_logger.setLevel(level)
 
 
 class _Answers(TorchDispatchMode):

@@ -1,11 +1,12 @@
 """A model as the layers of a pipeline: what precedes its blocks, the blocks, and what follows them."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ds_lgamp.config import LgampConfig
+from ds_lgamp.config import BLOCK, LgampConfig
 from ds_lgamp.integrations.split.beside import Comparison
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Call, Calls, Tree
@@ -16,6 +17,8 @@ from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_o
 from ds_lgamp.integrations.split.survey import Survey, evaluating
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.random_state import RandomSource
+
+logger = logging.getLogger(__name__)
 
 
 class Beginning(Tree):
@@ -120,14 +123,20 @@ class SplitLayers:
     ) -> None:
         """Raises ConfigError if something passes by the arguments of blocks, or if the layers compute something else
         than the model. See :func:`check_foreign` and :class:`Comparison`."""
-        first = self.modules[0]
+        first, apart = self.modules[0], (settings.pipeline_ranks or 1) > 1
         layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
         try:
             own = self._split.own_state.modules
             comparison = Comparison(model, blocks, layers, self.calls, own, random_sources, self._split.loss_in)
             with evaluating(model, blocks):
                 check_foreign(self._split, self._blocks, shown, random_sources)
-                comparison.check(shown.arguments, (settings.pipeline_ranks or 1) > 1)
+                comparison.check(shown.arguments, apart, settings.recompute != "none")
+            if apart and comparison.sets:
+                logger.warning(
+                    f"the forward of {type(model).__name__} sets {', '.join(map(repr, comparison.sets))}; with a "
+                    f"{BLOCK} block on several pipeline ranks a script that reads that finds values of other "
+                    "micro-batches, so return what the script needs as outputs"
+                )
         finally:
             self.calls.forget()
 

@@ -56,7 +56,7 @@ class Snapshot:
         for holder, before in self._named:
             holder.update(before)
         for *place, container, before in self._contents:
-            if tuple(place) not in leaving and not _is_same(container, before):
+            if tuple(place) not in leaving and not holds_the_same(container, before):
                 container.clear()
                 container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
 
@@ -66,7 +66,7 @@ class Snapshot:
             for name in differing(attributes, before):
                 yield id(attributes), name, before.get(name, MISSING)
         for holder, name, container, before in self._contents:
-            if not _is_same(container, before):
+            if not holds_the_same(container, before):
                 yield holder, name, before
 
     def _remember_attributes(self, attributes: dict[str, Any], depth: int) -> None:
@@ -108,8 +108,8 @@ def differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     return names + [name for name in before if name not in now]
 
 
-def _is_same(container: Any, before: Any) -> bool:
-    """Whether a container holds the same objects as before."""
+def holds_the_same(container: Any, before: Any) -> bool:
+    """Whether a container holds the same objects as its copy from ``before``."""
     if len(container) != len(before):
         return False
     if isinstance(container, set):

@@ -206,5 +206,5 @@ class SharingGpt(PositionsGpt):
 
 
 def test_what_blocks_hand_on_in_a_dictionary_is_refused():
-    with pytest.raises(ConfigError, match="block 1 of the model adds to a list or dictionary that it gets, .* return"):
+    with pytest.raises(ConfigError, match="block 1 of the model changes a list or dictionary that it gets, .* return"):
         in_layers(layers_of(SharingGpt()), *micro_batch(NAME, 0))

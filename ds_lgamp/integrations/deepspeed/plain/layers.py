@@ -113,9 +113,16 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
         if settings.outputs == "loss":
             _refuse_without_loss(model)
         return SequentialLayers(model)
-    if is_model(model):
-        return ModelLayers(model, random_sources, settings)
-    return OwnModelLayers(model, random_sources, settings)
+    try:
+        return (ModelLayers if is_model(model) else OwnModelLayers)(model, random_sources, settings)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be split, because its forward fails with {type(error).__name__} where its "
+            f"blocks do not compute: {error}; let what precedes the blocks take any numbers, in modules beside the "
+            f"blocks, set {BLOCK}.dummy_inputs to arguments such as the script's, or remove the {BLOCK} block"
+        ) from error
 
 
 def _refuse_meta(model: nn.Module) -> None:
