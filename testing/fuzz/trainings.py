@@ -74,6 +74,7 @@ def of_case(case: int) -> Training:
         if not any(_collide(WAYS[way], WAYS[other]) for other in ways):
             ways.append(way)
     pipeline_ranks, data_ranks = random.choice(((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2)))
+    pipeline_ranks = min([pipeline_ranks, *(int(WAYS[way].get("pipeline_ranks", 2)) for way in ways)])
     block: dict[str, Any] = {"pipeline_ranks": pipeline_ranks} if pipeline_ranks > 1 else {}
     block["recompute"] = random.choice(("full", "full", "none"))
     block["schedule"] = random.choice(("layered", "layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"))
