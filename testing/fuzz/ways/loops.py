@@ -301,7 +301,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "model_init": "self.mean = 1.0",
         "start": "self.mean = tokens.float().mean().item()",
         "unpack": "loss = output * model.mean / 8",
-        # Several warn that the script finds a number of another micro-batch there.
+        # On several the engine warns that the script finds numbers of other micro-batches there.
         "pipeline_ranks": "1",
     },
 }
