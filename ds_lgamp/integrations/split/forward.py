@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -97,6 +98,7 @@ class SplitForward:
         ]
         """What stands in for tensors that blocks return beside hidden states, up to the last block."""
         self._returns_others = any(shown.beside)
+        self._modules = {id(module) for module in model.modules()}
         self.attributes, self._looked = SetAttributes(self._blocks), set[Any]()
         self.own_state = OwnState(own_modules(model, blocks, sides))
         self._stand_ins = [
@@ -353,11 +355,23 @@ class SplitForward:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
         the engine. With ``passes_others`` they return tensors beside hidden states where blocks do."""
         self._visit, self._visited, self._passes_others = visit, 0, passes_others
+        # All modules of the model share the hook. Others, which a forward may make, are left alone.
+        registration = register_module_module_registration_hook(self._refuse_module)
         try:
             with replacing(self._stand_ins), with_forward(self._model, self._forward), self._buffers.unchanged():
                 yield
         finally:
+            registration.remove()
             self._visit = _not_running
+
+    def _refuse_module(self, module: nn.Module, name: str, _: Any) -> None:
+        """Raises ConfigError if the forward gives a module of the model another one."""
+        if id(module) in self._modules:
+            raise ConfigError(
+                f"the forward of the model puts another module into the place of '{name}' of a "
+                f"{type(module).__name__}, for good; with a {BLOCK} block, call it with arguments with which it does "
+                "not, such as longer sequences for BigBird"
+            )
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -314,3 +314,27 @@ def test_a_switch_in_the_configuration_of_a_part_is_refused_too():
         model = make("GPT-2")
         model.config = config
         layers_of(model)
+
+
+def test_a_trial_on_short_inputs_throws_no_switch_and_a_call_may_not_either():
+    """BigBird's attention is another one on short sequences, and then on all others."""
+    config = transformers.BigBirdConfig(
+        vocab_size=48,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        block_size=2,
+        num_random_blocks=1,
+        attention_type="block_sparse",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = transformers.BigBirdForMaskedLM(config)
+    tokens = torch.randint(3, 48, (2, 32), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    layers = layers_of(model)
+    assert model.bert.attention_type == "block_sparse"
+    assert_same(whole(model, batch), computed_by(layers, model, batch))
+    with pytest.raises(ConfigError, match="puts another module into the place of 'self' of a BigBirdAttention"):
+        computed_by(layers, model, {name: value[:, :5] for name, value in batch.items()})
