@@ -37,16 +37,14 @@ class Plain:
         self._steps += 1
         if self._steps % self._micro_batches:
             return
-        if self._data_ranks > 1:
-            self._sum_gradients()
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            # Momentum and weight decay go on moving one that is frozen later, or unused, as docs/configuration.md says.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self._data_ranks > 1:
+                dist.all_reduce(parameter.grad)
         if self._clipping:
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clipping)
+            torch.nn.utils.clip_grad_norm_(parameters, self._clipping)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def _sum_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(gradient)
-                parameter.grad = gradient

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.fuzz.outcome import Outcome, sentence_fault
 from testing.fuzz.plain import Plain
@@ -73,6 +74,7 @@ def of_case(case: int) -> Training:
         if not any(_collide(WAYS[way], WAYS[other]) for other in ways):
             ways.append(way)
     pipeline_ranks, data_ranks = random.choice(((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2)))
+    pipeline_ranks = min([pipeline_ranks, *(int(WAYS[way].get("pipeline_ranks", 2)) for way in ways)])
     block: dict[str, Any] = {"pipeline_ranks": pipeline_ranks} if pipeline_ranks > 1 else {}
     block["recompute"] = random.choice(("full", "full", "none"))
     block["schedule"] = random.choice(("layered", "layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"))
@@ -103,6 +105,15 @@ def _collide(one: dict[str, str], other: dict[str, str]) -> bool:
     """Whether both fill a slot for one text."""
     both = DEFAULTS.keys() & one.keys() & other.keys()
     return any(not (one[slot].startswith("+") and other[slot].startswith("+")) for slot in both)
+
+
+class Trained(NamedTuple):
+    """What came of a training."""
+
+    seen: dict[Any, float]
+    """What the loop saw, such as losses."""
+    state: dict[str, torch.Tensor]
+    """The model's; empty on ranks that do not have it."""
 
 
 def run_cases(cases: list[tuple[int, Training]], folder: str, limit: int) -> None:
@@ -138,7 +149,7 @@ def run_case(training: Training) -> tuple[Outcome, bool]:
         with quiet():
             outcome, alike = _compare(_trained(training, engines), expected), True
     except Exception as error:
-        outcome = _failed(error)
+        outcome = _failed(error, _may_end(training, expected))
         alone = training.world_size == 1
         alike = (alone or not engines) if isinstance(error, ConfigError) else (alone and not engines)
     if alike:
@@ -149,8 +160,16 @@ def run_case(training: Training) -> tuple[Outcome, bool]:
     return outcome, alike
 
 
-def _failed(error: Exception) -> Outcome:
+def _may_end(training: Training, expected: Trained) -> bool:
+    """Whether an exception of the model itself, which the loop survives in a plain process, ends the training: on one
+    rank in a call that trains, on several ranks in every call."""
+    return any(key[0] == "failed" and (training.world_size > 1 or key[1] == "training") for key in expected.seen)
+
+
+def _failed(error: Exception, may_end: bool) -> Outcome:
     """Returns a refusal if one of ds_lgamp's caused ``error``."""
+    if may_end and isinstance(error, ActionError):
+        return Outcome("ended by the model")
     refusal = _refusal(error)
     fault = type(error).__name__ if refusal is None else sentence_fault(str(refusal))
     return Outcome("refused", str(refusal)) if fault is None else Outcome(f"defect: {fault}", _traceback(error))
@@ -179,15 +198,6 @@ def _run(training: Training) -> dict[str, Any]:
 def _optimizer(training: Training, model: Any) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return eval(f"optim.{training.optimizer}", {"optim": torch.optim, "trained": trained})
-
-
-class Trained(NamedTuple):
-    """What came of a training."""
-
-    seen: dict[Any, float]
-    """What the loop saw, such as losses."""
-    state: dict[str, torch.Tensor]
-    """The model's; empty on ranks that do not have it."""
 
 
 def _trained(training: Training, engines: list[Any]) -> Trained:

@@ -21,7 +21,7 @@ def training(slots: dict[str, str] | None = None, pipeline_ranks: int = 1, data_
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
         "ds_lgamp": block,
