@@ -157,6 +157,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         elif not self._is_watched:
             self.is_half_updated = True
             units = self.partition.finish_gradients_of(chunk)
+            self._updates.leave_out_frozen(units)
             # The optimizer may change the gradient.
             self._row_norms |= {unit: unit.norm_rows(may_have_changed=False) for unit in units}
             if self.partition.host is not None:
@@ -176,8 +177,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if self._is_watched:
             for unit in self.partition.units:
                 unit.settle_store()
-                if unit.reduction.is_final and not unit.storage.is_overdue:
-                    unit.scale_gradient(self.loss_factor)
+            for unit in self._with_gradients():
+                unit.scale_gradient(self.loss_factor)
             self.loss_factor = 1.0
 
     @property
@@ -189,6 +190,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
         update if ``skips_overflow`` is set and any gradient is inf or NaN, or if the :attr:`check` asks for it."""
         factor: Any = self._factor
+        self._updates.leave_out_frozen(self._with_gradients())
         bad_losses = None if self.check is None else self.check.bad_losses()
         self._global_grad_norm = self._norm(bad_losses) * abs(factor)
         skips_now = self._find_overflow(self._global_grad_norm, bad_losses)
@@ -204,8 +206,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     def _update_all(self, factor: Any) -> None:
         """Updates what is not updated yet, or leaves that to later."""
-        # An update that the host has begun uses its gradient still.
-        units = [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
+        units = self._with_gradients()
         if not self._is_watched and (self._updates_when == "next_step" or self.partition.host is not None):
             postponed = [unit for unit in units if unit.policy.host is self.partition.host]
             self._postpone(postponed, factor)
@@ -220,6 +221,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         for unit in units:
             unit.scale_gradient(factor)
         self._updates.update(units)
+
+    def _with_gradients(self) -> list[Unit]:
+        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
+        return [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
 
     def _norm(self, bad_losses: torch.Tensor | None) -> torch.Tensor:
         """Returns the norm of the gradients as they accumulated. Sums ``bad_losses`` over all ranks."""

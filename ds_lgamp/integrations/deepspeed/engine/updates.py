@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as of_torch
 
+from ds_lgamp.optimizers.frozen import leave_out_frozen
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -23,7 +24,7 @@ class Updates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._partition = optimizer, partition
         self._lagging: Sequence[Unit] = ()
         """Units whose weights do not equal their master weights, because the optimizer is updating these."""
         for group in optimizer.param_groups:
@@ -76,6 +77,10 @@ class Updates:
         if self._lagging:
             # Somebody replaced the optimizer's step and thereby its hooks.
             self._follow()
+
+    def leave_out_frozen(self, units: Sequence[Unit]) -> None:
+        """Lets the next step leave alone the parameters of ``units`` that the script has frozen."""
+        leave_out_frozen(self.optimizer, self._partition, units)
 
     def settle_states(self) -> None:
         """Moves states that somebody made in memory to where they belong."""

@@ -1,0 +1,158 @@
+"""Small random models whose parameters are frozen and unfrozen between batches, trained by an engine and by one process
+in plain torch. The functions run on ranks."""
+
+from random import Random
+from typing import Any, NamedTuple
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import ds_lgamp
+from testing.deepspeed_rank import prepare_rank, quiet
+from tests.integrations.deepspeed.linear import mean_square
+from tests.integrations.deepspeed.models import seed
+from tests.integrations.deepspeed.running import gathered
+
+STEPS, MICRO_BATCHES, ROWS = 6, 2, 3
+OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "momentum": (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+}
+
+
+class Case(NamedTuple):
+    """A training. The number decides the model, and what is frozen when."""
+
+    number: int
+    optimizer: str
+    stage: int
+    pipeline_ranks: int
+    block: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    """More keys of the configuration."""
+
+
+class Layer(nn.Module):
+    """A layer with parameters of several shapes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.tanh(self.linear(self.norm(inputs))) * self.gain
+
+
+class Course(NamedTuple):
+    """The losses and norms of a training, and its last parameters by name."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, torch.Tensor]
+
+
+def frozen_by_step(case: Case, names: list[str]) -> list[set[str]]:
+    """Returns the names of what is frozen in each step: nothing, some parameters, or all of one layer and more."""
+    random = Random(case.number)
+    steps: list[set[str]] = []
+    for _ in range(STEPS):
+        layer = f"{random.choice(names).split('.')[0]}."
+        some = {name for name in names if random.random() < 0.4}
+        steps.append(random.choice([set(), some, some | {name for name in names if name.startswith(layer)}]))
+        if len(steps[-1]) == len(names):
+            steps[-1].pop()
+    return steps
+
+
+def data_of(case: Case, step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator, width = torch.Generator().manual_seed(100 * case.number + 10 * step + rank), width_of(case)
+    draw = [torch.randn(2, ROWS, width, generator=generator) for _ in range(MICRO_BATCHES)]
+    return [(inputs, labels) for inputs, labels in draw]
+
+
+def width_of(case: Case) -> int:
+    return Random(case.number).randint(2, 9)
+
+
+def alone(case: Case, ranks: int) -> Course:
+    """Trains on the micro-batches of ``ranks`` data-parallel ranks."""
+    layers, width = [], width_of(case)
+    for index in range(3):
+        seed(1234 + index)
+        layers.append(Layer(width))
+    model, course = nn.Sequential(*layers), Course([], [], {})
+    kind, options = OPTIMIZERS[case.optimizer]
+    optimizer = kind(model.parameters(), **options)
+    plan = frozen_by_step(case, [name for name, _ in model.named_parameters()])
+    for step in range(STEPS):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in plan[step])
+        batches = [pair for rank in range(ranks) for pair in data_of(case, step, rank)]
+        loss = sum(mean_square(model(inputs), labels) for inputs, labels in batches) / len(batches)
+        loss.backward()
+        course.losses.append(loss.item())
+        course.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
+        optimizer.step()
+        optimizer.zero_grad()
+    course.parameters.update((name, each.detach()) for name, each in model.named_parameters())
+    return course
+
+
+CLIPPING = 0.5
+
+
+def engine_of(case: Case) -> Any:
+    with quiet():
+        module = PipelineModule(
+            [LayerSpec(Layer, width_of(case)) for _ in range(3)],
+            num_stages=case.pipeline_ranks,
+            loss_fn=mean_square,
+            seed_layers=True,
+            seed_fn=seed,
+        )
+        kind, options = OPTIMIZERS[case.optimizer]
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": CLIPPING,
+            "zero_optimization": {"stage": case.stage},
+            "ds_lgamp": {"layers_per_chunk": 1, **case.block},
+            **case.more,
+        }
+        return deepspeed.initialize(model=module, optimizer=kind(module.parameters(), **options), config=config)[0]
+
+
+def train(case: Case) -> Course:
+    engine, course = engine_of(case), Course([], [], {})
+    plan = frozen_by_step(case, [name for name, _ in nn.Sequential(*(Layer(2) for _ in range(3))).named_parameters()])
+    for step in range(STEPS):
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad_(name not in plan[step])
+        course.losses.append(engine.train_batch(iter(data_of(case, step, engine.grid.data_parallel_id))).item())
+        course.norms.append(float(engine.get_global_grad_norm()))
+    partition = engine.optimizer.partition
+    partition.catch_up()
+    course.parameters.update(gathered(partition, lambda unit: unit.storage.shard))
+    return course
+
+
+def compare(cases: list[Case]) -> None:
+    """Trains all cases, one after another, and compares each with one process."""
+    prepare_rank()
+    ds_lgamp.install()
+    for case in cases:
+        course, expected = train(case), alone(case, dist.get_world_size() // case.pipeline_ranks)
+        assert course.losses == pytest.approx(expected.losses, rel=1e-5), case
+        assert course.norms == pytest.approx(expected.norms, rel=1e-4), case
+        assert course.parameters, case
+        for name, tensor in course.parameters.items():
+            torch.testing.assert_close(
+                tensor, expected.parameters[name], rtol=1e-4, atol=1e-6, msg=lambda text: f"{case} {name}: {text}"
+            )
