@@ -1,5 +1,6 @@
 """What the optimizer owns of a unit on this rank: the master weights, cut into segments."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ds_lgamp.partition.collectives import sum_in_rank_order
-from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 
 
@@ -23,8 +24,8 @@ class Segment(NamedTuple):
     """Whether each tensor-parallel rank has elements of its own, not the same ones."""
     partial_gradient: bool
     """Whether the gradients of the tensor-parallel ranks are summed."""
-    parameter: Parameter | None = None
-    """The parameter of which it is a part, if it has one alone; None if it may have several."""
+    entry: UnitParameter | None = None
+    """The parameter that it is a part of; None if it may have several."""
 
     def is_within(self, other: "Segment") -> bool:
         return other.start <= self.start < other.end
@@ -89,6 +90,13 @@ class MasterWeights:
         for segment in self.segments:
             segment.shard.grad = gradient[segment.start : segment.end]
 
+    def leave_out(self, frozen: Sequence[UnitParameter]) -> None:
+        """Takes the gradient from the segments of ``frozen`` parameters. Each has one of its own."""
+        for segment in self.segments:
+            # Comparing the entries would compare values.
+            if any(segment.entry is entry for entry in frozen):
+                segment.shard.grad = None
+
     def counted_gradients(self) -> list[torch.Tensor]:
         """The gradients of the segments that this rank counts in the norm: over all ranks, every element of the
         gradient counts once."""
@@ -120,9 +128,9 @@ def _segments(storage: FlatStorage, master: torch.Tensor, by_parameter: bool) ->
             bounds.setdefault(key, [offset, end])[1] = end
     segments = []
     for ((group, *sharing), number), (start, end) in bounds.items():
-        parameter = None if number is None else storage.parameters[number].parameter
+        entry = None if number is None else storage.parameters[number]
         start = max(start - storage.shard_start, 0)
         end = min(end - storage.shard_start, storage.shard.numel())
         if start < end:
-            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, *sharing, parameter))
+            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, *sharing, entry))
     return segments

@@ -1,7 +1,7 @@
 """The optimizer object that DeepSpeed sees: it steps a torch optimizer on this rank's shards."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,12 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_its
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
 from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
-from ds_lgamp.integrations.deepspeed.engine.optimizer_state import complaint_about_class, load_state, state_of
+from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
+    complaint_about_class,
+    load_state,
+    names_of_cut,
+    state_of,
+)
 from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
 from ds_lgamp.integrations.deepspeed.engine.updates import Options
 from ds_lgamp.optimizers.tensors import TensorOptimizer
@@ -270,6 +275,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.overflow = self._late_overflow.exchange(found)
         return False
 
+    def cut(self, names: Collection[str]) -> None:
+        """Lets every parameter count its steps by itself that is in a unit with one of ``names``, as after one of the
+        unit was frozen. Raises ConfigError where that cannot be done."""
+        for unit in self.partition.units:
+            named = [entry for entry in unit.storage.parameters if entry.name in names]
+            if unit.trains and named:
+                self._updates.cut(unit, named[0])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the partition drops gradients after the step."""
 
@@ -281,6 +294,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned. All ranks call it together. Raises CheckpointError on all ranks, and
         changes nothing, if the state of one rank does not fit."""
+        self.cut(names_of_cut(state_dict))
         load_state(self.optimizer, self.partition, self.dp_process_group, state_dict)
 
     def refresh_fp32_params(self) -> None:

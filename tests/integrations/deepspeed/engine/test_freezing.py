@@ -6,3 +6,5 @@ from tests.integrations.deepspeed.engine.freezing import OPTIMIZERS, Case, compa
 
 def test_on_one_rank_frozen_parameters_and_their_state_stay():
     run_on_ranks(1, compare, [Case(number, name, 0, 1) for number, name in enumerate(OPTIMIZERS)])
+
+

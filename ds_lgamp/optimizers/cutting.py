@@ -1,7 +1,5 @@
-"""Parameters that a script freezes between batches: an optimizer on shards leaves them alone, as one on whole parameters
-leaves those alone that have no gradient."""
+"""Cuts what an optimizer holds into single parameters, so that it can step some of them and leave others alone."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,21 +10,9 @@ from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 
-def leave_out_frozen(optimizer: torch.optim.Optimizer, partition: ZeroPartition, units: Sequence[Unit]) -> None:
-    """Lets the next step of ``optimizer`` change neither weights nor state of the frozen parameters of ``units``, whose
-    gradients are final."""
-    for unit in units:
-        if unit.reduction.frozen:
-            cut(optimizer, partition, unit)
-            frozen = {id(entry.parameter) for entry in unit.reduction.frozen}
-            for segment in unit.master.segments:
-                if id(segment.parameter) in frozen:
-                    segment.shard.grad = None
-
-
 def cut(optimizer: torch.optim.Optimizer, partition: ZeroPartition, unit: Unit) -> None:
-    """Gives each parameter of ``unit`` a segment of its own, with its part of the state of ``optimizer``. From now on
-    the optimizer counts its steps by itself. No update of the unit is under way."""
+    """Gives each parameter of ``unit`` a segment of its own, with its part of the state of ``optimizer``, which counts
+    its steps by itself from now on. No update of the unit is under way."""
     if unit.master.is_cut:
         return
     wholes = unit.master.segments
