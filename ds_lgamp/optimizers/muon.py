@@ -112,7 +112,7 @@ class Muon(TensorOptimizer):
         for matrices in self._matrices:
             updates = matrices.orthogonal(directions)
             for piece, update in zip(matrices.pieces, updates):
-                if piece.shard in directions:
+                if piece.shard is not None and piece.shard in directions:
                     step_size = _step_size(self.param_groups[piece.group], piece)
                     piece.shard[piece.within].add_(update, alpha=-step_size)
 
@@ -190,7 +190,7 @@ class Matrices:
 
 def _part_of(piece: Piece, directions: Mapping[Parameter, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Returns the direction of a piece: zeros if the matrix is frozen, because ranks exchange that, too."""
-    if piece.shard in directions:
+    if piece.shard is not None and piece.shard in directions:
         return directions[piece.shard][piece.within]
     return torch.zeros(piece.part.numel, dtype=dtype, device=piece.part.unit.storage.shard.device)
 

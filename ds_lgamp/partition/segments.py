@@ -122,15 +122,15 @@ def _segments(storage: FlatStorage, master: torch.Tensor, by_parameter: bool) ->
     # A segment includes the zeros between and behind its parameters, which an update leaves alone.
     bounds: dict[tuple[tuple[float, bool, bool], int | None], list[int]] = {}
     ends = [*storage.offsets[1:], storage.end]
-    for number, (entry, offset, end) in enumerate(zip(storage.parameters, storage.offsets, ends)):
+    for place, (entry, offset, end) in enumerate(zip(storage.parameters, storage.offsets, ends)):
         if entry.group is not None:
-            key = entry.segment_key, number if by_parameter else None
+            key = entry.segment_key, place if by_parameter else None
             bounds.setdefault(key, [offset, end])[1] = end
     segments = []
-    for ((group, *sharing), number), (start, end) in bounds.items():
-        entry = None if number is None else storage.parameters[number]
+    for ((group, sliced, partial), own), (start, end) in bounds.items():
         start = max(start - storage.shard_start, 0)
         end = min(end - storage.shard_start, storage.shard.numel())
         if start < end:
-            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, *sharing, entry))
+            alone = None if own is None else storage.parameters[own]
+            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, sliced, partial, alone))
     return segments

@@ -70,8 +70,8 @@ class DiskUpdates(HostUpdates):
         """Raises ConfigError for a unit of the host: its rooms and buffers are for whole segments."""
         if unit.policy.host is not None:
             raise ConfigError(
-                f"parameter {frozen.shown} was frozen after deepspeed.initialize, but state that the optimizer updates lies "
-                "on a disk, where it cannot be left out; freeze it before, or offload to the device cpu"
+                f"parameter {frozen.shown} was frozen after deepspeed.initialize, but state of the optimizer lies on "
+                "a disk, where it cannot be left out; freeze it before, or offload to the device cpu"
             )
         super().cut(unit, frozen)
 

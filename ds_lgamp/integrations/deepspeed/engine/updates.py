@@ -80,8 +80,8 @@ class Updates:
             self._follow()
 
     def leave_out_frozen(self, units: Sequence[Unit]) -> None:
-        """Lets the next step leave those parameters of ``units`` alone, with their state, that the script has frozen. The
-        gradients are final."""
+        """Lets the next step leave those parameters of ``units`` alone, with their state, that the script has frozen.
+        The gradients are final."""
         for unit in units:
             if unit.reduction.frozen:
                 self.cut(unit, unit.reduction.frozen[0])

@@ -2,6 +2,7 @@
 in plain torch. The functions run on ranks."""
 
 from random import Random
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -12,12 +13,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.partition.agreement import everyone
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.linear import mean_square
 from tests.integrations.deepspeed.models import seed
 from tests.integrations.deepspeed.running import gathered
 
-STEPS, MICRO_BATCHES, ROWS = 6, 2, 3
+STEPS, MICRO_BATCHES, ROWS, CLIPPING = 6, 4, 3, 0.5
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}),
@@ -34,8 +36,10 @@ class Case(NamedTuple):
     stage: int
     pipeline_ranks: int
     block: dict[str, Any] = {}
-    more: dict[str, Any] = {}
-    """More keys of the configuration."""
+    zero: dict[str, Any] = {}
+    """More keys of zero_optimization."""
+    reload: "Case | None" = None
+    """Another layout, which goes on half-way from a checkpoint; in the same one, from the state of the optimizer."""
 
 
 class Layer(nn.Module):
@@ -71,8 +75,9 @@ def frozen_by_step(case: Case, names: list[str]) -> list[set[str]]:
     return steps
 
 
-def data_of(case: Case, step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator, width = torch.Generator().manual_seed(100 * case.number + 10 * step + rank), width_of(case)
+def data_of(case: Case, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the micro-batches of all ranks."""
+    generator, width = torch.Generator().manual_seed(100 * case.number + step), width_of(case)
     draw = [torch.randn(2, ROWS, width, generator=generator) for _ in range(MICRO_BATCHES)]
     return [(inputs, labels) for inputs, labels in draw]
 
@@ -81,8 +86,7 @@ def width_of(case: Case) -> int:
     return Random(case.number).randint(2, 9)
 
 
-def alone(case: Case, ranks: int) -> Course:
-    """Trains on the micro-batches of ``ranks`` data-parallel ranks."""
+def alone(case: Case) -> Course:
     layers, width = [], width_of(case)
     for index in range(3):
         seed(1234 + index)
@@ -94,7 +98,7 @@ def alone(case: Case, ranks: int) -> Course:
     for step in range(STEPS):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in plan[step])
-        batches = [pair for rank in range(ranks) for pair in data_of(case, step, rank)]
+        batches = data_of(case, step)
         loss = sum(mean_square(model(inputs), labels) for inputs, labels in batches) / len(batches)
         loss.backward()
         course.losses.append(loss.item())
@@ -103,9 +107,6 @@ def alone(case: Case, ranks: int) -> Course:
         optimizer.zero_grad()
     course.parameters.update((name, each.detach()) for name, each in model.named_parameters())
     return course
-
-
-CLIPPING = 0.5
 
 
 def engine_of(case: Case) -> Any:
@@ -120,11 +121,10 @@ def engine_of(case: Case) -> Any:
         kind, options = OPTIMIZERS[case.optimizer]
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_accumulation_steps": MICRO_BATCHES * case.pipeline_ranks // dist.get_world_size(),
             "gradient_clipping": CLIPPING,
-            "zero_optimization": {"stage": case.stage},
+            "zero_optimization": {"stage": case.stage, **case.zero},
             "ds_lgamp": {"layers_per_chunk": 1, **case.block},
-            **case.more,
         }
         return deepspeed.initialize(model=module, optimizer=kind(module.parameters(), **options), config=config)[0]
 
@@ -133,9 +133,11 @@ def train(case: Case) -> Course:
     engine, course = engine_of(case), Course([], [], {})
     plan = frozen_by_step(case, [name for name, _ in nn.Sequential(*(Layer(2) for _ in range(3))).named_parameters()])
     for step in range(STEPS):
+        if case.reload is not None and step == STEPS // 2:
+            engine = gone_on(engine, case, case.reload)
         for name, parameter in engine.module.named_parameters():
             parameter.requires_grad_(name not in plan[step])
-        course.losses.append(engine.train_batch(iter(data_of(case, step, engine.grid.data_parallel_id))).item())
+        course.losses.append(engine.train_batch(iter(own_data(engine, case, step))).item())
         course.norms.append(float(engine.get_global_grad_norm()))
     partition = engine.optimizer.partition
     partition.catch_up()
@@ -143,16 +145,31 @@ def train(case: Case) -> Course:
     return course
 
 
+def own_data(engine: Any, case: Case, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    count = MICRO_BATCHES // engine.dp_world_size
+    return data_of(case, step)[count * engine.grid.data_parallel_id :][:count]
+
+
+def gone_on(engine: Any, case: Case, other: Case) -> Any:
+    """Returns a new engine with the state of ``engine``."""
+    new = engine_of(other)
+    if case[1:5] == other[1:5]:
+        new.optimizer.load_state_dict(engine.optimizer.state_dict())
+    else:
+        path = everyone(mkdtemp())[0]
+        engine.save_checkpoint(path)
+        new.load_checkpoint(path)
+    return new
+
+
 def compare(cases: list[Case]) -> None:
     """Trains all cases, one after another, and compares each with one process."""
     prepare_rank()
     ds_lgamp.install()
     for case in cases:
-        course, expected = train(case), alone(case, dist.get_world_size() // case.pipeline_ranks)
+        course, expected = train(case), alone(case)
         assert course.losses == pytest.approx(expected.losses, rel=1e-5), case
         assert course.norms == pytest.approx(expected.norms, rel=1e-4), case
         assert course.parameters, case
         for name, tensor in course.parameters.items():
-            torch.testing.assert_close(
-                tensor, expected.parameters[name], rtol=1e-4, atol=1e-6, msg=lambda text: f"{case} {name}: {text}"
-            )
+            torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-6, msg=f"{case} {name}")
