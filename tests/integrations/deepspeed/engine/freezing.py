@@ -13,7 +13,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.linear import mean_square
 from tests.integrations.deepspeed.models import seed
@@ -38,8 +41,10 @@ class Case(NamedTuple):
     block: dict[str, Any] = {}
     zero: dict[str, Any] = {}
     """More keys of zero_optimization."""
-    reload: "Case | None" = None
-    """Another layout, which goes on half-way from a checkpoint; in the same one, from the state of the optimizer."""
+    goes_on: str | None = None
+    """From what another engine goes on half-way: a checkpoint, a live one, or the state of the optimizer."""
+    changes: dict[str, Any] = {}
+    """What is different in that engine."""
 
 
 class Layer(nn.Module):
@@ -130,11 +135,14 @@ def engine_of(case: Case) -> Any:
 
 
 def train(case: Case) -> Course:
+    folder = everyone(mkdtemp())[0]
+    if case.goes_on == "live":
+        case = case._replace(block={**case.block, "live_checkpoint": f"{folder}/live"})
     engine, course = engine_of(case), Course([], [], {})
     plan = frozen_by_step(case, [name for name, _ in nn.Sequential(*(Layer(2) for _ in range(3))).named_parameters()])
     for step in range(STEPS):
-        if case.reload is not None and step == STEPS // 2:
-            engine = gone_on(engine, case, case.reload)
+        if case.goes_on is not None and step == STEPS // 2:
+            engine = gone_on(engine, case, folder)
         for name, parameter in engine.module.named_parameters():
             parameter.requires_grad_(name not in plan[step])
         course.losses.append(engine.train_batch(iter(own_data(engine, case, step))).item())
@@ -150,15 +158,17 @@ def own_data(engine: Any, case: Case, step: int) -> list[tuple[torch.Tensor, tor
     return data_of(case, step)[count * engine.grid.data_parallel_id :][:count]
 
 
-def gone_on(engine: Any, case: Case, other: Case) -> Any:
-    """Returns a new engine with the state of ``engine``."""
-    new = engine_of(other)
-    if case[1:5] == other[1:5]:
+def gone_on(engine: Any, case: Case, folder: str) -> Any:
+    """Returns a new engine that goes on where ``engine`` is."""
+    if case.goes_on == "checkpoint":
+        engine.save_checkpoint(folder)
+    finish_engines()
+    new = engine_of(case._replace(**case.changes))
+    if case.goes_on == "state":
         new.optimizer.load_state_dict(engine.optimizer.state_dict())
     else:
-        path = everyone(mkdtemp())[0]
-        engine.save_checkpoint(path)
-        new.load_checkpoint(path)
+        new.load_checkpoint(folder)
+        assert new.global_steps == engine.global_steps
     return new
 
 
@@ -173,3 +183,37 @@ def compare(cases: list[Case]) -> None:
         assert course.parameters, case
         for name, tensor in course.parameters.items():
             torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-6, msg=f"{case} {name}")
+
+
+def refuse_on_a_disk() -> list[str]:
+    """Returns the sentences for a parameter that is frozen after a step, and for a checkpoint of such a run."""
+    prepare_rank()
+    ds_lgamp.install()
+    case, folder, said = Case(20, "AdamW", 3, 1), everyone(mkdtemp())[0], []
+    engine = engine_of(case)
+    next(engine.module.parameters()).requires_grad_(False)
+    engine.train_batch(iter(own_data(engine, case, 0)))
+    engine.save_checkpoint(folder)
+    disk = {"device": "nvme", "nvme_path": folder}
+    engine = engine_of(case._replace(zero={"offload_optimizer": disk, "offload_param": disk}))
+    with pytest.raises(CheckpointError) as loaded:
+        engine.load_checkpoint(folder)
+    engine.train_batch(iter(own_data(engine, case, 1)))
+    next(engine.module.parameters()).requires_grad_(False)
+    with pytest.raises(ActionError) as trained:
+        engine.train_batch(iter(own_data(engine, case, 2)))
+    return [str(loaded.value), str(trained.value)]
+
+
+def return_to_a_state_from_before() -> str:
+    """Returns the sentence for a state of the optimizer from before a parameter was frozen."""
+    prepare_rank()
+    ds_lgamp.install()
+    case = Case(21, "AdamW", 3, 1)
+    engine = engine_of(case)
+    state = engine.optimizer.state_dict()
+    next(engine.module.parameters()).requires_grad_(False)
+    engine.train_batch(iter(own_data(engine, case, 0)))
+    with pytest.raises(CheckpointError) as error:
+        engine.optimizer.load_state_dict(state)
+    return str(error.value)
