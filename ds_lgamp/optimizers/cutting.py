@@ -19,7 +19,11 @@ def cut(optimizer: torch.optim.Optimizer, partition: ZeroPartition, unit: Unit) 
     unit.master.cut()
     for whole in wholes:
         parts = [segment for segment in unit.master.segments if segment.is_within(whole)]
-        shards = optimizer.param_groups[whole.group]["params"]
+        group = optimizer.param_groups[whole.group]
+        if isinstance(optimizer, torch.optim.SGD):
+            # Its fused kernel fails if one parameter has momentum and another has none yet.
+            group["fused"] = False
+        shards = group["params"]
         index = next(index for index, shard in enumerate(shards) if shard is whole.shard)
         shards[index : index + 1] = [part.shard for part in parts]
         state = optimizer.state.pop(whole.shard, None)
