@@ -205,11 +205,11 @@ class Loading:
         indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
-            own = scalars[segment.group]
-            if segment.entry is not None:
-                own = of_parameters.get(segment.entry.name, own)
+            own, alone = scalars[segment.group], False
+            if segment.entry is not None and segment.entry.name in of_parameters:
+                own, alone = of_parameters[segment.entry.name], True
             # Parameters that the checkpoint lacks begin anew and count their steps from there.
-            if tensors or (own and not any(self._states)):
+            if tensors or (own and (alone or not any(self._states))):
                 # Decoded for each segment: an optimizer counts in the tensors it is given.
                 state[indices[id(segment.shard)]] = {**decode(own), **tensors}
         merged = [with_own_kernels(group, mine) for group, mine in zip(groups, present)]

@@ -24,8 +24,9 @@ class ReferenceLamb:
     def step(self, gradients: dict[str, Tensor]) -> None:
         """Steps the tensors that have gradients."""
         (beta1, beta2), (smallest, largest) = self.betas, self.bounds
+        # apex counts steps for a group, not for a tensor.
+        self.steps.update(list(self.weights if self.paper else gradients))
         for name in gradients:
-            self.steps[name] += 1
             short1, short2 = 1 - beta1 ** self.steps[name], 1 - beta2 ** self.steps[name]
             weight, gradient, decay = self.weights[name], gradients[name].double(), self.decay[name]
             first, second = self.moments[name]

@@ -22,11 +22,14 @@ def given(step):
 
 
 def trained(*place):
-    """Returns the largest difference of either optimizer to whole tensors in one process."""
+    """Returns the largest difference of each optimizer to whole tensors in one process."""
     lamb, of_lamb, _ = test_lamb.train({}, *place, given=given)
+    options, of_reference = test_lamb.CONVENTIONS["apex's"]
+    apex, of_apex, _ = test_lamb.train(options, *place, given=given)
     muon, of_muon, _ = test_muon.train(test_muon.muon(), *place, given=given)
     return [
         test_lamb.largest_difference(lamb, of_lamb, test_lamb.reference({}, given)),
+        test_lamb.largest_difference(apex, of_apex, test_lamb.reference(of_reference, given)),
         test_lamb.largest_difference(muon, of_muon, test_muon.reference(given=given)),
     ]
 
