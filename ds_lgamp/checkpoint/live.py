@@ -213,7 +213,9 @@ class LiveState:
         for segment in unit.master.segments:
             own = [r for r in ranges if segment.start <= r.in_shard.start < segment.end]
             for key, values in elementwise(self._optimizer, segment).items() if own else ():
-                yield self._source((unit.name, segment.start, key), f"{OPTIMIZER}/{key}", values, own, segment.start)
+                yield self._source(
+                    (unit.name, segment.start, segment.end, key), f"{OPTIMIZER}/{key}", values, own, segment.start
+                )
 
     def _source(self, key: Any, kind: str, values: torch.Tensor, ranges: Sequence[Range], first: int) -> _Source:
         """Returns the source of ``ranges`` of ``values``, which hold the shard from element ``first`` on."""
@@ -261,7 +263,11 @@ class LiveState:
         states: Sequence[tuple[Segment, Mapping[str, Any]]],
     ) -> None:
         contents.blobs[unit] = [self._write(contents, source) for source in sources]
-        contents.scalars[unit] = {segment.group: scalars_of(segment, state) for segment, state in states}
+        scalars = [(segment, scalars_of(segment, state)) for segment, state in states]
+        contents.scalars[unit] = {segment.group: own for segment, own in scalars if segment.entry is None}
+        contents.of_parameters[unit] = {
+            segment.entry.name: own for segment, own in scalars if segment.entry is not None
+        }
 
     def _write(self, contents: "_Contents", source: _Source) -> Any:
         values = source.values
@@ -281,6 +287,9 @@ class LiveState:
                 "state": rest.state,
                 "parameters": self._share.parameters,
                 "scalars": scalars,
+                "of_parameters": {
+                    name: own for unit in self._units for name, own in contents.of_parameters[unit].items()
+                },
                 "extra_states": sorted(self._share.extra_states),
                 "rank_state": rest.rank_state,
             }
@@ -297,6 +306,7 @@ class _Contents:
         """How often a unit had changed when it was copied."""
         self.blobs: dict[Unit, list[Any]] = {}
         self.scalars: dict[Unit, dict[int, Any]] = {}
+        self.of_parameters: dict[Unit, dict[str, Any]] = {}
 
 
 class _Staging:

@@ -240,6 +240,7 @@ def _state(headers: Mapping[int, Header]) -> dict[str, Any]:
             header.parameters,
             {int(group): values for group, values in header.scalars.items()},
             set(header.extra_states),
+            header.of_parameters,
         )
         for _, header in sorted(headers.items())
     )

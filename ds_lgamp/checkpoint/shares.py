@@ -13,14 +13,17 @@ class Share(NamedTuple):
     """The optimizer's state beside tensors, by group."""
     extra_states: set[str]
     """The names of empty extra states."""
+    of_parameters: dict[str, dict[str, Any]] = {}
+    """The optimizer's state beside tensors of parameters that count their steps by themselves, by name."""
 
 
 def merged(ranks: Iterable[Share]) -> Share:
-    whole = Share({}, {}, set())
+    whole = Share({}, {}, set(), {})
     for rank in ranks:
         whole.parameters.update(rank.parameters)
         whole.scalars.update(rank.scalars)
         whole.extra_states.update(rank.extra_states)
+        whole.of_parameters.update(rank.of_parameters)
     return whole
 
 
@@ -28,6 +31,8 @@ def enter(state: dict[str, Any], whole: Share) -> None:
     """Adds to ``state``, which describes the run on one rank, what all ranks have."""
     state["parameters"] = {name: whole.parameters[name] for name in sorted(whole.parameters, key=_layer_of)}
     state["optimizer"]["scalars"] = [whole.scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
+    if whole.of_parameters:
+        state["optimizer"]["of_parameters"] = dict(sorted(whole.of_parameters.items()))
     state["layers"]["extra_states"] = sorted(whole.extra_states)
 
 

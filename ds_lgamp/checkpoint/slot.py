@@ -99,6 +99,7 @@ class Header(_Strict):
     """What state.json says of the run, as this rank knows it."""
     parameters: dict[str, Any]
     scalars: dict[str, dict[str, Any]]
+    of_parameters: dict[str, dict[str, Any]] = {}
     extra_states: list[str]
     rank_state: dict[str, Any]
     """Random states and client state."""

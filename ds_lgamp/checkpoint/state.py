@@ -65,6 +65,8 @@ class Optimizer(_Strict):
     groups: list[Encoded]
     scalars: list[Encoded]
     """By group, the state without tensors of the parameter's shape."""
+    of_parameters: dict[str, Encoded] = {}
+    """The same of parameters that do not always step with their group, because they were frozen for a time, by name."""
 
     @model_validator(mode="after")
     def _have_both(self) -> "Optimizer":

@@ -87,15 +87,26 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
 
 def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """Returns the rest of the optimizer state, such as the number of steps, by group and encoded. It is the same for
-    all parameters of a group, which step together.
+    all parameters of a group, which step together, but for those of :func:`scalars_of_parameters`.
 
     Raises:
         CheckpointError: the state has a value that a checkpoint cannot hold.
     """
     scalars: dict[int, dict[str, Any]] = {}
     for segment in partition.segments():
-        scalars[segment.group] = scalars_of(segment, optimizer.state.get(segment.shard, {}))
+        if segment.entry is None:
+            scalars[segment.group] = scalars_of(segment, optimizer.state.get(segment.shard, {}))
     return scalars
+
+
+def scalars_of_parameters(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Returns the same of the parameters that count their steps by themselves, by name. Raises as
+    :func:`optimizer_scalars` does."""
+    return {
+        segment.entry.name: scalars_of(segment, optimizer.state.get(segment.shard, {}))
+        for segment in partition.segments()
+        if segment.entry is not None
+    }
 
 
 def scalars_of(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +187,11 @@ class Loading:
             unit.replace_shard(values)
 
     def commit_optimizer(
-        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], scalars: list[dict[str, Any]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        scalars: list[dict[str, Any]],
+        of_parameters: Mapping[str, dict[str, Any]],
     ) -> None:
         """Makes what was read the optimizer's state.
 
@@ -184,16 +199,20 @@ class Loading:
             optimizer: steps on the partition's segments.
             groups: options of the parameter groups; options that are missing keep their values.
             scalars: by group, the encoded state without a value for every element.
+            of_parameters: the same of parameters that have a segment of their own, by name.
         """
-        own = optimizer.state_dict()["param_groups"]
+        present = optimizer.state_dict()["param_groups"]
         indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
+            own, alone = scalars[segment.group], False
+            if segment.entry is not None and segment.entry.name in of_parameters:
+                own, alone = of_parameters[segment.entry.name], True
             # Parameters that the checkpoint lacks begin anew and count their steps from there.
-            if tensors or (scalars[segment.group] and not any(self._states)):
+            if tensors or (own and (alone or not any(self._states))):
                 # Decoded for each segment: an optimizer counts in the tensors it is given.
-                state[indices[id(segment.shard)]] = {**decode(scalars[segment.group]), **tensors}
-        merged = [with_own_kernels(group, mine) for group, mine in zip(groups, own)]
+                state[indices[id(segment.shard)]] = {**decode(own), **tensors}
+        merged = [with_own_kernels(group, mine) for group, mine in zip(groups, present)]
         optimizer.load_state_dict({"state": state, "param_groups": merged})
 
 

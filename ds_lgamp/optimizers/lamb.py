@@ -80,6 +80,7 @@ class Lamb(TensorOptimizer):
         if not pieces:
             return
         of_shard = _by_shard(pieces)
+        self._count()
         for group, shard, gradient in self.shards():
             self._follow_gradient(group, shard, gradient)
         ratios = self._ratios(self._exact_norms(of_shard) if self.policy.in_rank_order else self._norms(of_shard))
@@ -91,13 +92,18 @@ class Lamb(TensorOptimizer):
             # So that the next one takes its place.
             del update
 
+    def _count(self) -> None:
+        """Counts a step of each shard. DeepSpeed leaves out what is frozen, apex counts for a group."""
+        for group in self.param_groups:
+            for shard in group["params"]:
+                if shard.grad is not None or group["corrects"] == "moments":
+                    # On the host, because the step size is a number.
+                    self.state[shard]["step"] = self.state[shard].get("step", torch.tensor(0.0)) + 1
+
     def _follow_gradient(self, group: dict[str, Any], shard: Parameter, gradient: torch.Tensor) -> None:
         state, (beta1, beta2) = self.state[shard], group["betas"]
-        if not state:
-            # On the host, because the step size is a number.
-            state["step"] = torch.tensor(0.0)
+        if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
-        state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 

@@ -112,7 +112,7 @@ class Muon(TensorOptimizer):
         for matrices in self._matrices:
             updates = matrices.orthogonal(directions)
             for piece, update in zip(matrices.pieces, updates):
-                if piece.shard is not None:
+                if piece.shard is not None and piece.shard in directions:
                     step_size = _step_size(self.param_groups[piece.group], piece)
                     piece.shard[piece.within].add_(update, alpha=-step_size)
 
@@ -162,8 +162,7 @@ class Matrices:
         data-parallel and tensor-parallel ranks call it together."""
         device = self.pieces[0].part.unit.storage.shard.device
         iteration = newton_schulz(self._groups[self.pieces[0].group])
-        nothing = torch.empty(0, dtype=iteration.input_dtype, device=device)
-        parts = [nothing if piece.shard is None else directions[piece.shard][piece.within] for piece in self.pieces]
+        parts = [_part_of(piece, directions, iteration.input_dtype) for piece in self.pieces]
         made_of = iteration.output_dtype(device), device
         results = dict(zip(self._data.own, self._data.collect(parts)))
         if self._slices is not None:
@@ -187,6 +186,13 @@ class Matrices:
     def _orthogonal(self, index: int, matrix: torch.Tensor) -> torch.Tensor:
         group = self._groups[self.pieces[index].group]
         return torch.cat([newton_schulz(group)(block) for block in matrix.chunk(group["blocks"])])
+
+
+def _part_of(piece: Piece, directions: Mapping[Parameter, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Returns the direction of a piece: zeros if the matrix is frozen, because ranks exchange that, too."""
+    if piece.shard is not None and piece.shard in directions:
+        return directions[piece.shard][piece.within]
+    return torch.zeros(piece.part.numel, dtype=dtype, device=piece.part.unit.storage.shard.device)
 
 
 def newton_schulz(group: dict[str, Any]) -> NewtonSchulz:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import Finish, start_all_reduce, start_reduce_scatter, sum_in_rank_order
-from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.pool import in_pool
 
@@ -38,6 +38,8 @@ class GradientReduction:
         """The sum of the reductions so far, of this rank's shard."""
         self.is_final = False
         """Whether the optimizer steps with ``shard_gradient`` as it is."""
+        self.frozen: list[UnitParameter] = []
+        """Parameters that the script has frozen since the unit was built, and that are frozen in this batch."""
         self._storage = storage
         self._master_dtype = master_dtype
         self._tie_group = tie_group
@@ -97,8 +99,11 @@ class GradientReduction:
             self._gradient = in_pool(self._storage.flat.device, make)
         elif self.shard_gradient is None:
             self._gradient.zero_()
+        self.frozen = []
         for entry, offset in zip(self._storage.parameters, self._storage.offsets):
-            if entry.parameter.requires_grad:
+            if not entry.parameter.requires_grad:
+                self.frozen.append(entry)
+            else:
                 end = offset + entry.parameter.numel()
                 view = self._gradient[offset:end].view(entry.parameter.shape)
                 if self._dtype == self._storage.flat.dtype or ACCUMULATES_IN_OTHER_DTYPES:

@@ -1,5 +1,6 @@
 """What the optimizer owns of a unit on this rank: the master weights, cut into segments."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ds_lgamp.partition.collectives import sum_in_rank_order
-from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 
 
@@ -23,6 +24,11 @@ class Segment(NamedTuple):
     """Whether each tensor-parallel rank has elements of its own, not the same ones."""
     partial_gradient: bool
     """Whether the gradients of the tensor-parallel ranks are summed."""
+    entry: UnitParameter | None = None
+    """The parameter that it is a part of; None if it may have several."""
+
+    def is_within(self, other: "Segment") -> bool:
+        return other.start <= self.start < other.end
 
 
 class MasterWeights:
@@ -49,8 +55,10 @@ class MasterWeights:
             self.values = shard.float() if policy.host is None else policy.host.master_weights(shard)
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
         """Whether this pipeline rank's copy of a tied unit is the one that is counted and saved."""
-        self.segments = _segments(storage, self.values)
-        self._shard = shard
+        self.segments = _segments(storage, self.values, by_parameter=False)
+        self.is_cut = False
+        """Whether each parameter has a segment of its own."""
+        self._storage, self._shard = storage, shard
         self._policy = policy
 
     def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
@@ -60,6 +68,15 @@ class MasterWeights:
             shard, values = self._shard[within], self.values[within]
             kept = keep_bits & (values.to(shard.dtype) == shard)
             values.copy_(torch.where(kept, values, shard.to(values.dtype)))
+
+    def cut(self) -> None:
+        """Gives each parameter a segment of its own, with its part of the gradient."""
+        wholes, self.segments = self.segments, _segments(self._storage, self.values, by_parameter=True)
+        self.is_cut = True
+        for whole in wholes:
+            for segment in self.segments:
+                if whole.shard.grad is not None and segment.is_within(whole):
+                    segment.shard.grad = whole.shard.grad[segment.start - whole.start : segment.end - whole.start]
 
     def sum_partial(self, gradient: torch.Tensor) -> None:
         """Sums the shard's ``gradient`` over tensor-parallel ranks where each of them has a part of the sum."""
@@ -72,6 +89,13 @@ class MasterWeights:
         """Gives every segment its part of the shard's ``gradient``, which is final."""
         for segment in self.segments:
             segment.shard.grad = gradient[segment.start : segment.end]
+
+    def leave_out(self, frozen: Sequence[UnitParameter]) -> None:
+        """Takes the gradient from the segments of ``frozen`` parameters. Each has one of its own."""
+        for segment in self.segments:
+            # Comparing the entries would compare values.
+            if any(segment.entry is entry for entry in frozen):
+                segment.shard.grad = None
 
     def counted_gradients(self) -> list[torch.Tensor]:
         """The gradients of the segments that this rank counts in the norm: over all ranks, every element of the
@@ -94,16 +118,19 @@ class MasterWeights:
             segment.shard.grad = None
 
 
-def _segments(storage: FlatStorage, master: torch.Tensor) -> list[Segment]:
-    # A segment includes the zeros between its parameters, which an update leaves alone.
-    bounds: dict[tuple[float, bool, bool], list[int]] = {}
-    for entry, offset, end in zip(storage.parameters, storage.offsets, [*storage.offsets[1:], storage.end]):
+def _segments(storage: FlatStorage, master: torch.Tensor, by_parameter: bool) -> list[Segment]:
+    # A segment includes the zeros between and behind its parameters, which an update leaves alone.
+    bounds: dict[tuple[tuple[float, bool, bool], int | None], list[int]] = {}
+    ends = [*storage.offsets[1:], storage.end]
+    for place, (entry, offset, end) in enumerate(zip(storage.parameters, storage.offsets, ends)):
         if entry.group is not None:
-            bounds.setdefault(entry.segment_key, [offset, end])[1] = end
+            key = entry.segment_key, place if by_parameter else None
+            bounds.setdefault(key, [offset, end])[1] = end
     segments = []
-    for (group, sliced, partial), (start, end) in bounds.items():
+    for ((group, sliced, partial), own), (start, end) in bounds.items():
         start = max(start - storage.shard_start, 0)
         end = min(end - storage.shard_start, storage.shard.numel())
         if start < end:
-            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, sliced, partial))
+            alone = None if own is None else storage.parameters[own]
+            segments.append(Segment(int(group), Parameter(master[start:end]), start, end, sliced, partial, alone))
     return segments

@@ -1,5 +1,7 @@
 """LAMB on whole tensors in one process, written from its formulas."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -17,14 +19,16 @@ class ReferenceLamb:
         self.weights = {name: weight.double() for name, weight in weights.items()}
         self.moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
         self.lr, self.decay, self.eps, self.bounds, self.betas = lr, decay, eps, bounds, betas
-        self.paper, self.always, self.steps = paper, always, 0
+        self.paper, self.always, self.steps = paper, always, Counter()
 
     def step(self, gradients: dict[str, Tensor]) -> None:
-        self.steps += 1
+        """Steps the tensors that have gradients."""
         (beta1, beta2), (smallest, largest) = self.betas, self.bounds
-        short1, short2 = 1 - beta1**self.steps, 1 - beta2**self.steps
-        for name, weight in self.weights.items():
-            gradient, decay = gradients[name].double(), self.decay[name]
+        # apex counts steps for a group, not for a tensor.
+        self.steps.update(list(self.weights if self.paper else gradients))
+        for name in gradients:
+            short1, short2 = 1 - beta1 ** self.steps[name], 1 - beta2 ** self.steps[name]
+            weight, gradient, decay = self.weights[name], gradients[name].double(), self.decay[name]
             first, second = self.moments[name]
             first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
             self.moments[name] = first, second

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ds_lgamp.optimizers.cutting import cut
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.groups import node_groups
 from ds_lgamp.partition.parts import parts_of
@@ -84,16 +85,24 @@ class Sharded:
         return whole.chunk(self.tensor_group.size(), SLICED[name])[self.tensor_group.rank()]
 
     def step(self, whole: dict[str, torch.Tensor]) -> None:
-        """Steps with the gradients ``whole``, as they are after all reductions."""
+        """Steps with the gradients ``whole``, as they are after all reductions. What has none is frozen."""
+        frozen = [
+            [entry for entry in unit.storage.parameters if entry.name not in whole] for unit in self.partition.units
+        ]
+        for unit, entries in zip(self.partition.units, frozen):
+            if entries:
+                cut(self.optimizer, self.partition, unit)
         for segment in self.partition.segments():
             segment.shard.grad = torch.zeros_like(segment.shard)
         for unit in self.partition.units:
             for part in parts_of(unit):
                 segment = part.segment
-                if segment is not None:
+                if segment is not None and part.name in whole:
                     begin = part.in_shard.start - segment.start
                     own = part.of(self.slice_of(part.name, whole[part.name]))
                     segment.shard.grad[begin : begin + part.numel] = own
+        for unit, entries in zip(self.partition.units, frozen):
+            unit.master.leave_out(entries)
         self.optimizer.step()
 
     def gathered(self) -> dict[str, torch.Tensor]:

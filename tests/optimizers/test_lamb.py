@@ -24,19 +24,19 @@ CONVENTIONS = {
 }
 
 
-def train(options, *place):
+def train(options, *place, given=gradients):
     groups = [{"params": [], "weight_decay": decay} for decay in (0.1, 0.0)]
     sharded = Sharded(Lamb(groups, lr=0.02, eps=1e-6, **options), GROUP_OF, *place)
     for step in range(STEPS):
         with CollectiveCounter() as counter:
-            sharded.step(gradients(step))
+            sharded.step(given(step))
     return sharded, sharded.gathered(), counter.log
 
 
-def reference(options):
+def reference(options, given=gradients):
     lamb = ReferenceLamb(weights(), 0.02, DECAY, **options)
     for step in range(STEPS):
-        lamb.step(gradients(step))
+        lamb.step(given(step))
     return lamb.weights
 
 

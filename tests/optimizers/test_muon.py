@@ -36,15 +36,15 @@ def muon(blocks=1, method="standard", **options):
     return Muon([matrices, others, {**matrices, "params": [], "blocks": blocks}])
 
 
-def train(optimizer, *place):
+def train(optimizer, *place, given=gradients):
     sharded = Sharded(optimizer, GROUP_OF, *place)
     for step in range(STEPS):
         with CollectiveCounter() as counter:
-            sharded.step(gradients(step))
+            sharded.step(given(step))
     return sharded, sharded.gathered(), counter.log
 
 
-def reference(blocks=1, **options):
+def reference(blocks=1, given=gradients, **options):
     """Trains whole tensors with torch's optimizers. A joint matrix is ``blocks`` matrices for them."""
     whole = {name: Parameter(tensor) for name, tensor in weights().items()}
     parts = {name: [Parameter(part.detach().clone()) for part in whole[name].chunk(blocks)] for name in [JOINT]}
@@ -54,7 +54,9 @@ def reference(blocks=1, **options):
         torch.optim.AdamW([whole[name] for name in SHAPES if name not in MATRICES], **OF_OTHERS, foreach=False),
     ]
     for step in range(STEPS):
-        for name, gradient in gradients(step).items():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for name, gradient in given(step).items():
             whole[name].grad = gradient
             for part, own in zip(parts.get(name, ()), gradient.chunk(blocks)):
                 part.grad = own.clone()

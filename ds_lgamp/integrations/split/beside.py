@@ -186,14 +186,11 @@ class Comparison:
         counted = output if self._loss_in is None else self._loss_in(output)
         tensors = [leaf for leaf in tree_leaves(counted) if isinstance(leaf, Tensor)]
         summed = [(leaf.float() * one(leaf.detach().float())).sum() for leaf in tensors if leaf.requires_grad]
-        gradients: Sequence[Tensor | None] = []
+        gradients: list[Tensor] = []
         if summed:
-            gradients = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
-        told = [
-            _told(torch.zeros_like(parameter) if each is None else each)
-            for parameter, each in zip(self._trained, gradients)
-        ]
-        return Computed(hidden, [leaf.detach() for leaf in tensors], told, again)
+            found = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
+            gradients = [_told(parameter, gradient) for parameter, gradient in zip(self._trained, found)]
+        return Computed(hidden, [leaf.detach() for leaf in tensors], gradients, again)
 
     def _draws(self, arguments: Arguments) -> bool:
         """Whether the forward draws random numbers."""

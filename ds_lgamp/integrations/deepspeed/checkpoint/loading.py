@@ -108,11 +108,14 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     parameters = everywhere(partial(describe_parameters, run))
     own = {name: info for rank in over_pipeline(run.placed, parameters) for name, info in rank.items()}
 
+    of_parameters = (state["optimizer"] or {}).get("of_parameters", {})
+
     def memory() -> tuple[Loading, dict[str, FlatShard], dict[str, FlatShard]]:
         check_fit(run, folder, state, parts, own, sizes)
         loading = Loading(run.optimizer.partition, dtypes)
         loading.add_weights()
         if parts.optimizer:
+            run.optimizer.cut(of_parameters)
             loading.add_optimizer()
         buffers = buffers_to_read(run, describe_layout(run), state["layout"], sizes)
         return loading, buffers, rank_state_to_read(run, state["layout"], sizes)
@@ -129,7 +132,8 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
         write_extra_states(run.placed, mine["extra_states"])
         if parts.optimizer:
             written = state["optimizer"]
-            loading.commit_optimizer(run.optimizer.optimizer, decode(written["groups"]), written["scalars"])
+            groups = decode(written["groups"])
+            loading.commit_optimizer(run.optimizer.optimizer, groups, written["scalars"], of_parameters)
             load_scaler_state(run.optimizer.loss_scaler, state["loss_scaler"])
             run.optimizer.is_half_updated = False
         run.optimizer.late_overflow = parts.progress and state.get("late_overflow", False)

@@ -1,6 +1,6 @@
 """The training run that a checkpoint is written of: what the checkpoint asks of its engine."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,9 @@ class Optimizer(Protocol):
 
     @property
     def class_name(self) -> str: ...
+
+    def cut(self, names: Collection[str]) -> None:
+        """Lets the parameters of units with one of ``names`` count their steps by themselves."""
 
     def complaint_about_class(self, written: str | None) -> str | None:
         """Returns why the state of an optimizer of the class ``written`` does not fit; None if it does."""

@@ -8,7 +8,7 @@ from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.shares import Share, enter, merged
-from ds_lgamp.checkpoint.units import optimizer_scalars, optimizer_tensors, weights
+from ds_lgamp.checkpoint.units import optimizer_scalars, optimizer_tensors, scalars_of_parameters, weights
 from ds_lgamp.integrations.deepspeed.checkpoint.buffers import buffers_to_write
 from ds_lgamp.integrations.deepspeed.checkpoint.description import describe, describe_parameters
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state_to_write
@@ -44,7 +44,8 @@ def save(
         tensors |= rank_state_to_write(run, client_state)
         share = share_of(run, exclude_frozen)
         state = {**describe(run), "late_overflow": run.optimizer.late_overflow}
-        return tensors, state, share._replace(scalars=optimizer_scalars(partition, optimizer))
+        scalars, of_parameters = optimizer_scalars(partition, optimizer), scalars_of_parameters(partition, optimizer)
+        return tensors, state, share._replace(scalars=scalars, of_parameters=of_parameters)
 
     tensors, state, own = everywhere(collect)
     tensors |= buffers_to_write(run)

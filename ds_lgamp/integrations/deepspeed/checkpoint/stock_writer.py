@@ -95,6 +95,12 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
             "the checkpoint is of a plain model, of which stock DeepSpeed loads no layers; export its "
             "weights without --format, which the model itself loads"
         )
+    of_parameters = whole.state["optimizer"].get("of_parameters", {})
+    if of_parameters:
+        raise CheckpointError(
+            f"parameters such as {min(of_parameters)} were frozen for a time and count their steps by themselves, "
+            "which DeepSpeed's files cannot say; export the weights without --format, or a checkpoint from before"
+        )
     refuse_whole_tensors(whole.state["optimizer"]["class"], {})
     if min(pipeline_ranks, data_ranks) < 1:
         raise CheckpointError(f"the layout is {pipeline_ranks} pipeline x {data_ranks} data ranks; use at least 1 x 1")

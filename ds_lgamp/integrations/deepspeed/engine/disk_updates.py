@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdates
 from ds_lgamp.integrations.deepspeed.engine.updates import Options, Updates
 from ds_lgamp.partition.disk import Disk
+from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host_home import Host
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
@@ -63,6 +65,15 @@ class DiskUpdates(HostUpdates):
             self._twin.state[trial] = {"step": torch.zeros(()), "sum": torch.zeros(2)}
         self._twin.step()
         return {key: value.dtype for key, value in self._twin.state[trial].items() if _is_elementwise(value, trial)}
+
+    def cut(self, unit: Unit, frozen: UnitParameter) -> None:
+        """Raises ConfigError for a unit of the host: its rooms and buffers are for whole segments."""
+        if unit.policy.host is not None:
+            raise ConfigError(
+                f"parameter {frozen.shown} was frozen after deepspeed.initialize, but state of the optimizer lies on "
+                "a disk, where it cannot be left out; freeze it before, or offload to the device cpu"
+            )
+        super().cut(unit, frozen)
 
     def announce(self, unit: Unit) -> None:
         """Lets ``unit`` be read ahead of its update. Its gradient is final."""

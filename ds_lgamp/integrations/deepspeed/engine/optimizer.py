@@ -1,7 +1,7 @@
 """The optimizer object that DeepSpeed sees: it steps a torch optimizer on this rank's shards."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,12 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_its
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
 from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
-from ds_lgamp.integrations.deepspeed.engine.optimizer_state import complaint_about_class, load_state, state_of
+from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
+    complaint_about_class,
+    load_state,
+    names_of_cut,
+    state_of,
+)
 from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
 from ds_lgamp.integrations.deepspeed.engine.updates import Options
 from ds_lgamp.optimizers.tensors import TensorOptimizer
@@ -157,6 +162,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         elif not self._is_watched:
             self.is_half_updated = True
             units = self.partition.finish_gradients_of(chunk)
+            self._updates.leave_out_frozen(units)
             # The optimizer may change the gradient.
             self._row_norms |= {unit: unit.norm_rows(may_have_changed=False) for unit in units}
             if self.partition.host is not None:
@@ -176,8 +182,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if self._is_watched:
             for unit in self.partition.units:
                 unit.settle_store()
-                if unit.reduction.is_final and not unit.storage.is_overdue:
-                    unit.scale_gradient(self.loss_factor)
+            for unit in self._with_gradients():
+                unit.scale_gradient(self.loss_factor)
             self.loss_factor = 1.0
 
     @property
@@ -189,6 +195,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
         update if ``skips_overflow`` is set and any gradient is inf or NaN, or if the :attr:`check` asks for it."""
         factor: Any = self._factor
+        self._updates.leave_out_frozen(self._with_gradients())
         bad_losses = None if self.check is None else self.check.bad_losses()
         self._global_grad_norm = self._norm(bad_losses) * abs(factor)
         skips_now = self._find_overflow(self._global_grad_norm, bad_losses)
@@ -204,8 +211,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     def _update_all(self, factor: Any) -> None:
         """Updates what is not updated yet, or leaves that to later."""
-        # An update that the host has begun uses its gradient still.
-        units = [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
+        units = self._with_gradients()
         if not self._is_watched and (self._updates_when == "next_step" or self.partition.host is not None):
             postponed = [unit for unit in units if unit.policy.host is self.partition.host]
             self._postpone(postponed, factor)
@@ -220,6 +226,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         for unit in units:
             unit.scale_gradient(factor)
         self._updates.update(units)
+
+    def _with_gradients(self) -> list[Unit]:
+        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
+        return [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
 
     def _norm(self, bad_losses: torch.Tensor | None) -> torch.Tensor:
         """Returns the norm of the gradients as they accumulated. Sums ``bad_losses`` over all ranks."""
@@ -265,6 +275,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.overflow = self._late_overflow.exchange(found)
         return False
 
+    def cut(self, names: Collection[str]) -> None:
+        """Lets every parameter count its steps by itself that is in a unit with one of ``names``, as after one of the
+        unit was frozen. Raises ConfigError where that cannot be done."""
+        for unit in self.partition.units:
+            named = [entry for entry in unit.storage.parameters if entry.name in names]
+            if unit.trains and named:
+                self._updates.cut(unit, named[0])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the partition drops gradients after the step."""
 
@@ -276,6 +294,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned. All ranks call it together. Raises CheckpointError on all ranks, and
         changes nothing, if the state of one rank does not fit."""
+        self.cut(names_of_cut(state_dict))
         load_state(self.optimizer, self.partition, self.dp_process_group, state_dict)
 
     def refresh_fp32_params(self) -> None:

@@ -43,6 +43,14 @@ def load_state(
     optimizer.load_state_dict(saved)
 
 
+def names_of_cut(state: Any) -> set[str]:
+    """Returns the parameters in ``state``, of :func:`state_of`, that count their steps by themselves."""
+    if not isinstance(state, dict) or state.keys() != _STATE_KEYS:
+        return set()
+    cut = [unit for unit in state["partition"].values() if unit.get("is_cut")]
+    return {name for unit in cut for name, *_ in unit["contents"]}
+
+
 def _complaint_about_state(
     optimizer: torch.optim.Optimizer, partition: ZeroPartition, data_group: dist.ProcessGroup, state: Any
 ) -> str | None:
@@ -70,6 +78,11 @@ def _complaint_about_state(
         for groups in (optimizer.param_groups, state["optimizer"]["param_groups"])
     )
     if sizes != written_sizes:
+        if any(unit.master.is_cut for unit in partition.units) and not names_of_cut(state):
+            return (
+                "the state of engine.optimizer is from a time before a parameter was frozen; use save_checkpoint and "
+                "load_checkpoint"
+            )
         return (
             f"the state of engine.optimizer has parameter groups of {written_sizes} shards, but this optimizer "
             f"of {sizes}; build model, groups and ds_config.json as they were"
@@ -108,6 +121,8 @@ def _partition_state(partition: ZeroPartition) -> dict[str, dict[str, Any]]:
     for unit in partition.units:
         # Cloned, because torch.save writes a view with its whole storage.
         state[unit.name] = {"contents": unit.storage.contents(), "master": unit.master.values.detach().clone()}
+        if unit.master.is_cut:
+            state[unit.name]["is_cut"] = True
         if unit.master.is_copy:
             state[unit.name]["weights"] = unit.storage.shard.detach().clone()
     return state

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import optimizer as of_torch
 
+from ds_lgamp.optimizers.cutting import cut
+from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -23,7 +25,7 @@ class Updates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._partition = optimizer, partition
         self._lagging: Sequence[Unit] = ()
         """Units whose weights do not equal their master weights, because the optimizer is updating these."""
         for group in optimizer.param_groups:
@@ -76,6 +78,19 @@ class Updates:
         if self._lagging:
             # Somebody replaced the optimizer's step and thereby its hooks.
             self._follow()
+
+    def leave_out_frozen(self, units: Sequence[Unit]) -> None:
+        """Lets the next step leave those parameters of ``units`` alone, with their state, that the script has frozen.
+        The gradients are final."""
+        for unit in units:
+            if unit.reduction.frozen:
+                self.cut(unit, unit.reduction.frozen[0])
+                unit.master.leave_out(unit.reduction.frozen)
+
+    def cut(self, unit: Unit, frozen: UnitParameter) -> None:
+        """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen for a
+        time."""
+        cut(self.optimizer, self._partition, unit)
 
     def settle_states(self) -> None:
         """Moves states that somebody made in memory to where they belong."""
