@@ -57,7 +57,8 @@ class Counting(nn.Module):
         loss = cross_entropy(self.head(hidden), labels)
         if "losses" in self.counts:
             self.losses.append(loss.item())
-        return loss
+        # Also behind the blocks, where the code ahead of them has run again.
+        return loss * (1 + self.calls / 10) if "calls" in self.counts else loss
 
     @property
     def state(self):

@@ -35,8 +35,9 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
+    needed = [*needed_to_split(model, settings)]
     check_tensors(model)
-    make_whole(needed_to_split(model, settings))
+    make_whole(needed)
     layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     share_over_pipeline(model.buffers(), module)

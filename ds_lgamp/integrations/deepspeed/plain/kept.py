@@ -57,7 +57,8 @@ class Kept:
                 f"micro-batch {changed} of {len(self.calls)} was changed after engine(...) got it, but a {BLOCK} "
                 "block computes with it until the batch is complete; give the engine new tensors"
             )
-        self._look_at_settings()
+        if self.calls:
+            self._look_at_settings()
         if self._changed is not None:
             what, number = self._changed
             raise ConfigError(
