@@ -21,7 +21,7 @@ ON_TWO_RANKS = [
     Case(11, "momentum", 1, 1, IN_TURN, goes_on="checkpoint", changes={"stage": 0, "pipeline_ranks": 2}),
     Case(12, "AdamW", 2, 1, {}, HOST, goes_on="checkpoint", changes={"zero": {}}),
     Case(13, "AdamW", 2, 1, goes_on="state"),
-    Case(14, "AdamW", 3, 1, goes_on="live"),
+    Case(40, "AdamW", 3, 1, goes_on="live"),
     Case(15, "Adagrad", 0, 2),
 ]
 
