@@ -42,6 +42,8 @@ class Case(NamedTuple):
     block: dict[str, Any] = {}
     zero: dict[str, Any] = {}
     """More keys of zero_optimization."""
+    more: dict[str, Any] = {}
+    """More keys of the configuration."""
     goes_on: str | None = None
     """From what another engine goes on half-way: a checkpoint, a live one, or the state of the optimizer."""
     changes: dict[str, Any] = {}
@@ -58,6 +60,7 @@ class Layer(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.to(self.gain.dtype)
         return inputs + torch.tanh(self.linear(self.norm(inputs))) * self.gain
 
 
@@ -132,6 +135,7 @@ def engine_of(case: Case) -> Any:
             "gradient_clipping": CLIPPING,
             "zero_optimization": {"stage": case.stage, **case.zero},
             "ds_lgamp": {"layers_per_chunk": 1, **case.block},
+            **case.more,
         }
         return deepspeed.initialize(model=module, optimizer=kind(module.parameters(), **options), config=config)[0]
 
@@ -153,6 +157,29 @@ def train(case: Case) -> Course:
     partition.catch_up()
     course.parameters.update(gathered(partition, lambda unit: unit.storage.shard))
     return course
+
+
+def count_changes(cases: list[Case]) -> list[tuple[int, int]]:
+    """Returns by case how often a step changed master weights that were frozen, and others."""
+    prepare_rank()
+    ds_lgamp.install()
+    return [_count_changes(case) for case in cases]
+
+
+def _count_changes(case: Case) -> tuple[int, int]:
+    engine, frozen, others = engine_of(case), 0, 0
+    partition, names = engine.optimizer.partition, [name for name, _ in engine.module.named_parameters()]
+    for step, plan in enumerate(frozen_by_step(case, names)):
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad_(name not in plan)
+        partition.catch_up()
+        before = gathered(partition, lambda unit: unit.master.values)
+        engine.train_batch(iter(own_data(engine, case, step)))
+        partition.catch_up()
+        for name, after in gathered(partition, lambda unit: unit.master.values).items():
+            frozen += name in plan and not torch.equal(before[name], after)
+            others += name not in plan and not torch.equal(before[name], after)
+    return frozen, others
 
 
 def own_data(engine: Any, case: Case, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
