@@ -24,12 +24,16 @@ ON_TWO_RANKS = [
     Case(13, "AdamW", 2, 1, goes_on="state"),
     Case(40, "AdamW", 3, 1, goes_on="live"),
     Case(15, "Adagrad", 0, 2),
+    Case(16, "AdamW", 1, 2, tied=True, goes_on="checkpoint", changes={"pipeline_ranks": 1}),
 ]
 
 
 def many(pipeline_ranks):
     choices = product(OPTIMIZERS, range(4), BLOCKS)
-    return [Case(100 + number, *each[:2], pipeline_ranks, each[2]) for number, each in enumerate(choices)]
+    return [
+        Case(100 + number, *each[:2], pipeline_ranks, each[2], tied=number % 3 == 0)
+        for number, each in enumerate(choices)
+    ]
 
 
 def test_on_one_rank_frozen_parameters_and_their_state_stay():
