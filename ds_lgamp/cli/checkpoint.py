@@ -114,7 +114,7 @@ def describe(folder: Path) -> dict[str, Any]:
             "groups": len(optimizer["groups"]),
             "state": sorted(
                 {name.split("/")[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")}.union(
-                    *optimizer["scalars"]
+                    *optimizer["scalars"], *optimizer.get("of_parameters", {}).values()
                 )
             ),
         },

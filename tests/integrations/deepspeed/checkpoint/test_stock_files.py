@@ -271,11 +271,16 @@ def of_transformers(whole):
     whole.state["layers"]["names_of_model"] = True
 
 
+def of_frozen(whole):
+    whole.state["optimizer"]["of_parameters"] = {"1.bias": {}}
+
+
 NOT_WRITTEN = [
     (None, {"stage": 2}, "the stage is 2"),
     (None, {"data_ranks": 0}, "the layout is 2 pipeline x 0 data ranks"),
     (of_bf16, {"stage": 0}, "the stage is 0 and the weights are bfloat16"),
     (without_optimizer, {}, "no optimizer state"),
+    (of_frozen, {}, "parameters such as 1.bias were frozen for a time and count their steps by themselves"),
     (
         of_transformers,
         {},

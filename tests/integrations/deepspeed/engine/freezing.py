@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_lgamp
@@ -42,10 +42,14 @@ class Case(NamedTuple):
     block: dict[str, Any] = {}
     zero: dict[str, Any] = {}
     """More keys of zero_optimization."""
+    more: dict[str, Any] = {}
+    """More keys of the configuration."""
     goes_on: str | None = None
     """From what another engine goes on half-way: a checkpoint, a live one, or the state of the optimizer."""
     changes: dict[str, Any] = {}
     """What is different in that engine."""
+    tied: bool = False
+    """Whether the first layer is the last one, too."""
 
 
 class Layer(nn.Module):
@@ -58,6 +62,7 @@ class Layer(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.to(self.gain.dtype)
         return inputs + torch.tanh(self.linear(self.norm(inputs))) * self.gain
 
 
@@ -69,17 +74,36 @@ class Course(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
 
-def frozen_by_step(case: Case, names: list[str]) -> list[set[str]]:
+def plain(case: Case) -> nn.Sequential:
+    layers = []
+    for index in range(3):
+        seed(1234 + index)
+        layers.append(Layer(width_of(case)))
+    return nn.Sequential(*layers[:2], layers[0 if case.tied else 2])
+
+
+def frozen_by_step(case: Case) -> list[set[str]]:
     """Returns the names of what is frozen in each step: nothing, some parameters, or all of one layer and more."""
-    random = Random(case.number)
+    random, names = Random(case.number), [name for name, _ in plain(case).named_parameters()]
     steps: list[set[str]] = []
     for _ in range(STEPS):
         layer = f"{random.choice(names).split('.')[0]}."
         some = {name for name in names if random.random() < 0.4}
         steps.append(random.choice([set(), some, some | {name for name in names if name.startswith(layer)}]))
         if len(steps[-1]) == len(names):
-            steps[-1].pop()
+            steps[-1].remove(names[0])
     return steps
+
+
+def freeze(model: Any, case: Case, step: int) -> None:
+    """Freezes what is frozen in ``step``, and nothing else."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(in_plain(name) not in frozen_by_step(case)[step])
+
+
+def in_plain(name: str) -> str:
+    """Returns the name in the plain model."""
+    return name.replace("tied_modules.ends.", "0.")
 
 
 def data_of(case: Case, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -94,17 +118,11 @@ def width_of(case: Case) -> int:
 
 
 def alone(case: Case) -> Course:
-    layers, width = [], width_of(case)
-    for index in range(3):
-        seed(1234 + index)
-        layers.append(Layer(width))
-    model, course = nn.Sequential(*layers), Course([], [], {})
+    model, course = plain(case), Course([], [], {})
     kind, options = OPTIMIZERS[case.optimizer]
     optimizer = kind(model.parameters(), **{**options, "fused": False})
-    plan = frozen_by_step(case, [name for name, _ in model.named_parameters()])
     for step in range(STEPS):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in plan[step])
+        freeze(model, case, step)
         batches = data_of(case, step)
         loss = sum(mean_square(model(inputs), labels) for inputs, labels in batches) / len(batches)
         loss.backward()
@@ -117,9 +135,11 @@ def alone(case: Case) -> Course:
 
 
 def engine_of(case: Case) -> Any:
+    inner = LayerSpec(Layer, width_of(case))
+    end = TiedLayerSpec("ends", Layer, width_of(case), tied_weight_attr=["gain"])
     with quiet():
         module = PipelineModule(
-            [LayerSpec(Layer, width_of(case)) for _ in range(3)],
+            [end, inner, end] if case.tied else [inner, inner, inner],
             num_stages=case.pipeline_ranks,
             loss_fn=mean_square,
             seed_layers=True,
@@ -132,6 +152,7 @@ def engine_of(case: Case) -> Any:
             "gradient_clipping": CLIPPING,
             "zero_optimization": {"stage": case.stage, **case.zero},
             "ds_lgamp": {"layers_per_chunk": 1, **case.block},
+            **case.more,
         }
         return deepspeed.initialize(model=module, optimizer=kind(module.parameters(), **options), config=config)[0]
 
@@ -141,18 +162,38 @@ def train(case: Case) -> Course:
     if case.goes_on == "live":
         case = case._replace(block={**case.block, "live_checkpoint": f"{folder}/live"})
     engine, course = engine_of(case), Course([], [], {})
-    plan = frozen_by_step(case, [name for name, _ in nn.Sequential(*(Layer(2) for _ in range(3))).named_parameters()])
     for step in range(STEPS):
         if case.goes_on is not None and step == STEPS // 2:
             engine = gone_on(engine, case, folder)
-        for name, parameter in engine.module.named_parameters():
-            parameter.requires_grad_(name not in plan[step])
+        freeze(engine.module, case, step)
         course.losses.append(engine.train_batch(iter(own_data(engine, case, step))).item())
         course.norms.append(float(engine.get_global_grad_norm()))
     partition = engine.optimizer.partition
     partition.catch_up()
     course.parameters.update(gathered(partition, lambda unit: unit.storage.shard))
     return course
+
+
+def count_changes(cases: list[Case]) -> list[tuple[int, int]]:
+    """Returns by case how often a step changed master weights that were frozen, and others."""
+    prepare_rank()
+    ds_lgamp.install()
+    return [_count_changes(case) for case in cases]
+
+
+def _count_changes(case: Case) -> tuple[int, int]:
+    engine, frozen, others = engine_of(case), 0, 0
+    partition = engine.optimizer.partition
+    for step, plan in enumerate(frozen_by_step(case)):
+        freeze(engine.module, case, step)
+        partition.catch_up()
+        before = gathered(partition, lambda unit: unit.master.values)
+        engine.train_batch(iter(own_data(engine, case, step)))
+        partition.catch_up()
+        for name, after in gathered(partition, lambda unit: unit.master.values).items():
+            frozen += name in plan and not torch.equal(before[name], after)
+            others += name not in plan and not torch.equal(before[name], after)
+    return frozen, others
 
 
 def own_data(engine: Any, case: Case, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -184,7 +225,9 @@ def compare(cases: list[Case]) -> None:
         assert course.norms == pytest.approx(expected.norms, rel=1e-4), case
         assert course.parameters, case
         for name, tensor in course.parameters.items():
-            torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-6, msg=f"{case} {name}")
+            torch.testing.assert_close(
+                tensor, expected.parameters[in_plain(name)], rtol=1e-4, atol=1e-6, msg=f"{case} {name}"
+            )
 
 
 def refuse_on_a_disk() -> list[str]:

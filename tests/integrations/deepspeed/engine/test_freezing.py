@@ -9,6 +9,7 @@ from tests.integrations.deepspeed.engine.freezing import (
     OPTIMIZERS,
     Case,
     compare,
+    count_changes,
     refuse_on_a_disk,
     return_to_a_state_from_before,
 )
@@ -21,14 +22,18 @@ ON_TWO_RANKS = [
     Case(11, "momentum", 1, 1, IN_TURN, goes_on="checkpoint", changes={"stage": 0, "pipeline_ranks": 2}),
     Case(12, "AdamW", 2, 1, {}, HOST, goes_on="checkpoint", changes={"zero": {}}),
     Case(13, "AdamW", 2, 1, goes_on="state"),
-    Case(14, "AdamW", 3, 1, goes_on="live"),
+    Case(40, "AdamW", 3, 1, goes_on="live"),
     Case(15, "Adagrad", 0, 2),
+    Case(16, "AdamW", 1, 2, tied=True, goes_on="checkpoint", changes={"pipeline_ranks": 1}),
 ]
 
 
 def many(pipeline_ranks):
     choices = product(OPTIMIZERS, range(4), BLOCKS)
-    return [Case(100 + number, *each[:2], pipeline_ranks, each[2]) for number, each in enumerate(choices)]
+    return [
+        Case(100 + number, *each[:2], pipeline_ranks, each[2], tied=number % 3 == 0)
+        for number, each in enumerate(choices)
+    ]
 
 
 def test_on_one_rank_frozen_parameters_and_their_state_stay():
@@ -44,6 +49,17 @@ def test_on_two_ranks_they_stay_in_several_layouts_and_across_checkpoints():
 @pytest.mark.parametrize(("ranks", "pipeline_ranks"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_they_stay_with_every_optimizer_stage_and_schedule(ranks, pipeline_ranks):
     run_on_ranks(ranks, compare, many(pipeline_ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_half_precision_they_stay_to_the_bit(ranks):
+    precisions = [{"bf16": {"enabled": True, "check_grad_overflow": checks}} for checks in (False, True)]
+    choices = product(OPTIMIZERS, (0, 3), precisions)
+    cases = [Case(500 + number, *each[:2], ranks, more=each[2]) for number, each in enumerate(choices)]
+    for counts in run_on_ranks(ranks, count_changes, cases):
+        for case, (frozen, others) in zip(cases, counts, strict=True):
+            assert frozen == 0 and others > 0, case
 
 
 @pytest.mark.slow
