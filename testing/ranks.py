@@ -132,6 +132,6 @@ def _rank_main(
         dist.destroy_process_group()
         # Pickles here, because a queue would send tensors as handles to memory that ends with this process.
         results.put((rank, True, pickle.dumps(result)))
-    except BaseException:
+    except BaseException as error:
         results.put((rank, False, traceback.format_exc()))
-        sys.exit(1)
+        sys.exit(error.code if isinstance(error, SystemExit) else 1)

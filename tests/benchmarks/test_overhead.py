@@ -80,8 +80,8 @@ def test_the_record_has_every_contender_and_the_targets():
 def test_the_bare_loop_computes_what_the_engine_computes():
     engine, bare = run_on_ranks(1, calls_of_a_step)[0]
     # A recomputation ends with the factors of the product. It repeats neither the product nor the sum at the end, but
-    # for the first chunk: its input needs no gradient, and an operator may write to such a tensor after it saved it. The
-    # gradient of each of 16 losses is a product, because it may be infinite in half precision.
+    # for the first chunk: its input needs no gradient, and an operator may write to such a tensor after it saved it.
+    # The gradient of each of 16 losses is a product, because it may be infinite in half precision.
     assert engine == {"mul": bare["mul"] - 7 * 16 + 16, "sum": bare["sum"] - 16}
     assert bare["mul"] == 8 * 16 * 4 - 16
 

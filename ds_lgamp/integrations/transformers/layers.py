@@ -21,6 +21,7 @@ from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
 from ds_lgamp.integrations.transformers.models import planned_names, without_cache
 from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
+from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -45,7 +46,7 @@ class ModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks, only_loss = find_blocks(model, settings.blocks, planned_names(model)), settings.outputs == "loss"
-        with untouched(model), attending_anywhere(model_of(model)):
+        with untouched(model), attending_anywhere(model_of(model)), whole_to_layers():
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
             super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None, settings)
             with evaluating(model, blocks):
