@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.named import Named, named_globals
+from ds_lgamp.partition.rows import write
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _TORCHS = frozenset(vars(nn.Module()))
@@ -148,4 +149,4 @@ def untouched(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, value in values:
-                    buffer.copy_(value)
+                    write(buffer, value)
