@@ -180,8 +180,8 @@ def expected_launches(case, rank, bare):
             )
             expected[f"B{chunk}.{micro_batch}"] = (
                 bare[chunk]["backward"]
-                # The forward again, up to the last saved tensor: without the last product, unless that is of the model's
-                # input, which needs no gradient. An operator may write to such a tensor after it saved it.
+                # The forward again, up to the last saved tensor: without the last product, unless that is of the
+                # model's input, which needs no gradient. An operator may write to such a tensor after it saved it.
                 + Counter(clone=copied, addmm=copied * (layers - 1 + (chunk == 0 and layers == 1)))
                 # The gradient of the mean loss.
                 + Counter(ones_like=chunk == last, mul=chunk == last)
