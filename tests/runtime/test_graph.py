@@ -15,7 +15,7 @@ from ds_lgamp.runtime.graph import backpropagate, begin_graph, drop_unfinished, 
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.schedule.actions import Action
-from tests.runtime.test_buffers import NOWHERE, WholeParameters
+from tests.runtime.one_rank import NOWHERE, WholeParameters
 
 ELEMENTS = 4096
 
