@@ -77,7 +77,8 @@ PARALLEL = ("-p", "xdist.plugin", "--numprocesses", "2", "--dist", "loadfile")
 def test_what_fails_runs_once_more_by_itself_and_the_summary_says_both(folder, words):
     ended = run(folder, "--once-more", *words)
     assert ended.returncode == 1, ended.stdout
-    runs = {path.name: path.read_text().split() for path in folder.iterdir() if path.suffix not in (".py", ".ini")}
+    notes = [path for path in folder.iterdir() if path.is_file() and path.suffix not in (".py", ".ini")]
+    runs = {path.name: path.read_text().split() for path in notes}
     runs.pop("__pycache__", None)
     assert {name: len(processes) for name, processes in runs.items()} == {
         **{"once a b": 2, "always": 2, "fixture": 2, "passes": 1}
