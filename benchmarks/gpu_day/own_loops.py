@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import ds_lgamp
 from benchmarks.gpt.contenders import MasterWeights
 from benchmarks.gpu_day import own_models
 from benchmarks.gpu_day.equality import PRECISIONS, STEPS, compared, device
@@ -57,6 +58,7 @@ class OwnLoop(NamedTuple):
 
     def _losses_of_engine(self, batch: Arguments, pipeline_ranks: int) -> list[float]:
         """Trains this rank's part of the batch. Returns the mean losses of all ranks."""
+        ds_lgamp.install()
         model = self._made()
         engine, *_ = deepspeed.initialize(
             model=model,

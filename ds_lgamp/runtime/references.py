@@ -31,7 +31,8 @@ _FOREIGN = {
 """Packages whose objects keep no state of layers."""
 _MANY = 1000
 """Of a longer container, such as a vocabulary, only a change of its length is noticed."""
-_OF_ALL_MODULES = frozenset(vars(Module()))
+# transformers notes there that it has registered hooks, and a recomputation takes none away.
+_OF_ALL_MODULES = frozenset(vars(Module())) | {"_output_capturing_hooks_installed"}
 
 
 @lru_cache(None)
